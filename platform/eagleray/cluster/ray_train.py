@@ -1,0 +1,115 @@
+"""A run on Ray Train: worker processes, restarts, and the way back for what the user must know."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagleray import config, run
+from eagleray.cluster.world import World
+from eagleray.errors import UserError
+from eagleray.recipe import Recipe
+
+RETRIES = 16  # restarts of the workers before the command fails; the same command continues even then
+ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # the default of 15 starves workers on a shared machine
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about its own default
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
+}
+STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours uses
+
+
+def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
+    """Run on `recipe.workers` Ray workers; on the cluster of RAY_ADDRESS where that is set, else on one of our own.
+
+    Returns the summary, or None when the run was asked to stop. Raises UserError.
+    """
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    own = {} if os.environ.get("RAY_ADDRESS") else {"address": "local", "include_dashboard": False}
+    if own:
+        own["object_store_memory"] = STORE  # type: ignore[assignment]
+    ray.init(**own, log_to_driver=False, logging_level="error")
+    try:
+        cpus, gpus = ray.cluster_resources().get("CPU", 1), ray.cluster_resources().get("GPU", 0)
+        each = cpus / recipe.workers
+        out = Path(recipe.out or "")
+        (out / ".failure").unlink(missing_ok=True)
+        trainer = TorchTrainer(
+            _rank,
+            train_loop_config={"recipe": config.plain(recipe), "tracking": tracking, "threads": max(int(each), 1)},
+            scaling_config=ScalingConfig(
+                num_workers=recipe.workers,
+                use_gpu=gpus >= recipe.workers,
+                resources_per_worker={"CPU": max(int(each), 1) if each >= 1 else each},
+            ),
+            run_config=RunConfig(
+                name=f"train-{os.getpid()}", storage_path=str(out / ".ray"), failure_config=FailureConfig(max_failures=RETRIES)
+            ),
+        )
+        return _fit(trainer, out)
+    finally:
+        ray.shutdown()
+
+
+def _fit(trainer: Any, out: Path) -> dict[str, Any] | None:
+    """In a thread of its own: in the main thread Ray would take Ctrl-C, and we want to save first."""
+    box: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            box["result"] = trainer.fit()
+        except BaseException as e:
+            box["error"] = e
+
+    thread = threading.Thread(target=work, name="ray-train", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    failure = out / ".failure"
+    if failure.exists():
+        told = json.loads(failure.read_text())
+        raise (UserError if told["user"] else RuntimeError)(told["why"])
+    if "error" in box:
+        raise RuntimeError(f"Ray gave up: {box['error']}; {out / 'train.log'} says why") from box["error"]
+    return box["result"].return_value  # type: ignore[no-any-return]
+
+
+def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
+    """What every worker runs. Ray restarts all workers when one fails; what a restart cannot mend is left in `.failure`,
+    where the restarted workers and the command find it."""
+    from ray.train.torch import get_device
+
+    recipe = config.check(Recipe, given["recipe"], "recipe")
+    failure = Path(recipe.out or "") / ".failure"
+    if failure.exists():
+        return None
+    device = get_device()
+    if device.type == "cpu":
+        torch.set_num_threads(given["threads"])
+    try:
+        return run.pretrain(recipe, World(device), tracking=given["tracking"])
+    except UserError as e:
+        failure.write_text(json.dumps({"user": True, "why": str(e)}))
+        raise
+    except Exception as e:
+        _count(failure, recipe, e)
+        raise
+
+
+def _count(failure: Path, recipe: Recipe, error: Exception) -> None:
+    """Give up on an error that came back twice without a step being taken in between."""
+    starts = failure.with_name("starts.jsonl").read_text().splitlines()[-3:]
+    if len(starts) == 3 and len({json.loads(s)["step"] for s in starts}) == 1:
+        why = f"failed three times without progress: {type(error).__name__}: {error}; {failure.parent / 'train.log'} says more"
+        failure.write_text(json.dumps({"user": False, "why": why}))

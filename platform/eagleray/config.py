@@ -1,0 +1,198 @@
+"""YAML in, typed and complete recipes out; or one line saying which key is wrong."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
+
+from eagleray.errors import UserError
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+T = TypeVar("T")
+
+
+class RecipeError(UserError):
+    """A recipe does not fit; the message names every wrong key by its dotted path and what was expected."""
+
+
+def load(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """Read a recipe of the given dataclass, `a.b=value` overrides last. Raises RecipeError."""
+    return check(kind, read(path, overrides), str(path))
+
+
+def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
+    """The checked, complete recipe of a tree of plain values. Raises RecipeError naming `source`."""
+    try:
+        return TypeAdapter(kind).validate_python(tree)
+    except ValidationError as e:
+        raise RecipeError(f"{source}: " + "; ".join(explain(e, kind))) from None
+
+
+def plain(recipe: object) -> dict[str, Any]:
+    """The resolved recipe as plain values, every default written out."""
+    return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+
+
+def dump(recipe: object) -> str:
+    """The resolved recipe as YAML; `load` gives back an equal one."""
+    return yaml.safe_dump(plain(recipe), sort_keys=False)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested mappings: `{a: {b: 1}}` to `{a.b: 1}`."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The file over its `base` file, with overrides on top; not yet checked. Raises RecipeError."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as e:
+        raise RecipeError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    except yaml.YAMLError as e:
+        raise RecipeError(f"{path}: is not YAML: " + " ".join(str(e).split())) from None
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
+    if base := tree.pop("base", None):
+        tree = merge(read(path.parent / base), tree)
+    for item in overrides:
+        tree = merge(tree, override(item))
+    return tree
+
+
+def override(item: str) -> dict[str, Any]:
+    """`a.b=value` as the nested mapping it stands for; the value is YAML. Raises RecipeError."""
+    key, equals, text = item.partition("=")
+    if not equals or not all(key.split(".")):
+        raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text  # a brace pattern with a comma in it, say, is a plain string
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
+        value = text  # `a: b` in a URL is no mapping
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins: mappings merge key by key, anything else, a list too, is replaced whole."""
+    out = dict(under)
+    for key, value in over.items():
+        nested = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if nested else value
+    return out
+
+
+@dataclass(frozen=True)
+class Part:
+    """A class named in a recipe, with its complete, checked keyword arguments."""
+
+    name: str
+    target: type
+    args: dict[str, Any]
+
+    def build(self, *given: Any) -> Any:
+        return self.target(*given, **self.args)
+
+
+class _PartError(ValueError):
+    """Carries the wrong keys of a Part through the validator around it."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
+def part_of(package: str) -> Any:
+    """The type of a recipe field that names a module of `package`: its one public class is built with the other keys.
+
+    The schema is that class's signature: keyword-only parameters, their annotations and defaults.
+    """
+
+    def checked(spec: Any) -> Part:
+        if isinstance(spec, Part):
+            return spec
+        spec = {"name": spec} if isinstance(spec, str) else spec
+        if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+            raise _PartError([f": expected a mapping with a `name`, got {spec!r}"])
+        name, args = spec["name"], {k: v for k, v in spec.items() if k != "name"}
+        if name not in parts(package):
+            raise _PartError([f".name: unknown {name!r}{nearest(name, parts(package))}"])
+        target = part(package, name)
+        hints, params = get_type_hints(target.__init__), inspect.signature(target).parameters.values()  # type: ignore[misc]
+        fields: Any = {
+            p.name: (hints[p.name], ... if p.default is p.empty else p.default)
+            for p in params
+            if p.kind is p.KEYWORD_ONLY
+        }
+        model = create_model(name, __config__=STRICT, **fields)
+        try:
+            full = model.model_validate(args)
+        except ValidationError as e:
+            raise _PartError([f".{line}" for line in explain(e, model)]) from None
+        return Part(name, target, {key: getattr(full, key) for key in fields})
+
+    def write(part: Part) -> dict[str, Any]:
+        return {"name": part.name, **TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")}
+
+    return Annotated[Part, BeforeValidator(checked), PlainSerializer(write)]
+
+
+def parts(package: str) -> list[str]:
+    """The names that a recipe may give for this package: its modules, less the contract they share."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    files = Path(next(iter(spec.submodule_search_locations))).glob("*.py")
+    return sorted(f.stem for f in files if f.stem not in ("__init__", package.split(".")[-1].removesuffix("s")))
+
+
+def part(package: str, name: str) -> type:
+    """The one public class of a module."""
+    module = importlib.import_module(f"{package}.{name}")
+    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    [target] = [c for c in own if not c.__name__.startswith("_")]
+    return target
+
+
+def explain(error: ValidationError, kind: Any) -> Iterator[str]:
+    """One line per wrong key: dotted path, what was given, what was expected."""
+    for e in error.errors():
+        path = ".".join(map(str, e["loc"]))
+        inner = e.get("ctx", {}).get("error")
+        if isinstance(inner, _PartError):
+            yield from (f"{path}{line}" for line in inner.lines)
+        elif e["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            yield f"{path}: unknown key{nearest(str(e['loc'][-1]), known(kind, e['loc'][:-1]))}"
+        elif e["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+            yield f"{path}: missing, and it has no default"
+        else:
+            yield f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {e['input']!r}"
+
+
+def known(kind: Any, path: Sequence[Any]) -> list[str]:
+    """The keys that are allowed at a path below a dataclass or model."""
+    for step in path:
+        if isinstance(step, int):
+            kind = getattr(kind, "__args__", (kind,))[0]
+        else:
+            kind = get_type_hints(kind).get(step)
+        kind = next((a for a in getattr(kind, "__args__", ()) if hasattr(a, "__dataclass_fields__")), kind)
+    return [] if kind is None else list(get_type_hints(kind))
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """A hint that ends an error message: the word that was probably meant, or all there are."""
+    close = difflib.get_close_matches(word, words, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(words)}"

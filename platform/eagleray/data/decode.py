@@ -1,0 +1,72 @@
+"""Bytes of an image file to pixels, whatever the file is called and whatever odd format it has."""
+
+import io
+import re
+import warnings
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+
+MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
+
+
+class BadImage(ValueError):
+    """The reason why an image cannot be used."""
+
+
+def decode(data: bytes | memoryview) -> Tensor:
+    """An upright uint8 RGB image (3, H, W). Raises BadImage."""
+    try:
+        return _jpeg(data) if data[:2] == b"\xff\xd8" else _other(data)
+    except BadImage:
+        raise
+    except Exception as e:  # decoders raise whatever they like on broken input
+        raise BadImage(reason(e)) from None
+
+
+def reason(error: Exception) -> str:
+    """What a decoder had to say, in one line and without its places in memory or in source files."""
+    text = re.sub(r"decode_jpeg, \S+\.cpp:\d+, | <_io\.BytesIO object at \w+>", "", str(error))
+    return " ".join(text.split())[:200] or type(error).__name__
+
+
+def _jpeg(data: bytes | memoryview) -> Tensor:
+    height, width, channels = jpeg_size(data)
+    if height * width > MAX_PIXELS:
+        raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
+    if channels == 4:  # Adobe's inverted CMYK is PIL's business
+        return _other(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the bytes are read-only, and nobody writes to them
+        view = torch.frombuffer(data, dtype=torch.uint8)
+    return decode_jpeg(view, ImageReadMode.RGB, apply_exif_orientation=True)
+
+
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:
+    """Height, width and channels from a JPEG's frame header. Raises BadImage when there is none."""
+    at = 2
+    while at + 9 < len(data):
+        if data[at] != 0xFF:
+            raise BadImage("damaged JPEG header")
+        kind = data[at + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9]), data[at + 9]
+        at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+    raise BadImage("a JPEG that ends inside its header")
+
+
+def _other(data: bytes | memoryview) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()  # the first frame of an animation
+            upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more: PIL would clip them to white
+        deep = np.asarray(upright, np.float32)
+        scale = 1 / 257 if deep.max() > 255 else 1.0
+        upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))
+    return torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)

@@ -1,0 +1,110 @@
+"""Batches on the device: readers in worker processes, photometric operations on the device, one batch ahead."""
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from eagleray.data.batch import Batch
+from eagleray.data.order import owned
+from eagleray.data.quarantine import Bad
+from eagleray.data.stream import Part, Stream
+from eagleray.errors import UserError
+from eagleray.views import photometric
+
+
+class Loader:
+    """One rank's share of the stream. Raises UserError when there are more readers than lanes."""
+
+    def __init__(self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device) -> None:
+        self.stream, self.rank, self.workers, self.device = stream, rank, workers, device
+        self.readers = ranks * max(workers, 1)
+        self.rows = rows(stream.lanes, stream.batch, ranks=ranks, workers=workers)
+
+    def batches(self, start: int) -> Iterator[tuple[Batch, list[Bad]]]:
+        """From a step on, without end: the batch, and what was found broken on the way to it."""
+        parts = _Parts(self.stream, self.rank * max(self.workers, 1), self.readers, start)
+        loader: DataLoader[Part] = DataLoader(
+            parts,
+            batch_size=None,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_quiet,
+        )
+        steps = zip(*[iter(loader)] * max(self.workers, 1), strict=False)  # workers are asked in turn, one part each
+        yield from _ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
+
+    def assemble(self, parts: tuple[Part, ...]) -> tuple[Batch, list[Bad]]:
+        """Join the readers' parts on the device. Raises UserError where a reader could not go on."""
+        for part in parts:
+            if part.error:
+                raise UserError(part.error)
+        params = torch.cat([p.params for p in parts], 1)  # (V, B, 13), stays on the CPU
+        views: list[Tensor] = []
+        for group in zip(*[p.pixels for p in parts], strict=True):
+            pixels = torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)  # (views, B, 3, S, S)
+            here = params[len(views) : len(views) + len(pixels)]
+            views += photometric.apply(pixels.flatten(0, 1), here.flatten(0, 1)).unflatten(0, pixels.shape[:2]).unbind()
+        batch = Batch(
+            views=views,
+            boxes=torch.cat([p.boxes for p in parts], 1).to(self.device, non_blocking=True),
+            index=torch.cat([p.index for p in parts]),
+            label=torch.cat([p.label for p in parts]).to(self.device, non_blocking=True),
+            rows=self.rows,
+        )
+        return batch, [bad for part in parts for bad in part.bad]
+
+
+def rows(lanes: int, batch: int, *, ranks: int, workers: int) -> tuple[int, ...]:
+    """Images per step of every rank. Raises UserError when there are more readers than lanes."""
+    each = max(workers, 1)
+    try:
+        return tuple(
+            sum(len(owned(lanes, reader=rank * each + w, readers=ranks * each)) for w in range(each)) * (batch // lanes)
+            for rank in range(ranks)
+        )
+    except ValueError as e:
+        raise UserError(f"workers={ranks} data.workers={workers} data.lanes={lanes}: {e}") from None
+
+
+class _Parts(IterableDataset[Part]):
+    """The parts of one reader: this process, or the loader process that iterates over it."""
+
+    def __init__(self, stream: Stream, first: int, readers: int, start: int) -> None:
+        self.stream, self.first, self.readers, self.start = stream, first, readers, start
+
+    def __iter__(self) -> Iterator[Part]:
+        info = get_worker_info()
+        reader = self.first + (info.id if info else 0)
+        lanes = owned(self.stream.lanes, reader=reader, readers=self.readers)
+        return self.stream.parts(lanes, start=self.start)
+
+
+def _quiet(worker: int) -> None:
+    """Leave Ctrl-C to the main process, which ends the step and saves first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _ahead(steps: Iterator[tuple[Part, ...]], loader: Loader) -> Iterator[tuple[Batch, list[Bad]]]:
+    """Copy and prepare the next batch on a stream of its own while the current one is trained on."""
+    side = torch.cuda.Stream(loader.device)
+    ready: tuple[Any, torch.cuda.Event] | None = None
+    for parts in steps:
+        with torch.cuda.stream(side):
+            loaded = loader.assemble(parts), side.record_event()
+        if ready:
+            yield _hand_over(*ready)
+        ready = loaded
+
+
+def _hand_over(loaded: tuple[Batch, list[Bad]], done: torch.cuda.Event) -> tuple[Batch, list[Bad]]:
+    """Make the training stream wait for the batch, and keep its memory until that stream is done with it."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(done)
+    for tensor in (*loaded[0].views, loaded[0].boxes, loaded[0].label):
+        tensor.record_stream(stream)
+    return loaded

@@ -1,0 +1,48 @@
+"""Samples that cannot be used: what they are, why, and when there are too many of them."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eagleray.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A broken sample, or, where `key` is empty, a whole shard."""
+
+    shard: str  # URL
+    key: str
+    offset: int  # bytes, of the image in the shard; -1 where there is none
+    reason: str
+
+
+class Quarantine:
+    """`quarantine.jsonl` of a run; each sample once, over all epochs and restarts."""
+
+    def __init__(self, path: Path, *, samples: int, limit: float) -> None:
+        """Up to `limit` (a share) of `samples` may be bad."""
+        self.path, self.samples, self.limit = path, samples, limit
+        self.seen: set[tuple[str, str, int]] = set()
+        if path.exists():
+            for line in path.read_text().splitlines():
+                bad = json.loads(line)
+                self.seen.add((bad["shard"], bad["key"], bad["offset"]))
+
+    def add(self, found: Iterable[Bad], *, write: bool = True) -> None:
+        """Note what is new. Raises UserError once there are more than the limit allows."""
+        new = {(b.shard, b.key, b.offset): b for b in found if (b.shard, b.key, b.offset) not in self.seen}
+        self.seen |= new.keys()
+        if write and new:
+            with self.path.open("a") as f:
+                f.writelines(json.dumps(asdict(b), ensure_ascii=False) + "\n" for b in new.values())
+        if len(self) > self.limit * self.samples:
+            raise UserError(
+                f"{len(self)} of {self.samples} samples are broken, more than data.bad_limit={self.limit:g} allows; "
+                f"{self.path} lists them"
+            )
+
+    def __len__(self) -> int:
+        """Bad samples; a bad shard counts as one."""
+        return len(self.seen)

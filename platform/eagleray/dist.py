@@ -1,0 +1,64 @@
+"""The few collectives that methods use; each is the identity on one process. Rows may differ between ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def offset(rows: Sequence[int]) -> int:
+    """Where this rank's rows begin in a gathered batch."""
+    return sum(rows[: rank()])
+
+
+def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """(B, ...) on each rank to (sum of rows, ...) on all, in rank order, without gradient."""
+    if size() == 1:
+        return x.detach()
+    padded = x.new_zeros(max(rows), *x.shape[1:])
+    padded[: len(x)] = x.detach()
+    parts = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over ranks, without gradient."""
+    if size() > 1:
+        x = x.detach().clone()
+        dist.all_reduce(x)
+    return x.detach()
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return total(grads[0])
+
+
+def total_with_grad(x: Tensor) -> Tensor:
+    """The sum over ranks; a rank's gradient is what all ranks' losses together say about its x."""
+    return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
+
+
+def objects(x: Any) -> list[Any]:
+    """Any picklable thing of every rank, in rank order, on all; for rare and small things."""
+    if size() == 1:
+        return [x]
+    out: list[Any] = [None] * size()
+    dist.all_gather_object(out, x)
+    return out

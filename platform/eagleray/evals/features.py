@@ -1,0 +1,81 @@
+"""Frozen features of labelled images, extracted once for all protocols."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagleray import dist
+from eagleray.data import store
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.index import Index
+from eagleray.models.backbone import Backbone
+from eagleray.views.crop import centre_crop
+from eagleray.views.photometric import normalise_
+
+BATCH = 256
+
+
+class Labelled(NamedTuple):
+    """n images."""
+
+    x: Tensor  # (n, D) pooled features, not normalised
+    y: Tensor  # (n,) classes
+
+
+@torch.inference_mode()
+def extract(backbone: Backbone, index: Index, samples: NDArray[np.int64], *, size: int, resize: int) -> Labelled:
+    """Features of some samples, shared out over the ranks and gathered on all. Broken images are left out."""
+    device = next(backbone.parameters()).device
+    training = backbone.training
+    backbone.eval()
+    xs, ys = [torch.empty(0, backbone.dim)], [torch.empty(0, dtype=torch.long)]
+    mine = np.array_split(samples, dist.size())[dist.rank()]
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) // dist.size(), 1)) as pool:
+        for images, labels in _batches(pool, index, mine, size, resize):
+            x = normalise_(images.to(device, non_blocking=True).float().div_(255))
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                xs.append(backbone(x).pooled.float().cpu())
+            ys.append(labels)
+    backbone.train(training)
+    parts = dist.objects((torch.cat(xs).numpy(), torch.cat(ys).numpy()))
+    return Labelled(*(torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True)))
+
+
+def _batches(
+    pool: ThreadPoolExecutor, index: Index, samples: NDArray[np.int64], size: int, resize: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Decoded while the previous batch is in the backbone."""
+
+    def load(chunk: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        good = [(x, s) for s, x in ((s, image(index, s, size, resize)) for s in chunk.tolist()) if x is not None]
+        return torch.stack([x for x, _ in good]), torch.from_numpy(index.label[[s for _, s in good]])
+
+    chunks = [samples[i : i + BATCH] for i in range(0, len(samples), BATCH)]
+    queue = [pool.submit(load, c) for c in chunks[:4]]
+    for i in range(len(chunks)):
+        if i + 4 < len(chunks):
+            queue.append(pool.submit(load, chunks[i + 4]))
+        yield queue[i].result()
+
+
+def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
+    url = index.shards[index.shard[sample]].url
+    data = store.store(url).read(url, int(index.offset[sample]), int(index.size[sample]))
+    try:
+        return centre_crop(decode(data), resize=resize, size=size)
+    except BadImage:
+        return None
+
+
+def labelled(index: Index, *, limit: int | None = None) -> NDArray[np.int64]:
+    """The samples that have a label, or `limit` of them evenly spread."""
+    samples = np.flatnonzero(index.label >= 0)
+    if limit is None or limit >= len(samples):
+        return samples
+    return samples[np.linspace(0, len(samples) - 1, limit).astype(np.int64)]

@@ -1,0 +1,72 @@
+"""Evaluations by name: what each is run on, and with which settings."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray import dist
+from eagleray.data.index import Index
+from eagleray.evals.features import extract, labelled
+from eagleray.evals.knn import knn
+from eagleray.evals.linear import probe
+from eagleray.models.backbone import Backbone
+
+if TYPE_CHECKING:
+    from eagleray.recipe import Evaluate, Recipe
+
+PROTOCOLS = ("knn", "linear")
+HELD = 10  # one labelled sample in so many is held out where there is no test set
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Labelled images to learn from and to be tested on."""
+
+    bank: Index
+    bank_samples: NDArray[np.int64]
+    test: Index
+    test_samples: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, train: Index, test: Index | None, limit: int | None) -> "Sets | None":
+        """None when there are no labels to evaluate with. Pretraining saw no label, so a part of its own images may
+        serve as the test set."""
+        if not train.labelled:
+            return None
+        if test is not None:
+            return cls(train, labelled(train, limit=limit), test, labelled(test))
+        every = labelled(train)
+        held = np.zeros(len(every), bool)
+        held[::HELD] = True
+        bank = every[~held]
+        if limit is not None and limit < len(bank):
+            bank = bank[np.linspace(0, len(bank) - 1, limit).astype(np.int64)]
+        return cls(train, bank, train, every[held])
+
+    def how(self, recipe: "Recipe", protocol: str) -> str:
+        """The settings that a number was made with, for the reader of the number."""
+        e = recipe.evaluate
+        settings = f"k={e.k}, T={e.temperature:g}" if protocol == "knn" else f"{e.probe_epochs} epochs"
+        return f" ({settings}; {len(self.bank_samples)} training, {len(self.test_samples)} test images)"
+
+
+def evaluate(
+    backbone: Backbone, sets: Sets | None, settings: "Evaluate", *, protocols: Sequence[str] = PROTOCOLS
+) -> dict[str, float]:
+    """Named numbers; the same on every rank. Features are extracted once, by all ranks."""
+    if sets is None:
+        return {}
+    size, resize = settings.size, settings.resize
+    train = extract(backbone, sets.bank, sets.bank_samples, size=size, resize=resize)
+    test = extract(backbone, sets.test, sets.test_samples, size=size, resize=resize)
+    out: dict[str, float] = {}
+    if dist.rank() == 0:
+        if "knn" in protocols:
+            out |= knn(train, test, k=settings.k, temperature=settings.temperature)
+        if "linear" in protocols and settings.probe_epochs:
+            out |= probe(train, test, epochs=settings.probe_epochs)
+    return json.loads(dist.objects(json.dumps(out))[0])  # type: ignore[no-any-return]

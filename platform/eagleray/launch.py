@@ -1,0 +1,193 @@
+"""What the commands do: check what was given, run it in the right world, and say where everything is."""
+
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagleray import checkpoint, config, recipe as recipes, run
+from eagleray.cluster import world
+from eagleray.console import Follow, out
+from eagleray.data.index import open_index
+from eagleray.errors import UserError
+from eagleray.evals import protocols
+from eagleray.export import snippet, to_timm
+from eagleray.methods.method import Method
+from eagleray.models.backbone import TESTED
+from eagleray.recipe import Recipe
+from eagleray.track import check_writable, tracking_uri
+
+
+def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Start or continue a run and see it through. Returns its summary; raises UserError, or SystemExit when stopped."""
+    recipe = run.resolve(recipes.load(name, overrides))
+    folder = Path(recipe.out or "")
+    check_writable(folder)
+    check_same(recipe, folder)
+    plan = run.plan(recipe, note=lambda line: out.print(line, markup=False))
+    with torch.device("meta"):
+        run.build(recipe)  # an unknown backbone or option is found here, before any worker starts
+    tracking = tracking_uri(folder, os.environ.get("MLFLOW_TRACKING_URI"))
+    summary = finished(folder, plan.steps)
+    if summary:
+        out.print(f"done already: {folder} has taken its {plan.steps} steps", markup=False)
+    else:
+        checkpoint.replace(folder / "recipe.yaml", config.dump(recipe))
+        checkpoint.replace(folder / "environment.json", json.dumps(environment(), indent=1))
+        with Follow(folder, plan.steps), stoppable(folder):
+            summary = in_world(recipe, tracking)
+        if summary is None:
+            sys.exit(1)
+    conclude(folder, summary, tracking)
+    return summary
+
+
+def in_world(recipe: Recipe, tracking: str) -> dict[str, Any] | None:
+    if recipe.workers:
+        from eagleray.cluster import ray_train
+
+        return ray_train.launch(recipe, tracking=tracking)
+    with world.local() as here:
+        return run.pretrain(recipe, here, tracking=tracking)
+
+
+def check_same(recipe: Recipe, folder: Path) -> None:
+    """Raises UserError when the folder holds a run of another recipe, naming what differs and both ways out."""
+    stored = folder / "recipe.yaml"
+    if not stored.exists():
+        return
+    old, new = recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe)
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    if differ:
+        there = ", ".join(f"{k} is {old.get(k)} there and {new.get(k)} here" for k in differ[:3])
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise UserError(
+            f"out={folder}: holds another run: {there}{more}; give another out=, or continue that run with "
+            f"`eagleray pretrain {stored}`"
+        )
+
+
+def finished(folder: Path, steps: int) -> dict[str, Any] | None:
+    """The summary of a run that has taken at least so many steps."""
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else None
+    return summary if summary and summary["steps"] >= steps else None
+
+
+@contextmanager
+def stoppable(folder: Path) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C asks the run to save and stop; a second Ctrl-C ends it at once."""
+
+    def ask(number: int, frame: Any) -> None:
+        (folder / ".stop").touch()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        out.print("stopping after this step; once more ends at once")
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def conclude(folder: Path, summary: dict[str, Any], tracking: str) -> None:
+    out.print(
+        f"{summary['steps']} steps, {summary['images']} images, {summary['restarts']} restart(s), "
+        f"{summary['bad_samples']} bad sample(s), {summary['wall_seconds']:.0f} s\n"
+        f"results   {folder}/summary.json, metrics.jsonl, train.log\n"
+        f"export    {folder}/export/backbone.safetensors\n"
+        f"load it   {snippet(folder / 'export')}\n"
+        f"history   mlflow ui --backend-store-uri {tracking}",
+        markup=False,
+    )
+
+
+def environment() -> dict[str, Any]:
+    """What a run was made with."""
+    names = ("eagleray", "torch", "torchvision", "timm", "numpy", "pillow", "ray", "mlflow", "webdataset", "boto3")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices}
+    return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
+
+
+def load(path: Path) -> tuple[Recipe, Method, Path]:
+    """The method of a checkpoint, or of the newest in a run's folder, with the recipe that made it and the run's folder.
+    Raises UserError."""
+    if path.is_dir():
+        folder = path
+        state = checkpoint.newest(path / "checkpoints")
+        if state is None:
+            raise UserError(f"{path}: no intact checkpoint in its checkpoints/")
+    else:
+        folder = path.parent.parent
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            assert state["recipe"] and state["method"]
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such checkpoint") from None
+        except Exception as e:  # torch names a damaged file in many ways
+            raise UserError(f"{path}: is not a checkpoint of this program: {str(e).splitlines()[0][:100]}") from None
+    import yaml
+
+    recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), str(path))
+    method = run.build(recipe)
+    method.load_state_dict(state["method"])
+    return recipe, method, folder
+
+
+def evaluate(path: Path, train: str, test: str | None, names: Sequence[str]) -> dict[str, float]:
+    """Scores of a checkpoint's backbone on labelled shards. Raises UserError."""
+    for name in names:
+        if name not in protocols.PROTOCOLS:
+            raise UserError(f"--protocol {name}: unknown{config.nearest(name, protocols.PROTOCOLS)}")
+    recipe, method, folder = load(path)
+
+    def say(line: str) -> None:
+        out.print(line, markup=False)
+
+    tested = open_index(test, folder, note=say) if test else None
+    sets = protocols.Sets.of(open_index(train, folder, note=say), tested, None)
+    if sets is None or not len(sets.test_samples):
+        raise UserError(f"--train {train} --test {test}: no labels there, and evaluation needs them")
+    with world.local() as here:
+        backbone = method.export().to(here.device)
+        scores = protocols.evaluate(backbone, sets, recipe.evaluate, protocols=names)
+    for name in names:
+        out.print(f"{name} top-1 {scores[f'{name}/top1']:.2f} %{sets.how(recipe, name)}", markup=False)
+    return scores
+
+
+def export(path: Path, destination: Path | None) -> None:
+    """Write a checkpoint's backbone for timm. Raises UserError."""
+    recipe, method, folder = load(path)
+    place = destination or folder / "export"
+    file = to_timm(method.export(), recipe.backbone, place)
+    out.print(f"{file}\nload it   {snippet(place)}", markup=False)
+
+
+def catalogue(kind: str) -> dict[str, str]:
+    """Names and one line about each."""
+    if kind == "backbones":
+        return dict.fromkeys(TESTED, "tested; any other model of timm may do")
+    if kind == "methods":
+        package = "eagleray.methods"
+        classes = {n: config.part(package, n) for n in config.parts(package)}
+        return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
+    files = {n: recipes.find(n).read_text().splitlines()[0] for n in recipes.names()}
+    return {n: line.removeprefix("#").strip() for n, line in files.items()}

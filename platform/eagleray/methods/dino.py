@@ -1,0 +1,78 @@
+"""DINO, self-distillation with no labels: Caron et al. 2021, arXiv:2104.14294, algorithm 1."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import PrototypeHead
+from eagleray.schedule import Progress, Schedule
+
+
+class DINO(Method):
+    """The first two views are the large crops; only they reach the teacher. K prototypes."""
+
+    views = (2, 100)
+    center: Tensor  # (K,)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        prototypes: int = 65536,
+        hidden: int = 2048,
+        bottleneck: int = 256,
+        head_norm: bool = False,
+        free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
+        student_temp: float = 0.1,
+        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
+        momentum: Schedule = Schedule(value=0.996, end=1.0),
+        center_momentum: float = 0.9,
+        freeze_last: float = 1.0,  # epochs
+    ) -> None:
+        super().__init__()
+        self.student_temp, self.teacher_temp = student_temp, teacher_temp
+        self.momentum, self.center_momentum, self.freeze_last = momentum, center_momentum, freeze_last
+        head = PrototypeHead(
+            backbone.dim, prototypes, hidden=hidden, bottleneck=bottleneck, norm=head_norm, free_scale=free_scale
+        )
+        self.student = Encoder(backbone, head)
+        self.teacher = ema_copy(self.student)
+        self.register_buffer("center", torch.zeros(prototypes))
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        s = self.student(batch.views).chunk(len(batch.views))  # V x (B, K)
+        with torch.no_grad():
+            t = self.teacher(batch.views[:2]).chunk(2)  # 2 x (B, K)
+        loss = cross_entropy(t, s, self.center, self.teacher_temp(at), self.student_temp)
+        # After the loss, which uses the old centre; over the images of all ranks, where the paper has the batch.
+        mean = dist.total(torch.cat(t).float().sum(0)) / (2 * sum(batch.rows))
+        self.center.lerp_(mean, 1 - self.center_momentum)
+        return {"loss": loss}
+
+    def before_step(self, at: Progress) -> None:
+        if at.epoch < self.freeze_last:
+            for p in self.student.head.last.parameters():
+                p.grad = None  # not zero: AdamW would still decay it
+
+    def after_step(self, at: Progress) -> None:
+        ema_update(self.teacher, self.student, self.momentum(at))
+
+    def export(self) -> Backbone:
+        return self.teacher.backbone
+
+
+def cross_entropy(t: Sequence[Tensor], s: Sequence[Tensor], center: Tensor, tau_t: float, tau_s: float) -> Tensor:
+    """Mean of H(t_i, s_j) over images and over pairs i != j, for scores (B, K) of teacher views t and student views s."""
+    t_hat = [F.softmax((ti - center) / tau_t, dim=-1) for ti in t]  # centre, then sharpen
+    loss = torch.zeros((), device=center.device)
+    for j, sj in enumerate(s):
+        others = [ti for i, ti in enumerate(t_hat) if i != j]
+        loss = loss - (sum(others) * F.log_softmax(sj / tau_s, dim=-1)).sum(-1).mean()
+    return loss / (len(t) * (len(s) - 1))

@@ -1,0 +1,28 @@
+"""Momentum copies of a network."""
+
+import copy
+from typing import TypeVar
+
+import torch
+from timm.layers import DropPath
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def ema_copy(net: M) -> M:
+    """A frozen copy that starts where `net` is. It stays in train mode, as the authors' do (batch statistics are its
+    own), but drops nothing."""
+    out = copy.deepcopy(net).requires_grad_(False)
+    for module in out.modules():
+        if isinstance(module, DropPath):
+            module.drop_prob = 0.0
+        elif isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return out
+
+
+@torch.no_grad()
+def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
+    """target <- momentum * target + (1 - momentum) * online, for parameters; buffers are left alone."""
+    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1.0 - momentum)

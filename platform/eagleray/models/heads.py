@@ -1,0 +1,56 @@
+"""Projection and prediction heads shared by several methods."""
+
+import itertools
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def mlp(widths: list[int], *, norm: bool, last_norm: bool = False) -> nn.Sequential:
+    """Linear layers of the given widths with ReLU between; `norm` adds batch norm before each ReLU and takes the biases
+    away, `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo v3)."""
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
+        last = i == len(widths) - 2
+        layers.append(nn.Linear(a, b, bias=not norm))
+        if norm and (not last or last_norm):
+            layers.append(nn.BatchNorm1d(b, affine=not last))
+        if not last:
+            layers.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*layers)
+
+
+class PrototypeHead(nn.Module):
+    """MLP, unit bottleneck, then a weight-normalised linear layer of K prototypes (DINO)."""
+
+    def __init__(
+        self,
+        dim: int,
+        prototypes: int,
+        *,
+        layers: int = 3,
+        hidden: int = 2048,
+        bottleneck: int = 256,
+        norm: bool = False,
+        free_scale: bool = False,
+    ) -> None:
+        """`free_scale` trains the length of each prototype, which is 1 otherwise."""
+        super().__init__()
+        widths = [dim] + [hidden] * (layers - 1) + [bottleneck]
+        mlp: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
+        for a, b in itertools.pairwise(widths[1:]):
+            mlp += [nn.BatchNorm1d(a)] * norm + [nn.GELU(), nn.Linear(a, b)]
+        self.mlp = nn.Sequential(*mlp)
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(bottleneck, prototypes, bias=False))
+        scale: nn.Parameter = self.last.parametrizations.weight.original0  # type: ignore[union-attr, assignment, index]
+        scale.data.fill_(1)
+        scale.requires_grad_(free_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, dim) to prototype scores (B, K)."""
+        out: Tensor = self.last(F.normalize(self.mlp(x), dim=-1))
+        return out

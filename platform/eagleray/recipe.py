@@ -1,0 +1,145 @@
+"""What a pretraining run is, as data. Units are in the comments; every field is in the resolved recipe."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from eagleray import config
+from eagleray.config import STRICT, Part, part_of
+from eagleray.errors import UserError
+from eagleray.schedule import Schedule
+from eagleray.views.view import View
+
+if TYPE_CHECKING:
+    Method = Part
+else:
+    Method = part_of("eagleray.methods")
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Url = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Network:
+    """The backbone: a timm name and what is changed about it."""
+
+    name: str = "vit_small_patch16_224"
+    drop_path: Share = 0.0  # of the student; momentum copies never drop
+    init: Literal["timm", "moco"] = "timm"
+    position: Literal["timm", "sincos", "dino"] = "timm"  # how a ViT places its patches at any crop size
+    freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
+    options: dict[str, Any] = field(default_factory=dict)  # handed to timm.create_model
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Data:
+    train: Url | None = None  # folder, glob, brace pattern or list of shards; file or s3://
+    test: Url | None = None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank
+    lanes: Positive = 64  # a global batch is dealt by so many; the most readers (workers x data.workers) there can be
+    workers: Count = 4  # loader processes per rank; 0: in the training process
+    bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Optim:
+    name: Literal["adamw", "lars"] = "adamw"
+    batch: Positive = 1024  # images per step over all ranks; no rank count changes it
+    epochs: Positive = 100
+    lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
+    lr_images: Positive | None = None  # lr.value is meant for a batch of this size and scales linearly; None: as it is
+    weight_decay: Schedule = Schedule(value=0.04, end=0.4)
+    decay: Literal["all", "matrices"] = "matrices"  # matrices: biases and other vectors are not decayed
+    clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
+    clip_each: bool = False  # the norm of every tensor on its own (DINO), not of all together
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Evaluate:
+    every: Count = 0  # epochs between kNN evaluations during training; 0: at the end only
+    size: Positive = 224  # pixels, centre crop
+    resize: Positive = 256  # pixels of the short side before the crop
+    k: Positive = 20
+    temperature: Annotated[float, Field(gt=0)] = 0.07
+    limit: Positive | None = None  # training images in the kNN bank and the probe; None: all
+    probe_epochs: Count = 100  # of the linear probe; 0: no probe
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Checkpoint:
+    steps: Positive | None = None  # between checkpoints
+    minutes: Annotated[float, Field(gt=0)] = 10.0  # between checkpoints, whichever comes first
+    keep: Positive = 3
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Recipe:
+    seed: Count = 0
+    method: Method
+    backbone: Network = Network()
+    views: tuple[View, ...]
+    data: Data = Data()
+    optim: Optim = Optim()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    log_steps: Positive = 10  # between lines of metrics.jsonl
+    out: str | None = None  # folder of the run; None: runs/<recipe name>
+    workers: Count = 1  # Ray Train workers; 0: in this process without Ray
+    max_steps: Positive | None = None  # stop early, without changing any schedule
+
+
+# What may differ when a run is continued: where and how long it runs, not what it computes.
+OPERATION = ("out", "workers", "max_steps", "log_steps", "checkpoint", "data.workers", "data.bad_limit")
+
+
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """Dotted keys and values that make two runs the same experiment."""
+    keys = config.flat(config.plain(recipe))
+    return {k: v for k, v in keys.items() if not any(k == o or k.startswith(o + ".") for o in OPERATION)}
+
+
+def digest(recipe: Recipe) -> str:
+    """A short name of the experiment, equal for runs that may continue each other."""
+    return hashlib.sha256(json.dumps(identity(recipe), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def bundled(folder: str) -> Path:
+    """The repository's own `pipelines/`, from a checkout or from inside the installed wheel."""
+    spec = importlib.util.find_spec("eagleray")
+    assert spec is not None and spec.origin is not None
+    package = Path(spec.origin).parent
+    inside = package / "_bundled" / folder
+    return inside if inside.exists() else package.parents[1] / folder
+
+
+def names() -> list[str]:
+    return sorted(p.stem for p in bundled("pipelines").glob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """The file of a recipe given by path or by bundled name. Raises UserError."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"{name}: no such recipe file")
+        return path
+    own = bundled("pipelines") / f"{name}.yaml"
+    if not own.is_file():
+        raise UserError(f"{name}: no recipe of this name{config.nearest(name, names())}; see `eagleray list recipes`")
+    return own
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The resolved recipe; `out` is filled in. Raises UserError."""
+    path = find(name)
+    tree = config.read(path, overrides)
+    tree.setdefault("out", f"runs/{path.stem}")
+    return config.check(Recipe, tree, path.name)

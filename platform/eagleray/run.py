@@ -1,0 +1,296 @@
+"""A pretraining run: the one place where data, method, optimiser, checkpoints, tracking and evaluation meet."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagleray import checkpoint, config, dist, optim, recipe as recipes
+from eagleray.cluster.world import World
+from eagleray.data import store
+from eagleray.data.batch import Batch
+from eagleray.data.index import Index, open_index
+from eagleray.data.loader import Loader, rows
+from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.data.stream import Stream
+from eagleray.errors import UserError
+from eagleray.evals.protocols import Sets, evaluate
+from eagleray.export import to_timm
+from eagleray.folder import Folder
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
+from eagleray.recipe import Recipe
+from eagleray.schedule import Progress
+from eagleray.train import fit
+from eagleray.views.draw import Views
+
+log = logging.getLogger(__name__)
+
+SKIPS = 3  # steps in a row without a finite gradient that end the run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe means on its data."""
+
+    recipe: Recipe
+    stream: Stream
+    test: Index | None
+    steps: int  # to take in all; fewer than the schedules are made for, where max_steps says so
+
+    @property
+    def index(self) -> Index:
+        return self.stream.index
+
+    def at(self, step: int) -> Progress:
+        return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs)
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """The recipe with absolute places, as a worker's working folder is not the user's."""
+
+    def place(url: recipes.Url | None) -> recipes.Url | None:
+        return store.absolute(url) if isinstance(url, str) else url and tuple(store.absolute(u) for u in url)
+
+    data = replace(recipe.data, train=place(recipe.data.train), test=place(recipe.data.test))
+    return replace(recipe, out=store.absolute(recipe.out or "runs/run"), data=data)
+
+
+def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan:
+    """Open the data and check that everything fits together. Raises UserError."""
+    if recipe.data.train is None:
+        raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
+    out = Path(recipe.out or "")
+    least, most = recipe.method.target.views
+    views = Views.of(recipe.views)
+    if not least <= len(views.views) <= most:
+        raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
+    rows(recipe.data.lanes, recipe.optim.batch, ranks=max(recipe.workers, 1), workers=recipe.data.workers)
+    index = open_index(recipe.data.train, out, note=note)
+    test = open_index(recipe.data.test, out, note=note) if recipe.data.test else None
+    if test and not test.labelled:
+        raise UserError(f"data.test={recipe.data.test}: has no labels, and evaluation needs them")
+    stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch)
+    steps = recipe.optim.epochs * stream.steps_per_epoch
+    return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
+
+
+def build(recipe: Recipe) -> Method:
+    """The method with fresh weights, the same wherever it is built. Raises UserError."""
+    torch.manual_seed(recipe.seed)
+    n = recipe.backbone
+    backbone = Backbone(
+        n.name,
+        drop_path=n.drop_path,
+        init=n.init,
+        position=n.position,
+        freeze_patch=n.freeze_patch,
+        options=n.options,
+    )
+    return recipe.method.build(backbone)  # type: ignore[no-any-return]
+
+
+def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] | None:
+    """Train, or continue, until the planned steps are taken, then evaluate and export.
+
+    Returns the summary, or None when the run was asked to stop before. `tracking` is MLflow's address.
+    """
+    with Folder(Path(recipe.out or ""), world.rank, tracking, config.flat(config.plain(recipe))) as folder:
+        p = plan(recipe)
+        method = build(recipe).to(world.device)
+        world.synchronise(method)
+        optimizer = optim.make(recipe.optim.name, method, decay=recipe.optim.decay)
+        state = restore(folder, recipe, method, optimizer)
+        started = time.monotonic() - state["seconds"]
+        step = folder.begin(state["step"])
+        log.info("%s", describe(p, method, world))
+        if step < p.steps:
+            step = train(p, world, folder, method, optimizer, step=step, started=started)
+        if step < p.steps:
+            log.info("stopped at step %d of %d; the same command continues", step, p.steps)
+            return None
+        summary = finish(p, world, folder, method) | {"wall_seconds": round(time.monotonic() - started, 1)}
+        folder.end(summary)
+        return summary
+
+
+def train(
+    p: Plan,
+    world: World,
+    folder: Folder,
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    started: float,
+) -> int:
+    """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop."""
+    recipe, o = p.recipe, p.recipe.optim
+    loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
+    broken = len(p.index) + len(p.index.bad)
+    quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=broken, limit=recipe.data.bad_limit)
+    quarantine.add(p.index.bad, write=world.rank == 0)
+    meter = Meter(p, loader.rows, folder, quarantine)
+    lr = scaled(recipe)
+    saved = time.monotonic()
+    steps = fit(
+        method,
+        meter.feed(loader, step),
+        optimizer,
+        lr=lr,
+        weight_decay=o.weight_decay,
+        clip=o.clip,
+        clip_each=o.clip_each,
+        seed=recipe.seed,
+        wrap=world.wrap,
+    )
+    for at, values in steps:
+        step = at.step + 1
+        meter.add(values)
+        stop, bad = world.agree(folder.stopping(), len(meter.bad))
+        if bad:
+            found = [b for part in dist.objects(meter.bad) for b in part]
+            quarantine.add(found, write=world.rank == 0)
+        meter.bad.clear()
+        every = recipe.evaluate.every * p.stream.steps_per_epoch
+        look = bool(every) and step % every == 0 and step < p.steps
+        if step % recipe.log_steps == 0 or look or stop or step == p.steps:
+            record = meter.flush(at, lr(at))
+            if look:
+                sets = Sets.of(p.index, p.test, recipe.evaluate.limit)
+                record |= evaluate(method.export(), sets, recipe.evaluate, protocols=("knn",))
+            folder.log(record)
+        minutes = (time.monotonic() - saved) / 60
+        if stop or step == p.steps or step % (recipe.checkpoint.steps or step + 1) == 0 or minutes > recipe.checkpoint.minutes:
+            save(folder, recipe, method, optimizer, step, time.monotonic() - started)
+            saved = time.monotonic()
+        if stop:
+            break
+    return step
+
+
+def scaled(recipe: Recipe) -> Callable[[Progress], float]:
+    """The learning rate, linear in the batch where the recipe says what batch it is meant for."""
+    lr, images = recipe.optim.lr, recipe.optim.lr_images
+    return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr
+
+
+def save(
+    folder: Folder, recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer, step: int, seconds: float
+) -> None:
+    """Rank 0 saves for all: every rank holds the same weights, centres and moments."""
+    if dist.rank() == 0:
+        state = {
+            "step": step,
+            "seconds": seconds,
+            "digest": recipes.digest(recipe),
+            "recipe": config.dump(recipe),
+            "method": method.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
+        checkpoint.save(folder.path / "checkpoints", step, state, keep=recipe.checkpoint.keep)
+        log.debug("saved step %d", step)
+
+
+def restore(folder: Folder, recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Put the newest checkpoint back. Returns step and seconds so far, zero for a new run."""
+    state = checkpoint.newest(folder.path / "checkpoints")
+    if state is None:
+        return {"step": 0, "seconds": 0.0}
+    if state["digest"] != recipes.digest(recipe):
+        raise UserError(f"{folder.path}: its checkpoints are of another recipe")
+    method.load_state_dict(state["method"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state
+
+
+def finish(p: Plan, world: World, folder: Folder, method: Method) -> dict[str, Any]:
+    """Evaluate beside an untrained backbone, and export. Ranks share the work of the features."""
+    sets = Sets.of(p.index, p.test, p.recipe.evaluate.limit)
+    if not sets:
+        log.info("no labels: nothing to evaluate")
+    scores = evaluate(method.export(), sets, p.recipe.evaluate)
+    fresh = evaluate(build(p.recipe).export().to(world.device), sets, p.recipe.evaluate)
+    scores |= {f"{name}_untrained": fresh[name] for name in ("knn/top1", "linear/top1") if name in fresh}
+    if world.rank == 0:
+        for protocol in ("knn", "linear"):
+            if f"{protocol}/top1" in scores:
+                top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1_untrained"]
+                log.info("%s top-1 %.1f %%, untrained %.1f %%%s", protocol, top1, before, sets.how(p.recipe, protocol))
+        to_timm(method.export(), p.recipe.backbone, folder.path / "export")
+    return scores | {"steps": p.steps, "epochs": round(p.at(p.steps).epoch, 3), "images": p.steps * p.stream.batch}
+
+
+def describe(p: Plan, method: Method, world: World) -> str:
+    trained = sum(x.numel() for x in method.export().parameters()) / 1e6
+    return (
+        f"{p.recipe.method.name} on {p.recipe.backbone.name} ({trained:.2f} M parameters), {world.size} rank"
+        f"{'s' * (world.size > 1)} on {world.device.type}; {len(p.index)} images in {len(p.index.shards)} shards, "
+        f"{p.steps} steps of {p.stream.batch} ({p.stream.steps_per_epoch} an epoch)"
+    )
+
+
+class Meter:
+    """What happens between two lines of metrics.jsonl; the device is asked for its numbers only then."""
+
+    def __init__(self, p: Plan, rows: tuple[int, ...], folder: Folder, quarantine: Quarantine) -> None:
+        self.p, self.rows, self.folder, self.quarantine = p, rows, folder, quarantine
+        self.values: list[dict[str, Tensor]] = []
+        self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
+        self.bad: list[Bad] = []
+        self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
+
+    def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
+        """The remaining batches, the time that they were waited for noted."""
+        batches = loader.batches(start)
+        for step in range(start, self.p.steps):
+            asked = time.perf_counter()
+            batch, bad = next(batches)
+            self.waited += time.perf_counter() - asked
+            self.bad += bad
+            self.indices.append(batch.index)
+            yield self.p.at(step), batch
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        self.values.append(values)
+
+    def flush(self, at: Progress, lr: float) -> dict[str, Any]:
+        """Means over the steps since the last time and over all ranks."""
+        names = list(self.values[0])
+        table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
+        share = self.rows[dist.rank()] / sum(self.rows)
+        table = dist.total(table * share).cpu()
+        self._check(at, table[:, names.index("skipped")].tolist())
+        good = table[table[:, names.index("skipped")] < 0.5]
+        means = dict(zip(names, (good if len(good) else table).mean(0).tolist(), strict=True))
+        del means["skipped"]
+        seconds = time.perf_counter() - self.since
+        record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
+        record["images_per_s"] = round(len(self.values) * self.p.stream.batch / seconds, 2)
+        record["data_wait"] = round(self.waited / seconds, 4)
+        record["bad_samples"] = len(self.quarantine)
+        self.values, self.waited, self.since = [], 0.0, time.perf_counter()
+        return record
+
+    def _check(self, at: Progress, skipped: list[float]) -> None:
+        """Note the batches of skipped steps. Raises UserError when there are too many in a row."""
+        first = at.step + 1 - len(skipped)
+        for i, skip in enumerate(skipped):
+            self.skips = self.skips + 1 if skip > 0.5 else 0
+            if skip > 0.5:
+                keys = [k for part in dist.objects(self._keys(self.indices[i - len(skipped)])) for k in part]
+                self.folder.note_skip(first + i + 1, keys)
+            if self.skips == SKIPS:
+                raise UserError(
+                    f"step {first + i + 1}: no finite gradient in {SKIPS} steps in a row; a lower optim.lr.value or an "
+                    f"optim.clip may help; {self.folder.path / 'skipped.jsonl'} lists the images"
+                )
+
+    def _keys(self, index: Tensor) -> list[str]:
+        return [str(k) for k in self.p.index.keys.take(index.numpy()).to_pylist()]

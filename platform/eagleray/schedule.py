@@ -1,0 +1,41 @@
+"""Numbers that move over training, as pure functions of progress."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training has come; derived from the step alone, so nothing here is ever checkpointed."""
+
+    step: int
+    steps_per_epoch: int
+    epochs: int
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Linear from `warmup_from` to `value` over `warmup` epochs, then half a cosine to `end`, if given."""
+
+    value: float
+    warmup_from: float = 0.0
+    warmup: float = 0.0  # epochs
+    end: float | None = None
+    inclusive: bool = False  # the last warm-up step is at `value` already (DINO), not the first after it (MoCo v3)
+    per_epoch: bool = False  # moves between epochs only
+
+    def __call__(self, at: Progress) -> float:
+        ticks = 1 if self.per_epoch else at.steps_per_epoch  # in one epoch
+        now = int(at.epoch) if self.per_epoch else at.step
+        warm = self.warmup * ticks
+        if now < warm:
+            return self.warmup_from + (self.value - self.warmup_from) * now / max(warm - self.inclusive, 1)
+        if self.end is None:
+            return self.value
+        left = max(at.epochs * ticks - warm, 1)  # after warm-up
+        # Multiplied before divided, as in DINO: 1 + cos loses digits near pi, and those that it keeps depend on this.
+        return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - warm, left) / left))

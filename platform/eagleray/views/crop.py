@@ -1,0 +1,34 @@
+"""Crops of a decoded image, on the CPU in uint8."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from eagleray.views.view import View
+
+MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+
+
+def crop(image: Tensor, boxes: NDArray[np.int64], views: Sequence[View], out: Sequence[Tensor]) -> None:
+    """Resized crops of an image (3, H, W) into `out`, V x (3, S, S); boxes (V, 4) are top, left, height, width."""
+    for (top, left, h, w), view, place in zip(boxes.tolist(), views, out, strict=True):
+        part = image[:, top : top + h, left : left + w]
+        place.copy_(F.resize_image(part, [view.size, view.size], MODES[view.interpolation], antialias=True))
+
+
+def corners(boxes: NDArray[np.int64], flip: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
+    """Crop corners x0 y0 x1 y1 (V, 4) as shares of the image; a mirrored view runs from right to left."""
+    top, left, h, w = boxes.T
+    x0, x1 = left / width, (left + w) / width
+    x0, x1 = np.where(flip > 0, (x1, x0), (x0, x1))
+    return np.stack([x0, top / height, x1, (top + h) / height], 1).astype(np.float32)
+
+
+def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
+    """The evaluation view (3, size, size): short side to `resize`, bicubic, then the middle."""
+    return F.center_crop(F.resize(image, [resize], InterpolationMode.BICUBIC, antialias=True), [size, size])
+
