@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagleray.models.backbone import Backbone
 
-torch.set_num_threads(1)  # as the vectors were made; sums in another order need not meet their tolerances
+torch.set_num_threads(1)  # as for DINO's vectors: sums in another order need not meet the tolerance
 
 FOLDER = Path(os.environ.get("GOLDEN") or Path(__file__).parent / "golden")
 FAMILIES = (
@@ -60,7 +60,7 @@ class Case:
     def equal(self, ours: Tensor | float | None, expected: Tensor, name: str) -> None:
         assert ours is not None, f"{self.name}: {name}: there is none"
         torch.testing.assert_close(
-            torch.as_tensor(ours).detach().double(),
+            torch.as_tensor(ours, dtype=torch.float64).detach(),
             expected.double(),
             **self.tolerance,
             msg=lambda text: f"{self.name}: {name}: {text}",
@@ -69,7 +69,8 @@ class Case:
     def near(self, ours: Tensor | None, name: str) -> None:
         """The tolerance applied to the array as a whole: to the norm of the difference, not to each number."""
         assert ours is not None, f"{self.name}: {name}: there is none"
-        self.equal((ours - self[name]).norm() + self[name].norm(), self[name].norm(), name)
+        expected = self[name].double()
+        self.equal((ours - expected).norm() + expected.norm(), expected.norm(), name)
 
 
 def cases(family: str) -> Any:

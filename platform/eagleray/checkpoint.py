@@ -29,7 +29,7 @@ def save(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> None:
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """The state of the newest intact checkpoint; damaged ones are passed over with a warning. None when there is none."""
+    """The state of the newest intact checkpoint, or None; damaged ones are passed over with a warning."""
     for manifest in manifests(folder):
         path = manifest.with_suffix(".pt")
         if intact(path):

@@ -3,13 +3,13 @@
 import json
 import signal
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from eagleray.console import bar, fail, out
+from eagleray.console import bar, counted, fail, out
 from eagleray.errors import UserError
 
 app = typer.Typer(
@@ -18,7 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-Overrides = Annotated[list[str] | None, typer.Argument(help="recipe keys, such as optim.batch=256", metavar="[KEY=VALUE]...")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="recipe keys, such as optim.batch=256", metavar="[KEY=VALUE]...")
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 RecipeName = Annotated[str, typer.Argument(help="a name of `eagleray list recipes`, or a YAML file", metavar="RECIPE")]
 
@@ -62,12 +64,9 @@ def shard(
 
     images = Images.below(folder)
     skipped: list[str] = []
-    with bar("images") as progress:
-        task = progress.add_task("shard", total=len(images), rate="")
-        samples = (
-            progress.update(task, advance=1) or s for s in images.read(lambda p, why: skipped.append(f"{p}: {why}"))
-        )
-        shards, written = write_shards(samples, destination, size=size * 2**20)
+    samples = images.read(lambda path, why: skipped.append(f"{path}: {why}"))
+    counted_samples = counted("images", "shard", samples, len(images))
+    shards, written = write_shards(counted_samples, destination, size=size * 2**20)
     for line in skipped[:5]:
         out.print(f"skipped {line}", markup=False)
     if len(skipped) > 5:
@@ -88,7 +87,7 @@ def index(url: Annotated[str, typer.Argument(help="folder, glob or brace pattern
         out.print(f"{place}: {good} images" + (f", {bad} broken samples or shards" if bad else ""), markup=False)
 
 
-class Target(str, Enum):
+class Target(StrEnum):
     timm = "timm"
 
 
@@ -112,7 +111,7 @@ def show(name: RecipeName, overrides: Overrides = None) -> None:
     print(config.dump(recipe.load(name, overrides or [])), end="")
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     methods = "methods"
     backbones = "backbones"
     recipes = "recipes"

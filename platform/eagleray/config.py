@@ -153,7 +153,8 @@ def part_of(package: str) -> Any:
 def parts(package: str) -> list[str]:
     """The names that a recipe may give for this package: its modules, less the contract they share."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     files = Path(next(iter(spec.submodule_search_locations))).glob("*.py")
     return sorted(f.stem for f in files if f.stem not in ("__init__", package.split(".")[-1].removesuffix("s")))
 
@@ -184,10 +185,8 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
 def known(kind: Any, path: Sequence[Any]) -> list[str]:
     """The keys that are allowed at a path below a dataclass or model."""
     for step in path:
-        if isinstance(step, int):
-            kind = getattr(kind, "__args__", (kind,))[0]
-        else:
-            kind = get_type_hints(kind).get(step)
+        in_list = isinstance(step, int)
+        kind = getattr(kind, "__args__", (kind,))[0] if in_list else get_type_hints(kind).get(step)
         kind = next((a for a in getattr(kind, "__args__", ()) if hasattr(a, "__dataclass_fields__")), kind)
     return [] if kind is None else list(get_type_hints(kind))
 

@@ -3,15 +3,17 @@
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eagleray.track import read_lines
 
+T = TypeVar("T")
 QUIET_LINES = 10  # progress lines of a run whose output is no terminal
 out = Console(highlight=False, soft_wrap=True)
 
@@ -28,6 +30,15 @@ def bar(unit: str) -> Progress:
         console=out,
         disable=not out.is_terminal,
     )
+
+
+def counted(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
+    """The things, with a progress bar that counts them."""
+    with bar(unit) as progress:
+        task = progress.add_task(what, total=total, rate="")
+        for thing in things:
+            yield thing
+            progress.advance(task)
 
 
 class Follow:
@@ -48,7 +59,9 @@ class Follow:
         self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.ended.set()
         self.thread.join()
         self.bar.stop()

@@ -69,4 +69,5 @@ def snippet(folder: Path) -> str:
     """One line of Python that loads an export."""
     about = json.loads((folder / "backbone.json").read_text())
     options = "".join(f", {k}={v!r}" for k, v in about["options"].items())
-    return f"timm.create_model({about['timm']!r}, num_classes=0, checkpoint_path={str(folder / 'backbone.safetensors')!r}{options})"
+    file = str(folder / "backbone.safetensors")
+    return f"timm.create_model({about['timm']!r}, num_classes=0, checkpoint_path={file!r}{options})"

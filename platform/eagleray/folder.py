@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ class Folder:
 
     def __init__(self, path: Path, rank: int, tracking: str, params: Mapping[str, Any]) -> None:
         self.path, self.rank, self.tracking, self.params = path, rank, tracking, params
-        self.closing: list[Any] = []
+        self.closing: list[Callable[[], None]] = []
         self.mlflow: MLflow | None = None
 
     def __enter__(self) -> "Folder":
@@ -37,10 +37,12 @@ class Folder:
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
-        self.closing.append(lambda: (logger.removeHandler(handler), handler.close()))
+        self.closing += [handler.close, lambda: logger.removeHandler(handler)]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception) and not isinstance(error, UserError):
             log.error("failed", exc_info=error)
         if self.mlflow:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from eagleray import checkpoint, config, recipe as recipes, run
+from eagleray import checkpoint, config, run
+from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.console import Follow, out
 from eagleray.data.index import open_index
@@ -127,8 +128,7 @@ def environment() -> dict[str, Any]:
 
 
 def load(path: Path) -> tuple[Recipe, Method, Path]:
-    """The method of a checkpoint, or of the newest in a run's folder, with the recipe that made it and the run's folder.
-    Raises UserError."""
+    """The recipe, method and run folder of a checkpoint, or of the newest in a run's folder. Raises UserError."""
     if path.is_dir():
         folder = path
         state = checkpoint.newest(path / "checkpoints")
@@ -138,7 +138,7 @@ def load(path: Path) -> tuple[Recipe, Method, Path]:
         folder = path.parent.parent
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            assert state["recipe"] and state["method"]
+            state["recipe"], state["method"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such checkpoint") from None
         except Exception as e:  # torch names a damaged file in many ways

@@ -19,17 +19,26 @@ def param_groups(method: nn.Module, *, decay: str) -> list[dict[str, Any]]:
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
     decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias")) for n, p in named]
     return [
-        {"params": [p for (_, p), d in zip(named, decayed, strict=True) if d == keep], "decay": keep, "weight_decay": 0.0}
+        {
+            "params": [p for (_, p), d in zip(named, decayed, strict=True) if d == keep],
+            "decay": keep,
+            "weight_decay": 0.0,
+        }
         for keep in (True, False)
     ]
 
 
 class LARS(torch.optim.Optimizer):
     """SGD with momentum, each matrix's step scaled by trust * |p| / |g + wd * p|; vectors are neither scaled nor decayed
-    (You et al. 2017, as in MoCo v3 and DINO; timm's divides by |g| + wd * |p|)."""
+    (You et al. 2017; as in MoCo v3 and DINO: timm's divides by |g| + wd * |p|)."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.1, weight_decay: float = 0.0, momentum: float = 0.9, trust: float = 1e-3
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        trust: float = 1e-3,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "trust": trust})
 

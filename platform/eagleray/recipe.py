@@ -114,7 +114,8 @@ def digest(recipe: Recipe) -> str:
 def bundled(folder: str) -> Path:
     """The repository's own `pipelines/`, from a checkout or from inside the installed wheel."""
     spec = importlib.util.find_spec("eagleray")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     package = Path(spec.origin).parent
     inside = package / "_bundled" / folder
     return inside if inside.exists() else package.parents[1] / folder

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagleray import checkpoint, config, dist, optim, recipe as recipes
+from eagleray import checkpoint, config, dist, optim
+from eagleray import recipe as recipes
 from eagleray.cluster.world import World
 from eagleray.data import store
 from eagleray.data.batch import Batch
@@ -67,7 +68,7 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan:
     if recipe.data.train is None:
         raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
     out = Path(recipe.out or "")
-    least, most = recipe.method.target.views
+    least, most = recipe.method.target.views  # type: ignore[attr-defined]
     views = Views.of(recipe.views)
     if not least <= len(views.views) <= most:
         raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
@@ -167,7 +168,12 @@ def train(
                 record |= evaluate(method.export(), sets, recipe.evaluate, protocols=("knn",))
             folder.log(record)
         minutes = (time.monotonic() - saved) / 60
-        if stop or step == p.steps or step % (recipe.checkpoint.steps or step + 1) == 0 or minutes > recipe.checkpoint.minutes:
+        if (
+            stop
+            or step == p.steps
+            or step % (recipe.checkpoint.steps or step + 1) == 0
+            or minutes > recipe.checkpoint.minutes
+        ):
             save(folder, recipe, method, optimizer, step, time.monotonic() - started)
             saved = time.monotonic()
         if stop:
@@ -220,7 +226,7 @@ def finish(p: Plan, world: World, folder: Folder, method: Method) -> dict[str, A
     scores |= {f"{name}_untrained": fresh[name] for name in ("knn/top1", "linear/top1") if name in fresh}
     if world.rank == 0:
         for protocol in ("knn", "linear"):
-            if f"{protocol}/top1" in scores:
+            if sets and f"{protocol}/top1" in scores:
                 top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1_untrained"]
                 log.info("%s top-1 %.1f %%, untrained %.1f %%%s", protocol, top1, before, sets.how(p.recipe, protocol))
         to_timm(method.export(), p.recipe.backbone, folder.path / "export")

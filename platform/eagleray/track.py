@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -37,7 +38,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def tracking_uri(out: Path, uri: str | None) -> str:
-    """Where MLflow keeps its data: the given address, else SQLite beside the run's folder, which other runs there share."""
+    """Where MLflow keeps its data: the given address, else SQLite beside the run's folder, shared by the runs there."""
     return uri or f"sqlite:///{out.parent / 'mlflow.db'}"
 
 
@@ -86,8 +87,9 @@ class MLflow:
 
     def _open(self) -> tuple[Any, str, int]:
         """Client, run id and the last step that was logged."""
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.ERROR)
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        logging.getLogger("alembic").setLevel(logging.ERROR)
         from mlflow import MlflowClient
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
@@ -116,7 +118,9 @@ class MLflow:
 
     def _end(self, client: Any, run: str, status: str, files: list[Path]) -> None:
         for path in files:
-            (client.log_artifacts if path.is_dir() else client.log_artifact)(run, str(path), *[path.name] * path.is_dir())
+            (client.log_artifacts if path.is_dir() else client.log_artifact)(
+                run, str(path), *[path.name] * path.is_dir()
+            )
         client.set_terminated(run, status)
 
 

@@ -1,6 +1,7 @@
 """A run on Ray Train: worker processes, restarts, and the way back for what the user must know."""
 
 import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -36,17 +37,15 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    own = {} if os.environ.get("RAY_ADDRESS") else {"address": "local", "include_dashboard": False}
-    if own:
-        own["object_store_memory"] = STORE  # type: ignore[assignment]
-    ray.init(**own, log_to_driver=False, logging_level="error")
+    own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
+    ray.init(**({} if os.environ.get("RAY_ADDRESS") else own), log_to_driver=False, logging_level=logging.ERROR)
     try:
         cpus, gpus = ray.cluster_resources().get("CPU", 1), ray.cluster_resources().get("GPU", 0)
         each = cpus / recipe.workers
         out = Path(recipe.out or "")
         (out / ".failure").unlink(missing_ok=True)
         trainer = TorchTrainer(
-            _rank,
+            _rank,  # type: ignore[arg-type]
             train_loop_config={"recipe": config.plain(recipe), "tracking": tracking, "threads": max(int(each), 1)},
             scaling_config=ScalingConfig(
                 num_workers=recipe.workers,
@@ -54,7 +53,9 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
                 resources_per_worker={"CPU": max(int(each), 1) if each >= 1 else each},
             ),
             run_config=RunConfig(
-                name=f"train-{os.getpid()}", storage_path=str(out / ".ray"), failure_config=FailureConfig(max_failures=RETRIES)
+                name=f"train-{os.getpid()}",
+                storage_path=str(out / ".ray"),
+                failure_config=FailureConfig(max_failures=RETRIES),
             ),
         )
         return _fit(trainer, out)
@@ -86,7 +87,7 @@ def _fit(trainer: Any, out: Path) -> dict[str, Any] | None:
 
 
 def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
-    """What every worker runs. Ray restarts all workers when one fails; what a restart cannot mend is left in `.failure`,
+    """What every worker runs. Ray restarts all workers when one fails; what no restart can mend is left in `.failure`,
     where the restarted workers and the command find it."""
     from ray.train.torch import get_device
 
@@ -111,5 +112,5 @@ def _count(failure: Path, recipe: Recipe, error: Exception) -> None:
     """Give up on an error that came back twice without a step being taken in between."""
     starts = failure.with_name("starts.jsonl").read_text().splitlines()[-3:]
     if len(starts) == 3 and len({json.loads(s)["step"] for s in starts}) == 1:
-        why = f"failed three times without progress: {type(error).__name__}: {error}; {failure.parent / 'train.log'} says more"
+        why = f"failed three times without progress: {type(error).__name__}: {error}; see {failure.parent / 'train.log'}"
         failure.write_text(json.dumps({"user": False, "why": why}))

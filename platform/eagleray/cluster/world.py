@@ -1,6 +1,7 @@
 """Where a rank runs: its number, its device, and how ranks agree. The loop never knows which world it is in."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,9 @@ class World:
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
+            return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
 
     def agree(self, *values: float) -> list[float]:
         """Sums over ranks of a few numbers on the host; the device is not waited for."""

@@ -165,7 +165,9 @@ def _load(url: str) -> Known:
     except FileNotFoundError:
         return {}
     except (pa.ArrowException, KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{url}: is not an index of this program ({e}); delete it or `eagleray index` the shards") from None
+        raise UserError(
+            f"{url}: is not an index of this program ({e}); delete it or `eagleray index` the shards"
+        ) from None
     ends = np.cumsum([0] + [s["rows"] for s in shards])
     return {
         s["name"]: (Blob(s["name"], s["size"], s["tag"]), table.slice(int(a), s["rows"]))
@@ -210,7 +212,7 @@ def scan(blob: Blob) -> Iterator[Row]:
     them."""
     samples = 0
     try:
-        source = io.BufferedReader(_Ranges(blob), READ)  # type: ignore[arg-type]
+        source: Any = io.BufferedReader(_Ranges(blob), READ)
         with tarfile.open(fileobj=source, mode="r:") as tar:
             for key, members in itertools.groupby(_files(tar, blob), key=lambda m: m[0]):
                 samples += 1
@@ -235,7 +237,7 @@ def _files(tar: tarfile.TarFile, blob: Blob) -> Iterator[tuple[str, str, tarfile
             return
 
 
-def _row(key: str, members: list[tuple[str, tarfile.TarInfo]], source: io.BufferedReader, blob: Blob) -> Row:
+def _row(key: str, members: list[tuple[str, tarfile.TarInfo]], source: Any, blob: Blob) -> Row:
     image = next((m for ext, m in members if ext.rpartition(".")[2] in image_extensions()), None)
     label, reason = -1, None
     for ext, m in members:

@@ -55,7 +55,18 @@ TEXTURES: tuple[Callable[[Field, Field], Field], ...] = (plain, striped, checked
 CLASSES = tuple(f"{texture.__name__} {shape.__name__}" for shape in SHAPES for texture in TEXTURES)
 
 
-P = dict(tilt=0.3, half=(0.55, 0.85), place=0.12, period=(0.36, 0.5), sat=0.25, polarity=True, clutter=3, noise=0.04, light=0.25)
+P = dict(
+    tilt=0.3,
+    half=(0.55, 0.85),
+    place=0.12,
+    period=(0.36, 0.5),
+    sat=0.25,
+    polarity=True,
+    clutter=3,
+    noise=0.04,
+    light=0.25,
+)
+
 
 def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
     label = index % len(CLASSES)
@@ -63,14 +74,19 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
     x, y = grid(2 * size)
 
-    luma = draw.permutation([0.2, 0.5, 0.8]) if P["polarity"] else np.array([0.2, .5, .8])
-    if P["polarity"] == 2 and draw.random() < .5: luma = luma[::-1]
+    luma = draw.permutation([0.2, 0.5, 0.8]) if P["polarity"] else np.array([0.2, 0.5, 0.8])
+    if P["polarity"] == 2 and draw.random() < 0.5:
+        luma = luma[::-1]
     colours = luma[:, None] + draw.uniform(-0.06, 0.06, (3, 1)) + draw.uniform(-P["sat"], P["sat"], (3, 3))
-    colours -= (colours.mean(1, keepdims=True) - luma[:, None])
+    colours -= colours.mean(1, keepdims=True) - luma[:, None]
     colours = colours.astype(np.float32)
 
     half = draw.uniform(*P["half"])
-    u, v = turned(x - draw.uniform(-P["place"], P["place"]), y - draw.uniform(-P["place"], P["place"]), draw.uniform(-P["tilt"], P["tilt"]))
+    u, v = turned(
+        x - draw.uniform(-P["place"], P["place"]),
+        y - draw.uniform(-P["place"], P["place"]),
+        draw.uniform(-P["tilt"], P["tilt"]),
+    )
     period = draw.uniform(*P["period"])
     a, b = turned(u, v, P.get("tt", 0.0) * draw.uniform(-1, 1)) if P.get("tt") else (u, v)
     inside = shape(u / half, v / half) < 0
@@ -82,7 +98,7 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
     kind = np.where(inside, 1 + ink, 0)
     # clutter: faint discs on the ground
     tint = np.zeros_like(x)
-    for cx, cy, r, t in draw.uniform((-1, -1, .1, -.12), (1, 1, .4, .12), (P["clutter"], 4)).astype(np.float32):
+    for cx, cy, r, t in draw.uniform((-1, -1, 0.1, -0.12), (1, 1, 0.4, 0.12), (P["clutter"], 4)).astype(np.float32):
         tint += t * ((x - cx) ** 2 + (y - cy) ** 2 < r * r)
     tint *= ~inside
     canvas = colours[kind] + tint[..., None]

@@ -1,5 +1,6 @@
 """WebDataset shards from samples, and samples from a folder of images."""
 
+import io
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ def write_shards(samples: Iterable[Sample], destination: str, *, size: int = SIZ
         raise UserError(f"{destination}: there is no image to write")
     write_index(destination)
     return shards, written
+
+
+def encode(picture: Image.Image) -> bytes:
+    """A picture made in memory as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 def _check_empty(destination: str) -> None:

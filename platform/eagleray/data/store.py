@@ -41,7 +41,7 @@ class Store(Protocol):
         """The whole file; raises FileNotFoundError when there is none."""
 
     def put(self, url: str, source: Path) -> None:
-        """Store a local file; readers see the old content or the new one. Raises OSError where nothing can be written."""
+        """Store a local file; readers see the old content or the new. Raises OSError where nothing can be written."""
 
 
 class LocalStore:
@@ -160,7 +160,9 @@ class S3Store:
             try:
                 return run()
             except ClientError as e:
-                raise UserError(f"{url}: {e.response['Error'].get('Code')}: {e.response['Error'].get('Message')}") from None
+                raise UserError(
+                    f"{url}: {e.response['Error'].get('Code')}: {e.response['Error'].get('Message')}"
+                ) from None
             except HTTPError as e:  # the transfer broke off after a good start
                 if attempt == 3:
                     raise UserError(f"{url}: {e}") from None

@@ -124,7 +124,9 @@ class Stream:
     def _fill(self, part: Part, row: int, place: "_Place") -> None:
         """Decode and crop one sample into its row."""
         sample, image = self._decode(part, place)
-        key = int(place.order[place.at])  # of the sample meant, so that a stand-in does not look as it does in its own place
+        key = int(
+            place.order[place.at]
+        )  # of the sample meant, so that a stand-in does not look as it does in its own place
         u = draw.uniforms(len(self.views.views), seed=self.seed, epoch=place.epoch, sample=key)
         height, width = image.shape[1:]
         boxes, params = draw.crops(self.views, u, height, width), draw.photometrics(self.views, u)

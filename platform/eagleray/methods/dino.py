@@ -69,7 +69,7 @@ class DINO(Method):
 
 
 def cross_entropy(t: Sequence[Tensor], s: Sequence[Tensor], center: Tensor, tau_t: float, tau_s: float) -> Tensor:
-    """Mean of H(t_i, s_j) over images and over pairs i != j, for scores (B, K) of teacher views t and student views s."""
+    """Mean of H(t_i, s_j) over images and pairs i != j, for scores (B, K) of teacher views t and student views s."""
     t_hat = [F.softmax((ti - center) / tau_t, dim=-1) for ti in t]  # centre, then sharpen
     loss = torch.zeros((), device=center.device)
     for j, sj in enumerate(s):

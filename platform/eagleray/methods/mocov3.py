@@ -25,7 +25,9 @@ class MoCoV3(Method):
         dim: int = 256,
         hidden: int = 4096,
         temperature: float = 0.2,
-        momentum: Schedule = Schedule(value=0.99, end=1.0),  # the paper says 0.99; the released ViT recipe ramps it to 1
+        momentum: Schedule = Schedule(
+            value=0.99, end=1.0
+        ),  # the paper says 0.99; the released ViT recipe ramps it to 1
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum

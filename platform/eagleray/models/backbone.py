@@ -41,6 +41,8 @@ class Features(NamedTuple):
 class Backbone(nn.Module):
     """A timm model without its classifier. Raises UserError for a name or an option that timm does not know."""
 
+    model: Any  # whatever timm made
+
     def __init__(
         self,
         name: str = "vit_small_patch16_224",
@@ -53,7 +55,7 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         self.model = create(name, drop_path, init, options or {})
-        self.dim: int = self.model.num_features  # type: ignore[assignment]
+        self.dim: int = self.model.num_features
         if position != "timm" and getattr(self.model, "pos_embed", None) is None:
             raise UserError(f"backbone.position={position}: {name} has no position table")
         if position == "sincos":
@@ -63,23 +65,23 @@ class Backbone(nn.Module):
         if init == "moco":
             init_patch(self.model.patch_embed)
         if freeze_patch:
-            self.model.patch_embed.requires_grad_(False)  # type: ignore[union-attr]
+            self.model.patch_embed.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Features:
         """(B, 3, H, W) to features."""
-        out: Tensor = self.model.forward_features(images)  # type: ignore[operator]
-        pooled = self.model.forward_head(out, pre_logits=True)  # type: ignore[operator]
+        out: Tensor = self.model.forward_features(images)
+        pooled = self.model.forward_head(out, pre_logits=True)
         if out.ndim == 4:
             if getattr(self.model, "output_fmt", "NCHW") != "NHWC":
                 out = out.permute(0, 2, 3, 1)
             return Features(pooled, out.flatten(1, 2), (out.shape[1], out.shape[2]))
-        ph, pw = self.model.patch_embed.patch_size  # type: ignore[union-attr, misc]
-        patches = out[:, self.model.num_prefix_tokens :]  # type: ignore[misc]
-        return Features(pooled, patches, (images.shape[2] // ph, images.shape[3] // pw))  # type: ignore[operator]
+        ph, pw = self.model.patch_embed.patch_size
+        patches = out[:, self.model.num_prefix_tokens :]
+        return Features(pooled, patches, (images.shape[2] // ph, images.shape[3] // pw))
 
     def last_blocks(self, images: Tensor, n: int) -> list[Tensor]:
         """The outputs of a ViT's last n blocks, each through the final norm: n x (B, 1 + N, D), class token first."""
-        out = self.model.forward_intermediates(  # type: ignore[operator]
+        out = self.model.forward_intermediates(
             images, indices=n, norm=True, return_prefix_tokens=True, intermediates_only=True, output_fmt="NLC"
         )
         return [torch.cat([prefix, patches], 1) for patches, prefix in out]
@@ -87,10 +89,10 @@ class Backbone(nn.Module):
     def attention(self, images: Tensor) -> Tensor:
         """A ViT's last block's attention (B, heads, 1 + N, 1 + N), queries before keys; rows sum to one."""
         seen: list[Tensor] = []
-        attn = self.model.blocks[-1].attn  # type: ignore[index, union-attr]
+        attn = self.model.blocks[-1].attn
         hook = attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            self.model.forward_features(images)  # type: ignore[operator]
+            self.model.forward_features(images)
         finally:
             hook.remove()
         b, n, _ = seen[0].shape
@@ -118,11 +120,13 @@ class Encoder(nn.Module, Generic[Head]):
         return out
 
 
-def create(name: str, drop_path: float, init: str, options: dict[str, Any]) -> nn.Module:
+def create(name: str, drop_path: float, init: str, options: dict[str, Any]) -> Any:
     base = name.partition(".")[0]
     if not timm.is_model(base):
         close = difflib.get_close_matches(base, timm.list_models(), 1)
-        raise UserError(f"backbone.name={name}: timm has no such model" + (f"; did you mean {close[0]}?" if close else ""))
+        raise UserError(
+            f"backbone.name={name}: timm has no such model" + (f"; did you mean {close[0]}?" if close else "")
+        )
     family = timm.model_entrypoint(base).__module__.rpartition(".")[2]
     given: dict[str, Any] = {**ANY_SIZE.get(family, {}), **options}
     if init == "moco":
@@ -131,7 +135,7 @@ def create(name: str, drop_path: float, init: str, options: dict[str, Any]) -> n
         model = timm.create_model(base, num_classes=0, drop_path_rate=drop_path, **given)
     except (TypeError, ValueError, AssertionError, RuntimeError) as e:
         raise UserError(f"backbone.name={name} backbone.options={options}: {' '.join(str(e).split())}") from None
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def set_sincos(model: Any) -> None:
@@ -154,7 +158,7 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
     """Class token and positions as DINO adds them (B, h, w, D) -> (B, 1 + h * w, D)."""
     table = resample(self.pos_embed, self.patch_embed.grid_size, (x.shape[1], x.shape[2]))
     tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), x.flatten(1, 2)], 1)
-    return self.pos_drop(tokens + table)  # type: ignore[no-any-return]
+    return self.pos_drop(tokens + table)
 
 
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:

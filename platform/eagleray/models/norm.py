@@ -36,5 +36,5 @@ def synchronised(module: nn.Module, device: torch.device) -> nn.Module:
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
     for child in module.modules():
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
-            child.__class__ = CPUSyncBatchNorm  # the same parameters and buffers, another forward
+            child.__class__ = CPUSyncBatchNorm  # type: ignore[assignment]  # the same parameters and buffers, another forward
     return module

@@ -31,4 +31,3 @@ def corners(boxes: NDArray[np.int64], flip: NDArray[np.float32], height: int, wi
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
     """The evaluation view (3, size, size): short side to `resize`, bicubic, then the middle."""
     return F.center_crop(F.resize(image, [resize], InterpolationMode.BICUBIC, antialias=True), [size, size])
-

@@ -22,7 +22,7 @@ PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GR
 WIDTH = 2 * TRIES + 13
 
 # Columns of the photometric parameters (V, 12): what `photometric.apply` reads.
-COLUMNS = ("flip", "jitter", "first", "second", "third", "fourth", "brightness", "contrast", "saturation", "hue")
+COLUMNS: tuple[str, ...] = ("flip", "jitter", "first", "second", "third", "fourth", "brightness", "contrast", "saturation", "hue")
 COLUMNS += ("gray", "sigma", "solarize")
 
 
@@ -62,7 +62,7 @@ def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[
     ratio = np.exp(between(v.log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
     h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
-    fits = (0 < w) & (w <= width) & (0 < h) & (h <= height)  # (V, TRIES)
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (V, TRIES)
     first = fits.argmax(1)
     rows = np.arange(len(u))
     h, w = h[rows, first], w[rows, first]
@@ -88,7 +88,7 @@ def photometrics(v: Views, u: NDArray[np.float64]) -> NDArray[np.float32]:
     """Parameters of the photometric operations (V, 13), columns as in COLUMNS; sigma 0 means no blur."""
     happens = u[:, [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance
     flip, jitter, gray, blur, solarize = happens.T
-    b, c, s, hue = v.strength.T
+    hue = v.strength[:, 3]
     low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
     factors = low + (high - low) * u[:, BRIGHTNESS : SATURATION + 1]
     shift = hue * (2 * u[:, HUE] - 1)

@@ -1,0 +1,28 @@
+PYTHON ?= python3
+RUN := .venv/bin
+DATA ?=
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup demo test test-all lint
+
+setup: .venv/.done
+
+.venv/.done: constraints.txt pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "error: Python 3.11 or newer is needed"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(RUN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup
+	@$(RUN)/python -m eagleray.demo $(DATA)
+
+test: setup
+	$(RUN)/python -m pytest -q -m "not slow"
+
+test-all: setup
+	$(RUN)/python -m pytest -q
+
+lint: setup
+	$(RUN)/ruff check
+	$(RUN)/ruff format --check
+	$(RUN)/mypy

@@ -1,0 +1,79 @@
+"""`make demo`: from nothing to a backbone in a few minutes, with the pictures drawn here or with the user's own."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from eagleray import launch
+from eagleray.console import counted, fail, out
+from eagleray.data import store
+from eagleray.data.shapes import CLASSES, image
+from eagleray.data.shards import Images, Sample, encode, write_shards
+from eagleray.errors import UserError
+
+RECIPE = "mocov3_vitxs8_shapes_demo"
+RUNS = Path("runs")
+TRAIN, TEST = 12_000, 2_000  # pictures
+
+
+def main(data: str | None) -> None:
+    """Raises UserError for data that cannot be used."""
+    given = own(data) if data else drawn()
+    launch.pretrain(RECIPE, [*given, f"out={RUNS / ('demo-' + name(data) if data else 'demo')}"])
+    out.print(
+        "\nWith your own images:\n"
+        "  make demo DATA=<folder of images, or folder or s3:// URL of shards>\n"
+        "or step by step:\n"
+        "  .venv/bin/eagleray shard <folder of images> <folder for shards>\n"
+        "  .venv/bin/eagleray list recipes\n"
+        "  .venv/bin/eagleray pretrain <recipe> data.train=<shards> out=runs/mine workers=<GPUs>",
+        markup=False,
+    )
+
+
+def drawn() -> list[str]:
+    """Shards of the drawn pictures, made once."""
+    for seed, (split, count) in enumerate((("train", TRAIN), ("test", TEST))):
+        place = RUNS / "shapes" / split
+        if not (place / "index.parquet").exists():
+            for left in place.glob("*.tar"):  # of a demo that was killed here
+                left.unlink()
+            samples = counted("pictures", f"drawing {split}", pictures(seed, count), count)
+            write_shards(samples, str(place), size=4 * 2**20)
+            out.print(f"drew {count} {split} pictures of {len(CLASSES)} classes")
+    return [f"data.train={RUNS / 'shapes' / 'train'}", f"data.test={RUNS / 'shapes' / 'test'}"]
+
+
+def pictures(seed: int, count: int) -> Iterator[Sample]:
+    for i in range(count):
+        picture, label = image(seed, i)
+        yield Sample(f"{i:06d} {CLASSES[label]}".replace(" ", "_"), "png", encode(picture), label)
+
+
+def own(data: str) -> list[str]:
+    """The user's shards as they are; a folder of images is sharded first, once."""
+    folder = store.local(data)
+    if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
+        return [f"data.train={data}"]
+    place = RUNS / f"shards-{name(data)}"
+    if not (place / "index.parquet").exists():
+        for left in place.glob("*.tar"):
+            left.unlink()
+        images = Images.below(folder)
+        shards, written = write_shards(
+            images.read(lambda p, why: out.print(f"skipped {p}: {why}", markup=False)), str(place)
+        )
+        out.print(f"{written} images in {shards} shard(s) in {place}", markup=False)
+    return [f"data.train={place}"]
+
+
+def name(data: str | None) -> str:
+    return Path(str(data).rstrip("/")).name.partition(".")[0].replace("*", "all") or "data"
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else None)
+    except UserError as e:
+        fail(str(e))
+        sys.exit(2)

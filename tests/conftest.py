@@ -1,0 +1,55 @@
+"""What tests share: one thread, a quiet environment, and small labelled shards."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ.pop("MLFLOW_TRACKING_URI", None)
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train/ and test/ shards of drawn pictures, 320 and 80."""
+    from eagleray.data.shards import write_shards
+    from eagleray.demo import pictures
+
+    folder = tmp_path_factory.mktemp("shards")
+    for seed, (split, count) in enumerate((("train", 320), ("test", 80))):
+        write_shards(pictures(seed, count), str(folder / split), size=300_000)
+    return folder
+
+
+SMALL = """
+method: {name: mocov3, dim: 16, hidden: 32}
+backbone: {name: vit_tiny_patch16_224, options: {img_size: 16, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 3}}
+views: [{size: 16, scale: [0.3, 1.0], solarize: 0.1}, {size: 16, scale: [0.3, 1.0], blur: 0.5}]
+data: {lanes: 8, workers: 0}
+optim: {batch: 32, epochs: 2, lr: {value: 1.0e-3, warmup: 0.2, end: 0.0}}
+evaluate: {size: 16, resize: 16, probe_epochs: 5}
+log_steps: 1
+workers: 0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A recipe that trains in seconds: 10 steps an epoch on `shards`."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.fixture
+def small_dino(tmp_path: Path) -> Path:
+    """The same with DINO, drop path and two crop sizes."""
+    path = tmp_path / "small_dino.yaml"
+    path.write_text(
+        SMALL.replace("name: mocov3, dim: 16, hidden: 32", "name: dino, prototypes: 64, hidden: 32, bottleneck: 16")
+        .replace("backbone: {", "backbone: {drop_path: 0.2, ")
+        .replace("blur: 0.5}]", "blur: 0.5}, {size: 8, count: 2, scale: [0.1, 0.4]}]")
+    )
+    return path

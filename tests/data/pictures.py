@@ -1,0 +1,63 @@
+"""Small images and tars for the tests of the data plane, made on the spot."""
+
+import io
+import tarfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+torch.set_num_threads(1)  # so that a sum is the same in this process and in a loader process
+
+CORRUPT = Path(__file__).parent / "corrupt"
+Member = tuple[str, bytes]
+
+
+def picture(seed: int, height: int = 32, width: int = 32) -> NDArray[np.uint8]:
+    """A smooth coloured image (H, W, 3), which a JPEG keeps, unlike any of another seed."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encode(image: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def jpeg(seed: int) -> bytes:
+    """A JPEG whose height and width depend on the seed."""
+    return encode(picture(seed, 20 + seed % 17, 20 + seed % 23), quality=80)
+
+
+def truncated(seed: int) -> bytes:
+    """A JPEG whose header is whole and whose pixels are not."""
+    data = jpeg(seed)
+    return data[: len(data) * 2 // 3]
+
+
+def write_tar(path: Path, members: Iterable[Member]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def sample(key: int, data: bytes | None = None) -> list[Member]:
+    """Image and label of the sample `s0007`, whose class is its number modulo 10."""
+    return [(f"s{key:04d}.jpg", jpeg(key) if data is None else data), (f"s{key:04d}.cls", b"%d" % (key % 10))]
+
+
+def write_shards(folder: Path, samples: int, shards: int, broken: Sequence[int] = ()) -> Path:
+    """Shards `x-000.tar` on with numbered samples, of which some are cut off in their pixels."""
+    for i, keys in enumerate(np.array_split(np.arange(samples), shards)):
+        members = [m for k in keys.tolist() for m in sample(k, truncated(k) if k in broken else None)]
+        write_tar(folder / f"x-{i:03d}.tar", members)
+    return folder

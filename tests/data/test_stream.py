@@ -1,0 +1,279 @@
+"""The stream of global batches on real shards: whoever reads it, wherever it starts, whatever is broken."""
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data.pictures import sample, truncated, write_shards, write_tar
+from torch import Tensor
+
+from eagleray.data import index as indexing
+from eagleray.data import store
+from eagleray.data.index import open_index
+from eagleray.data.order import owned
+from eagleray.data.quarantine import Bad
+from eagleray.data.store import LocalStore
+from eagleray.data.stream import Part, Stream, groups
+from eagleray.errors import UserError
+from eagleray.views.draw import Views
+from eagleray.views.view import View
+
+LANES, BATCH, SAMPLES = 6, 12, 65  # 5 steps in an epoch
+VIEWS = Views.of([View(size=16, count=2, blur=0.5, solarize=0.5), View(size=8, scale=(0.05, 0.3))])
+
+
+def stream(
+    folder: Path, *, seed: int = 7, lanes: int = LANES, batch: int = BATCH, note: Callable = lambda _: None
+) -> Stream:
+    return Stream(open_index(str(folder), note=note), VIEWS, seed, lanes, batch)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexing, "BLOCK", 8192)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards"), SAMPLES, 3)
+
+
+@pytest.fixture(scope="module")
+def dented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of these samples some are broken, neighbours among them."""
+    return write_shards(tmp_path_factory.mktemp("dented"), SAMPLES, 3, broken=(3, 20, 21, 22, 40, 64))
+
+
+def read(stream: Stream, *, readers: int, start: int, steps: int) -> list[Part]:
+    """Some global batches, each joined from the parts of all readers."""
+    own = [owned(stream.lanes, reader=r, readers=readers) for r in range(readers)]
+    parts = zip(*[stream.parts(lanes, start=start) for lanes in own], strict=True)
+    return [join(p) for p in islice(parts, steps)]
+
+
+def join(parts: tuple[Part, ...]) -> Part:
+    assert not any(p.error for p in parts)
+    return Part(
+        pixels=[torch.cat(group, 1) for group in zip(*[p.pixels for p in parts], strict=True)],
+        params=torch.cat([p.params for p in parts], 1),
+        boxes=torch.cat([p.boxes for p in parts], 1),
+        index=torch.cat([p.index for p in parts]),
+        label=torch.cat([p.label for p in parts]),
+        bad=[b for p in parts for b in p.bad],
+    )
+
+
+def tensors(part: Part) -> list[Tensor]:
+    return [*part.pixels, part.params, part.boxes, part.index, part.label]
+
+
+def assert_equal(ours: list[Part], theirs: list[Part]) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+        assert a.bad == b.bad
+
+
+def indices(parts: list[Part]) -> list[int]:
+    return torch.cat([p.index for p in parts]).tolist()
+
+
+def test_an_epoch_gives_every_sample_once_with_its_own_label(folder: Path) -> None:
+    s = stream(folder)
+    assert len(s.index.block_sizes) > LANES
+    assert s.steps_per_epoch == SAMPLES // BATCH
+    for epoch in range(2):
+        parts = read(s, readers=1, start=epoch * s.steps_per_epoch, steps=s.steps_per_epoch)
+        order = indices(parts)
+        assert len(set(order)) == len(order) == s.steps_per_epoch * BATCH
+        assert torch.cat([p.label for p in parts]).tolist() == [i % 10 for i in order]
+
+
+@pytest.mark.parametrize("readers", [2, 3, 4, 5, 6])
+def test_any_number_of_readers_gives_the_same_batches(folder: Path, readers: int) -> None:
+    """Pixels, parameters, boxes, samples and labels, over an epoch's end."""
+    s = stream(folder)
+    assert_equal(read(s, readers=readers, start=0, steps=7), read(s, readers=1, start=0, steps=7))
+
+
+@pytest.mark.parametrize("start", range(1, 12))
+def test_resume_equals_no_stop(folder: Path, start: int) -> None:
+    """From any step on, in any epoch, on another number of readers."""
+    s = stream(folder)
+    whole = read(s, readers=2, start=0, steps=13)
+    assert_equal(read(s, readers=1 + start % LANES, start=start, steps=13 - start), whole[start:])
+
+
+def test_other_epochs_and_seeds_look_and_come_otherwise(folder: Path) -> None:
+    s, other = stream(folder), stream(folder, seed=8)
+    first, second = (read(s, readers=1, start=start, steps=5) for start in (0, 5))
+    seeded = read(other, readers=1, start=0, steps=5)
+    for again in (second, seeded):
+        assert np.mean(np.array(indices(first)) == indices(again)) < 0.2
+    rows = [{i: p.boxes[:, r] for p in parts for r, i in enumerate(p.index.tolist())} for parts in (first, second)]
+    both = rows[0].keys() & rows[1].keys()
+    assert len(both) > SAMPLES // 2
+    assert not any(torch.equal(rows[0][i], rows[1][i]) for i in both)
+
+
+def test_views_do_not_depend_on_the_lanes(folder: Path) -> None:
+    """A sample looks the same in an epoch wherever it is read."""
+    a = read(stream(folder), readers=1, start=0, steps=5)
+    b = read(stream(folder, lanes=4), readers=1, start=0, steps=5)
+    rows = [{i: p.pixels[0][:, r] for p in parts for r, i in enumerate(p.index.tolist())} for parts in (a, b)]
+    assert indices(a) != indices(b)
+    assert all(torch.equal(rows[0][i], rows[1][i]) for i in rows[0].keys() & rows[1].keys())
+
+
+Read = tuple[str, int, int]  # URL, first byte, end
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
+    """What has been read of the shards so far."""
+    log: list[Read] = []
+    honest = LocalStore.read
+
+    def spy(self: LocalStore, url: str, start: int, length: int) -> bytes:
+        log.append((url, start, start + length))
+        return honest(self, url, start, length)
+
+    monkeypatch.setattr(LocalStore, "read", spy)
+    return log
+
+
+def span(s: Stream, i: int) -> Read:
+    begin = int(s.index.offset[i])
+    return s.index.shards[s.index.shard[i]].url, begin, begin + int(s.index.size[i])
+
+
+def inside(inner: Read, outer: Read) -> bool:
+    return inner[0] == outer[0] and outer[1] <= inner[1] and inner[2] <= outer[2]
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+def test_no_byte_is_fetched_twice_in_an_epoch(folder: Path, reads: list[Read], readers: int) -> None:
+    s = stream(folder)
+    reads.clear()
+    order = indices(read(s, readers=readers, start=0, steps=s.steps_per_epoch))
+    assert len(reads) > len(s.index.block_sizes) > 2 * LANES  # lanes cut some blocks in two
+    reads.sort()
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(reads, reads[1:], strict=False))
+    assert all(end - begin <= indexing.BLOCK + max(s.index.size) for _, begin, end in reads)
+    assert all(any(inside(span(s, i), r) for i in order) for r in reads)
+
+
+@pytest.mark.parametrize("start", [1, 3, 4, 7])
+def test_a_resume_fetches_only_what_is_left(folder: Path, reads: list[Read], start: int) -> None:
+    """Every read holds a sample that is still to come; at most one in a lane also holds one that came before."""
+    s = stream(folder)
+    epoch, step = divmod(start, s.steps_per_epoch)
+    steps = s.steps_per_epoch - step
+    before = indices(read(s, readers=1, start=epoch * s.steps_per_epoch, steps=step))
+    reads.clear()
+    left = indices(read(s, readers=1, start=start, steps=steps))
+    assert all(any(inside(span(s, i), r) for i in left) for r in reads)
+    assert sum(any(inside(span(s, i), r) for i in before) for r in reads) <= LANES
+    assert len(reads) == len(set(reads))
+
+
+@pytest.mark.parametrize("readers", [2, 3, 4])
+def test_a_broken_sample_is_replaced_the_same_way_by_all_readers(dented: Path, readers: int) -> None:
+    s = stream(dented)
+    alone = read(s, readers=1, start=0, steps=8)
+    assert_equal(read(s, readers=readers, start=0, steps=8), alone)
+    assert_equal(read(s, readers=readers, start=3, steps=5), alone[3:])
+
+
+def test_a_broken_sample_is_reported_and_its_stand_in_is_a_neighbour(dented: Path, folder: Path) -> None:
+    s, sound = stream(dented), stream(folder)
+    parts, whole = (read(x, readers=1, start=0, steps=5) for x in (s, sound))
+    broken = {3, 20, 21, 22, 40, 64}
+    meant, given = indices(whole), indices(parts)
+    assert broken & set(meant)
+    assert not broken & set(given)
+    block = np.repeat(np.arange(len(s.index.block_sizes)), s.index.block_sizes)
+    for a, b in zip(meant, given, strict=True):
+        assert a == b if a not in broken else block[a] == block[b]
+    found = {b for p in parts for b in p.bad}
+    assert {b.key for b in found} == {f"s{i:04d}" for i in broken & set(meant)}
+    for bad in found:
+        assert span(s, int(bad.key[1:]))[:2] == (bad.shard, bad.offset)
+        assert "truncated" in bad.reason
+
+
+def test_a_stand_in_has_its_own_label_and_views_of_the_one_it_stands_for(dented: Path, folder: Path) -> None:
+    """Its pixels are its own, its crop is drawn anew: it is not the picture that it is in its own place."""
+    parts, whole = (read(stream(x), readers=1, start=0, steps=5) for x in (dented, folder))
+    own = {i: p.pixels[0][:, r] for p in parts for r, i in enumerate(p.index.tolist())}
+    stands = [
+        (p, w, r) for p, w in zip(parts, whole, strict=True) for r in range(BATCH) if int(p.index[r]) != int(w.index[r])
+    ]
+    assert stands
+    for p, w, r in stands:
+        i = int(p.index[r])
+        assert int(p.label[r]) == i % 10
+        assert torch.equal(p.params[:, r], w.params[:, r])
+        in_place = [q.pixels[0][:, n] for q in parts for n in range(BATCH) if int(q.index[n]) == i and (q, n) != (p, r)]
+        assert not any(torch.equal(p.pixels[0][:, r], x) for x in in_place)
+    assert own
+
+
+def test_a_block_of_broken_samples_is_replaced_from_the_lanes_other_blocks(tmp_path: Path) -> None:
+    write_shards(tmp_path, 24, 1, broken=range(8, 16))
+    s = stream(tmp_path, lanes=1, batch=4)
+    block = np.repeat(np.arange(len(s.index.block_sizes)), s.index.block_sizes)
+    assert set(block[8:16]) - set(block[[*range(8), *range(16, 24)]])
+    parts = read(s, readers=1, start=0, steps=6)
+    assert set(indices(parts)) == {*range(8), *range(16, 24)}
+    assert {b.key for p in parts for b in p.bad} == {f"s{i:04d}" for i in range(8, 16)}
+
+
+def test_a_lane_of_broken_samples_ends_the_stream_with_the_reason(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", [m for k in range(9) for m in sample(k, truncated(k))])
+    parts = list(islice(stream(tmp_path, lanes=2, batch=4).parts(range(2), start=0), 5))
+    assert [p.error for p in parts] == ["no usable image is left in a whole lane of the data"]
+    assert all(isinstance(b, Bad) for b in parts[0].bad)
+
+
+def test_a_shard_that_is_gone_ends_the_stream_with_its_name(tmp_path: Path) -> None:
+    s = stream(write_shards(tmp_path, SAMPLES, 3))
+    (tmp_path / "x-001.tar").unlink()
+    parts = list(islice(s.parts(range(LANES), start=0), 50))
+    assert 0 < len(parts) <= s.steps_per_epoch
+    assert [bool(p.error) for p in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].error == f"{tmp_path / 'x-001.tar'}: cannot be read: No such file or directory"
+
+
+def test_a_shard_that_was_cut_ends_the_stream(tmp_path: Path) -> None:
+    s = stream(write_shards(tmp_path, SAMPLES, 3))
+    with (tmp_path / "x-002.tar").open("r+b") as f:
+        f.truncate(10_000)
+    *_, last = islice(s.parts(range(LANES), start=0), 50)
+    assert str(tmp_path / "x-002.tar") in last.error
+    assert "the file ends after" in last.error
+
+
+def test_what_does_not_fit_is_refused_with_the_keys_of_the_recipe(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"optim\.batch=72 data\.lanes=6: 65 samples do not fill one global batch"):
+        _ = stream(folder, batch=72).steps_per_epoch
+    with pytest.raises(UserError, match=r"optim\.batch=10 data\.lanes=6: .* lanes must divide it"):
+        _ = stream(folder, batch=10).steps_per_epoch
+
+
+def test_groups_are_neighbours_of_one_size() -> None:
+    views = Views.of([View(size=8, count=2), View(size=8), View(size=4), View(size=8)])
+    assert groups(views) == [(3, 8), (1, 4), (1, 8)]
+
+
+def test_reads_go_through_the_store_of_the_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = stream(folder)
+    asked: list[str] = []
+    honest = store.store
+    monkeypatch.setattr(store, "store", lambda url: asked.append(url) or honest(url))  # type: ignore[func-returns-value]
+    read(s, readers=1, start=0, steps=1)
+    assert set(asked) <= {b.url for b in s.index.shards}
+    assert asked

@@ -1,0 +1,229 @@
+"""A run from start to end, and through every way of being stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagleray import checkpoint, launch
+from eagleray.errors import UserError
+from eagleray.track import read_lines
+
+
+def arguments(recipe: Path, shards: Path, out: Path, *more: str) -> list[str]:
+    return [str(recipe), f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    state = checkpoint.newest(out / "checkpoints")
+    assert state is not None
+    return state["method"]
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.fixture
+def whole(small: Path, shards: Path, tmp_path: Path) -> Path:
+    """An uninterrupted run of 20 steps."""
+    out = tmp_path / "whole"
+    launch.pretrain(*split(arguments(small, shards, out)))
+    return out
+
+
+def split(args: list[str]) -> tuple[str, list[str]]:
+    return args[0], args[1:]
+
+
+def test_everything_promised_is_there(whole: Path, capsys: pytest.CaptureFixture[str]):
+    lines = read_lines(whole / "metrics.jsonl")
+    assert [r["step"] for r in lines] == list(range(1, 21))
+    wanted = {"step", "epoch", "loss", "lr", "images_per_s", "data_wait", "bad_samples", "grad_norm"}
+    assert all(wanted <= r.keys() for r in lines)
+    summary = json.loads((whole / "summary.json").read_text())
+    wanted = {"knn/top1", "knn/top1_untrained", "linear/top1", "steps", "wall_seconds", "restarts"}
+    assert wanted <= summary.keys()
+    assert summary["steps"] == 20
+    assert summary["restarts"] == 0
+    for name in ("recipe.yaml", "train.log", "environment.json", "export/backbone.safetensors"):
+        assert (whole / name).stat().st_size > 0
+    assert len(list((whole / "checkpoints").glob("*.pt"))) == 1
+
+
+def test_history_is_in_mlflow(whole: Path):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{whole.parent / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("eagleray").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim.batch"] == "32"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [m.step for m in history] == list(range(1, 21))
+    logged = {m.step: m.value for m in history}
+    for record in read_lines(whole / "metrics.jsonl"):
+        assert logged[record["step"]] == pytest.approx(record["loss"])
+    assert "knn/top1" in run.data.metrics
+    names = {f.path for f in client.list_artifacts(run.info.run_id)}
+    assert {"recipe.yaml", "summary.json", "export"} <= names
+
+
+@pytest.mark.parametrize("recipe", ["small", "small_dino"])
+def test_stopping_and_continuing_equals_no_stop(
+    recipe: str, shards: Path, tmp_path: Path, request: pytest.FixtureRequest
+):
+    path = request.getfixturevalue(recipe)
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    launch.pretrain(*split(arguments(path, shards, once, "max_steps=15", "evaluate.probe_epochs=0")))
+    for steps in (4, 13, 15):  # within an epoch, and over its end
+        launch.pretrain(*split(arguments(path, shards, twice, f"max_steps={steps}", "evaluate.probe_epochs=0")))
+    assert_same(weights(once), weights(twice))
+    a, b = (read_lines(out / "metrics.jsonl") for out in (once, twice))
+    assert [(r["step"], r["loss"], r["lr"]) for r in a] == [(r["step"], r["loss"], r["lr"]) for r in b]
+
+
+def start(args: list[str], **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "eagleray.cli", "pretrain", *args]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        lines = read_lines(out / "metrics.jsonl")
+        if lines and lines[-1]["step"] >= step:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise AssertionError("the run took no step")
+
+
+def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_path: Path):
+    long = ["optim.epochs=40", "max_steps=150", "evaluate.probe_epochs=0", "checkpoint.steps=7"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start(arguments(small, shards, killed, *long))
+    wait_for_step(killed, 20, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "summary.json").exists()
+    done = start(arguments(small, shards, killed, *long))
+    text = done.communicate(timeout=200)[0]
+    assert done.returncode == 0, text
+    assert "continuing from step" in text
+    launch.pretrain(*split(arguments(small, shards, whole, *long)))
+    assert_same(weights(killed), weights(whole))
+    assert json.loads((killed / "summary.json").read_text())["restarts"] == 1
+    steps = [r["step"] for r in read_lines(killed / "metrics.jsonl")]
+    assert steps == list(range(1, 151))
+
+
+def test_sigterm_saves_and_stops(small: Path, shards: Path, tmp_path: Path):
+    out = tmp_path / "stopped"
+    process = start(arguments(small, shards, out, "optim.epochs=4000", "evaluate.probe_epochs=0"))
+    wait_for_step(out, 3, process)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, text
+    last = read_lines(out / "metrics.jsonl")[-1]["step"]
+    state = checkpoint.newest(out / "checkpoints")
+    assert state is not None
+    assert state["step"] == last
+    assert f"stopped at step {last}" in text
+
+
+def test_a_finished_run_is_left_alone(whole: Path, small: Path, shards: Path, capsys: pytest.CaptureFixture[str]):
+    before = (whole / "metrics.jsonl").read_bytes(), (whole / "starts.jsonl").read_bytes()
+    launch.pretrain(*split(arguments(small, shards, whole)))
+    assert "done already" in capsys.readouterr().out
+    assert before == ((whole / "metrics.jsonl").read_bytes(), (whole / "starts.jsonl").read_bytes())
+
+
+def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, shards: Path):
+    with pytest.raises(UserError) as e:
+        launch.pretrain(*split(arguments(small, shards, whole, "method.temperature=0.5")))
+    assert "method.temperature is 0.2 there and 0.5 here" in str(e.value)
+    assert "another out=" in str(e.value)
+    assert f"eagleray pretrain {whole / 'recipe.yaml'}" in str(e.value)
+
+
+def test_a_damaged_checkpoint_is_passed_over(small: Path, shards: Path, tmp_path: Path):
+    out, fresh = tmp_path / "damaged", tmp_path / "fresh"
+    few = ["checkpoint.steps=5", "evaluate.probe_epochs=0"]
+    launch.pretrain(*split(arguments(small, shards, out, *few, "max_steps=10")))
+    newest = max((out / "checkpoints").glob("*.pt"))
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    launch.pretrain(*split(arguments(small, shards, out, *few, "max_steps=12")))
+    assert "is damaged" in (out / "train.log").read_text()
+    assert "continuing from step 5" in (out / "train.log").read_text()
+    launch.pretrain(*split(arguments(small, shards, fresh, *few, "max_steps=12")))
+    assert_same(weights(out), weights(fresh))
+
+
+def test_too_many_bad_samples_stop_the_run(small: Path, shards: Path, tmp_path: Path):
+    from eagleray.data.shards import Sample, write_shards
+
+    bad = tmp_path / "bad"
+    write_shards((Sample(f"{i}", "jpg", b"no image", 0) for i in range(40)), str(bad))
+    data = f"data.train=[{shards / 'train'}, {bad}]"
+    with pytest.raises(UserError, match=r"of 360 samples are broken, more than data.bad_limit=0.01 allows"):
+        launch.pretrain(str(small), [data, f"out={tmp_path / 'out'}"])
+    launch.pretrain(str(small), [data, f"out={tmp_path / 'fine'}", "data.bad_limit=0.2", "evaluate.probe_epochs=0"])
+    found = read_lines(tmp_path / "fine" / "quarantine.jsonl")
+    assert {b["key"] for b in found} == {str(i) for i in range(40)}
+    assert len(found) == 40
+    assert all(b["reason"] == "cannot identify image file" for b in found)
+
+
+def test_no_finite_gradient_changes_nothing_and_stops(
+    small_dino: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from eagleray.methods.dino import DINO
+
+    forward = DINO.forward
+
+    def broken(self, batch, at):
+        out = forward(self, batch, at)
+        if at.step >= 5:
+            self.center += float("nan")
+            out["loss"] = out["loss"] * float("inf")
+        return out
+
+    monkeypatch.setattr(DINO, "forward", broken)
+    out = tmp_path / "broken"
+    with pytest.raises(UserError, match="no finite gradient in 3 steps in a row"):
+        launch.pretrain(*split(arguments(small_dino, shards, out, "checkpoint.steps=1")))
+    assert all(torch.isfinite(v).all() for v in weights(out).values())
+    assert [r["step"] for r in read_lines(out / "skipped.jsonl")] == [6, 7, 8]
+    assert len(read_lines(out / "skipped.jsonl")[0]["keys"]) == 32
+
+
+def test_unlabelled_images_need_no_evaluation(small: Path, tmp_path: Path):
+    from eagleray.data.shards import write_shards
+    from eagleray.demo import pictures
+
+    plain = ((s.key, s.data) for s in pictures(0, 64))
+    from eagleray.data.shards import Sample
+
+    write_shards((Sample(key, "png", data) for key, data in plain), str(tmp_path / "plain"))
+    summary = launch.pretrain(str(small), [f"data.train={tmp_path / 'plain'}", f"out={tmp_path / 'out'}"])
+    assert "knn/top1" not in summary
+    assert (tmp_path / "out" / "export" / "backbone.safetensors").exists()
+
+
+def test_output_is_short(small: Path, shards: Path, tmp_path: Path):
+    process = start(arguments(small, shards, tmp_path / "out"))
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
+    assert len(text.splitlines()) < 40
+    assert text.splitlines()[-1].startswith("history   mlflow ui --backend-store-uri sqlite:///")
