@@ -34,15 +34,14 @@ def jpeg(seed: int) -> bytes:
     return encode(picture(seed, 20 + seed % 17, 20 + seed % 23), quality=80)
 
 
-def truncated(seed: int) -> bytes:
-    """A JPEG whose header is whole and whose pixels are not."""
-    data = jpeg(seed)
-    return data[: len(data) * 2 // 3]
+def spoiled(seed: int) -> bytes:
+    """As many bytes as the JPEG of this seed, of no image."""
+    return b"\0" * 4 + jpeg(seed)[4:]
 
 
-def write_tar(path: Path, members: Iterable[Member]) -> Path:
+def write_tar(path: Path, members: Iterable[Member], kind: int = tarfile.PAX_FORMAT) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+    with tarfile.open(path, "w", format=kind) as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -56,8 +55,8 @@ def sample(key: int, data: bytes | None = None) -> list[Member]:
 
 
 def write_shards(folder: Path, samples: int, shards: int, broken: Sequence[int] = ()) -> Path:
-    """Shards `x-000.tar` on with numbered samples, of which some are cut off in their pixels."""
+    """Shards `x-000.tar` on with numbered samples, of which some are no images."""
     for i, keys in enumerate(np.array_split(np.arange(samples), shards)):
-        members = [m for k in keys.tolist() for m in sample(k, truncated(k) if k in broken else None)]
+        members = [m for k in keys.tolist() for m in sample(k, spoiled(k) if k in broken else None)]
         write_tar(folder / f"x-{i:03d}.tar", members)
     return folder

@@ -60,13 +60,12 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:
 
 def _other(data: bytes | memoryview) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        warnings.simplefilter("ignore")  # of half a bomb, of a palette's transparency
         with Image.open(io.BytesIO(data)) as image:
             image.load()  # the first frame of an animation
             upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more: PIL would clip them to white
-        deep = np.asarray(upright, np.float32)
-        scale = 1 / 257 if deep.max() > 255 else 1.0
-        upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))
-    return torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)
+        if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more: PIL would clip them to white
+            deep = np.asarray(upright, np.float32)
+            scale = 1 / 257 if deep.max() > 255 else 1.0
+            upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))
+        return torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)

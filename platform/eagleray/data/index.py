@@ -132,7 +132,7 @@ def _folders(
         mine = [replace(b, tag=store.store(b.url).tag(b)) for b in group]
         beside = f"{folder}/{NAME}"
         aside = str(spare / f"index-{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet") if spare else None
-        known = _load(beside) or (_load(aside) if aside else {})
+        known = (_load(aside, again) if aside else {}) | _load(beside, again)
         new = [b for b in mine if again or not _same(b, known)]
         if new:
             note(f"indexing {len(new)} shards of {folder}")
@@ -158,13 +158,15 @@ def _same(blob: Blob, known: Known) -> bool:
     return True
 
 
-def _load(url: str) -> Known:
+def _load(url: str, again: bool) -> Known:
     try:
         table = pq.read_table(io.BytesIO(store.store(url).get(url)))
         shards = json.loads(table.schema.metadata[b"shards"])
     except FileNotFoundError:
         return {}
     except (pa.ArrowException, KeyError, TypeError, ValueError) as e:
+        if again:  # it is about to be replaced
+            return {}
         raise UserError(
             f"{url}: is not an index of this program ({e}); delete it or `eagleray index` the shards"
         ) from None
@@ -177,7 +179,7 @@ def _load(url: str) -> Known:
 
 def _save(known: Known, beside: str, aside: str | None) -> None:
     shards = [{"name": n, "size": b.size, "tag": b.tag, "rows": len(t)} for n, (b, t) in sorted(known.items())]
-    whole = pa.concat_tables([known[s["name"]][1] for s in shards])
+    whole = pa.concat_tables([table for _, (_, table) in sorted(known.items())])
     buffer = io.BytesIO()
     pq.write_table(whole.replace_schema_metadata({"shards": json.dumps(shards)}), buffer, compression="zstd")
     for url in filter(None, (beside, aside)):
@@ -250,8 +252,9 @@ def _row(key: str, members: list[tuple[str, tarfile.TarInfo]], source: Any, blob
                 reason = f"its label is not a whole number from 0 on: {text!r}"
     if image is None:
         return Row(key, reason="no image: only " + ", ".join(ext for ext, _ in members))
-    if image.offset_data + image.size > blob.size:
-        reason = f"cut off: {image.size} bytes from {image.offset_data}, the shard ends at {blob.size}"
+    cut = next((m for _, m in members if m.offset_data + m.size > blob.size), None)
+    if cut:
+        reason = f"cut off: {cut.size} bytes from {cut.offset_data}, the shard ends at {blob.size}"
     elif image.size == 0:
         reason = "the image has no bytes"
     return Row(key, image.offset_data, image.size, label, reason)

@@ -1,7 +1,7 @@
 """Twenty classes of drawn pictures, a shape filled with a texture: the labelled set that needs no download.
 
-What the label says is the outline and the pattern. Colours, place, scale, tilt, light, clutter and noise are drawn
-without looking at it, so a backbone has to have learned something before its neighbours agree on a class.
+The label is the outline and the pattern. Colours, light, place, scale, tilt and noise are drawn without looking at it,
+in the ranges that crops, flips and colour jitter cover, so views of one picture agree on little but the class.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,13 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-Field = np.ndarray  # (H, W) float32 over the picture, H = W
+Field = np.ndarray  # (H, H) float32 over the picture
+Mask = Callable[[Field, Field], Field]  # negative inside a shape, positive on the ink of a texture
+
+LUMAS = np.array([0.2, 0.75, 0.45])  # ground, figure, ink: apart enough to stay apart in grey
+HUES = np.array([0.6, 0.1, 0.1])  # in turns; each picture moves them by less than jitter does
+CHROMA = 0.15
+LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green, blue
 
 
 def circle(x: Field, y: Field) -> Field:
@@ -18,7 +24,7 @@ def circle(x: Field, y: Field) -> Field:
 
 
 def square(x: Field, y: Field) -> Field:
-    return np.maximum(abs(x), abs(y)) - 0.85
+    return np.maximum(abs(x), abs(y)) - 0.87
 
 
 def triangle(x: Field, y: Field) -> Field:
@@ -27,11 +33,11 @@ def triangle(x: Field, y: Field) -> Field:
 
 def cross(x: Field, y: Field) -> Field:
     x, y = abs(x), abs(y)
-    return np.maximum(np.minimum(x, y) - 0.38, np.maximum(x, y) - 1)
+    return np.maximum(np.minimum(x, y) - 0.36, np.maximum(x, y) - 1)
 
 
 def ring(x: Field, y: Field) -> Field:
-    return abs(np.hypot(x, y) - 0.75) - 0.28
+    return abs(np.hypot(x, y) - 0.74) - 0.28
 
 
 def plain(u: Field, v: Field) -> Field:
@@ -42,70 +48,45 @@ def striped(u: Field, v: Field) -> Field:
     return abs(2 * (u % 1) - 1) - 0.5
 
 
+def banded(u: Field, v: Field) -> Field:
+    return striped(v, u)
+
+
 def checked(u: Field, v: Field) -> Field:
-    return striped(u, v) * striped(v, u)
+    return striped(u, v) * banded(u, v)
 
 
-def dotted(u: Field, v: Field) -> Field:
-    return 0.32 - np.hypot(u % 1 - 0.5, v % 1 - 0.5)
-
-
-SHAPES: tuple[Callable[[Field, Field], Field], ...] = (circle, square, triangle, cross, ring)
-TEXTURES: tuple[Callable[[Field, Field], Field], ...] = (plain, striped, checked, dotted)
+SHAPES: tuple[Mask, ...] = (circle, square, triangle, cross, ring)
+TEXTURES: tuple[Mask, ...] = (plain, striped, banded, checked)
 CLASSES = tuple(f"{texture.__name__} {shape.__name__}" for shape in SHAPES for texture in TEXTURES)
 
 
-P = dict(
-    tilt=0.3,
-    half=(0.55, 0.85),
-    place=0.12,
-    period=(0.36, 0.5),
-    sat=0.25,
-    polarity=True,
-    clutter=3,
-    noise=0.04,
-    light=0.25,
-)
-
-
 def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
+    """The picture and its class, a function of (seed, index); both at least 0. Classes take turns."""
     label = index % len(CLASSES)
     shape, texture = SHAPES[label // len(TEXTURES)], TEXTURES[label % len(TEXTURES)]
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
-    x, y = grid(2 * size)
-
-    luma = draw.permutation([0.2, 0.5, 0.8]) if P["polarity"] else np.array([0.2, 0.5, 0.8])
-    if P["polarity"] == 2 and draw.random() < 0.5:
-        luma = luma[::-1]
-    colours = luma[:, None] + draw.uniform(-0.06, 0.06, (3, 1)) + draw.uniform(-P["sat"], P["sat"], (3, 3))
-    colours -= colours.mean(1, keepdims=True) - luma[:, None]
-    colours = colours.astype(np.float32)
-
-    half = draw.uniform(*P["half"])
-    u, v = turned(
-        x - draw.uniform(-P["place"], P["place"]),
-        y - draw.uniform(-P["place"], P["place"]),
-        draw.uniform(-P["tilt"], P["tilt"]),
-    )
-    period = draw.uniform(*P["period"])
-    a, b = turned(u, v, P.get("tt", 0.0) * draw.uniform(-1, 1)) if P.get("tt") else (u, v)
-    inside = shape(u / half, v / half) < 0
-    ink = texture(a / period + draw.random(dtype=np.float32), b / period + draw.random(dtype=np.float32)) > 0
-    ground = np.zeros_like(inside)
-    amp = np.float32(draw.uniform(-P["light"], P["light"]))
-    dirx, diry = turned(x, y, draw.uniform(0, 2 * np.pi))
-    light = 1 + amp * dirx
-    kind = np.where(inside, 1 + ink, 0)
-    # clutter: faint discs on the ground
-    tint = np.zeros_like(x)
-    for cx, cy, r, t in draw.uniform((-1, -1, 0.1, -0.12), (1, 1, 0.4, 0.12), (P["clutter"], 4)).astype(np.float32):
-        tint += t * ((x - cx) ** 2 + (y - cy) ** 2 < r * r)
-    tint *= ~inside
-    canvas = colours[kind] + tint[..., None]
-    canvas *= light[..., None]
+    paint = colours(draw)
+    left, up = draw.uniform(-0.2, 0.2, 2).astype(np.float32)
+    scale, period = np.float32(draw.uniform(0.6, 0.85)), np.float32(draw.uniform(0.42, 0.5))
+    phase = draw.random(2, np.float32)
+    x, y = grid(2 * size)  # drawn at twice the size, then averaged, for smooth edges
+    u, v = turned(x - left, y - up, draw.uniform(-0.15, 0.15))
+    ink = texture(u / period + phase[0], v / period + phase[1]) > 0
+    canvas = paint[np.where(shape(u / scale, v / scale) < 0, 1 + ink, 0)]
+    canvas *= (1 + np.float32(draw.uniform(-0.35, 0.35)) * x)[..., None]  # light from a side, which a flip swaps
     canvas = canvas.reshape(size, 2, size, 2, 3).mean((1, 3))
-    canvas += P["noise"] * draw.standard_normal(canvas.shape, np.float32)
+    canvas += 0.08 * draw.standard_normal(canvas.shape, np.float32)
     return Image.fromarray((255 * canvas.clip(0, 1)).astype(np.uint8)), label
+
+
+def colours(draw: np.random.Generator) -> np.ndarray:
+    """(3, 3): red, green, blue of the ground, the figure and its ink, under one exposure and contrast."""
+    turns = HUES + draw.uniform(-0.1, 0.1, 3)
+    tint = np.cos(2 * np.pi * (turns[:, None] - np.arange(3) / 3)) * CHROMA * draw.uniform(0.9, 1, (3, 1))
+    tint -= (tint @ LUMA)[:, None]  # a hue must not make its layer lighter
+    exposure, contrast = draw.uniform(0.7, 1.3, 2)
+    return (exposure * (0.5 + contrast * (LUMAS[:, None] - 0.5) + tint)).astype(np.float32)
 
 
 def turned(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
@@ -115,6 +96,7 @@ def turned(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
 
 @cache
 def grid(size: int) -> tuple[Field, Field]:
+    """x and y of the pixel centres, -1 to 1."""
     axis = (np.arange(size, dtype=np.float32) + 0.5) * (2 / size) - 1
     x, y = np.meshgrid(axis, axis)
     return x, y

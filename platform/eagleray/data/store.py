@@ -54,10 +54,13 @@ class LocalStore:
             raise UserError(f"{url}: cannot be read: {e.strerror}") from None
 
     def tag(self, blob: Blob) -> str:
-        with local(blob.url).open("rb") as f:
-            crc = zlib.crc32(f.read(EDGE))
-            f.seek(max(blob.size - EDGE, 0))
-            return f"crc:{zlib.crc32(f.read(EDGE), crc):08x}"
+        try:
+            with local(blob.url).open("rb") as f:
+                crc = zlib.crc32(f.read(EDGE))
+                f.seek(max(blob.size - EDGE, 0))
+                return f"crc:{zlib.crc32(f.read(EDGE), crc):08x}"
+        except OSError as e:
+            raise UserError(f"{blob.url}: cannot be read: {e.strerror}") from None
 
     def read(self, url: str, start: int, length: int) -> bytes:
         try:
@@ -71,7 +74,12 @@ class LocalStore:
         return data
 
     def get(self, url: str) -> bytes:
-        return local(url).read_bytes()
+        try:
+            return local(url).read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as e:
+            raise UserError(f"{url}: cannot be read: {e.strerror}") from None
 
     def put(self, url: str, source: Path) -> None:
         path = local(url)
@@ -197,7 +205,8 @@ def parent(url: str) -> str:
 
 def absolute(url: str) -> str:
     """The URL with a local path made absolute: a worker's working folder is not the user's."""
-    return url if url.startswith("s3://") else os.path.abspath(os.path.expanduser(url.removeprefix("file://")))
+    path = url.removeprefix("file://")
+    return url if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def put_bytes(url: str, data: bytes) -> None:
@@ -226,6 +235,8 @@ def shards(urls: str | Sequence[str]) -> list[Blob]:
                 hint = "; `eagleray shard` makes them from a folder of images" if not url.startswith("s3:") else ""
                 raise UserError(f"{pattern}: no .tar shards there{hint}")
             found |= {b.url: b for b in tars}
+    if not found:
+        raise UserError("no shards are given")
     return [found[url] for url in sorted(found)]
 
 
@@ -238,8 +249,8 @@ def braces(pattern: str) -> Iterator[str]:
     head, tail = pattern[: match.start()], pattern[match.end() :]
     span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
     if span:
-        a, b = span.groups()
-        width = len(a) if a.startswith("0") or len(a) == len(b) else 0
+        a, b = sorted(span.groups(), key=int)
+        width = max(len(a), len(b)) if re.match(r"0\d", a) or re.match(r"0\d", b) else 0
         middles = [str(i).zfill(width) for i in range(int(a), int(b) + 1)]
     else:
         middles = match[1].split(",")

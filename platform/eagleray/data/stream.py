@@ -83,6 +83,8 @@ class Stream:
                 except UserError as e:
                     part.error = str(e)
                 yield part
+                if part.error:
+                    return
 
     def _empty(self, rows: int) -> Part:
         v = len(self.views.views)
@@ -143,7 +145,8 @@ class Stream:
                 return sample, decode(block.data[begin : begin + int(self.index.size[sample])])
             except BadImage as e:
                 part.bad.append(self.index.named(sample, str(e)))
-        raise UserError("no usable image is left in a whole lane of the data")
+        last = part.bad[-1]
+        raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 
     def _candidates(self, place: "_Place") -> Iterator[tuple[int, "_Bytes"]]:
         block = place.block.result()

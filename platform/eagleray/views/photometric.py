@@ -28,7 +28,7 @@ def apply(images: Tensor, params: Tensor) -> Tensor:
     for turn in range(4):
         for op, function in enumerate((brightness, contrast, saturation, hue)):
             on = jitter & (params[:, FIRST + turn] == op)
-            some(x, on, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))
+            some(x, on, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
     some(x, params[:, GRAY] > 0, lambda part, _: gray(part).expand_as(part))
     some(x, params[:, SIGMA] > 0, lambda part, rows: blur(part, on_device[rows, SIGMA]))
     some(x, params[:, SOLARIZE] > 0, lambda part, _: solarize(part))

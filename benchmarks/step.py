@@ -1,0 +1,154 @@
+"""Images per second, memory and where the time of a training step goes, for a recipe.
+
+The method, the optimiser and the loop are those of `eagleray pretrain`; the calls inside the loop are timed where they
+are, with events on a GPU, so that nothing waits for a clock. Steps are taken as if in the middle of training.
+
+images_per_s        of this process, over all measured steps
+step_ms             mean
+forward_ms, backward_ms, clip_ms, optimizer_ms, ema_ms      its parts
+rest_ms             what is left of it: on a CPU the wait for data too, on a GPU whatever keeps the device from working
+data_wait           share of the time for which the loop, not the device, waited for its next batch
+peak_memory_mib     on a GPU what tensors took at most; on a CPU what the process did, program and data included
+"""
+
+import argparse
+import itertools
+import math
+import resource
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import common
+import torch
+from clock import PARTS, Clock, patched
+
+from eagleray import optim, recipe, run, train
+from eagleray.cluster.world import local
+from eagleray.data.batch import Batch
+from eagleray.data.loader import Loader
+from eagleray.recipe import Recipe
+from eagleray.schedule import Progress
+from eagleray.views import photometric
+from eagleray.views.draw import Views
+
+USUAL = "dino_vits16_in1k_ep100"
+IMAGES = 1_281_167  # in an epoch of synthetic input
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("items", nargs="*", metavar="RECIPE [key=value ...]", help=f"default: {USUAL}, else any")
+    parser.add_argument("--synthetic", action="store_true", help="one batch on the device, again and again")
+    parser.add_argument("--steps", type=int, default=30, help="measured")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before")
+    parser.add_argument("--batch", type=int, help="optim.batch; data.lanes becomes their greatest common divisor")
+    args = parser.parse_intermixed_args()
+    with TemporaryDirectory() as out:
+        name, chosen = choose(args, out)
+        common.show({"recipe": name, **measure(chosen, args)}, as_json=args.json)
+
+
+def choose(args: argparse.Namespace, out: str) -> tuple[str, Recipe]:
+    items = list(args.items)
+    name = items.pop(0) if items and "=" not in items[0] else usual()
+    batch = [f"optim.batch={args.batch}"] if args.batch else []
+    chosen = recipe.load(name, [*items, *batch, "workers=0", f"out={out}"])
+    if args.batch:
+        chosen = replace(chosen, data=replace(chosen.data, lanes=math.gcd(chosen.data.lanes, args.batch)))
+    return name, chosen
+
+
+def usual() -> str:
+    return USUAL if USUAL in recipe.names() else recipe.names()[0]
+
+
+def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
+    with local() as world:
+        method = run.build(r).to(world.device)
+        optimizer = optim.make(r.optim.name, method, decay=r.optim.decay)
+        feed = Feed(r, world.device, synthetic=args.synthetic)
+        clock = Clock(world.device)
+        with patched(clock, method, optimizer):
+            steps = train.fit(
+                method,
+                itertools.islice(feed, args.warmup + args.steps),
+                optimizer,
+                lr=run.scaled(r),
+                weight_decay=r.optim.weight_decay,
+                clip=r.optim.clip,
+                clip_each=r.optim.clip_each,
+                seed=r.seed,
+                wrap=world.wrap,
+            )
+            seconds, loss = timed(steps, args, feed, clock)
+        peak = memory(world.device)
+    result = {
+        "device": world.device.type,
+        "input": "synthetic" if args.synthetic else "data",
+        "batch": r.optim.batch,
+        "steps": args.steps,
+        "images_per_s": r.optim.batch * args.steps / seconds,
+        "step_ms": 1000 * seconds / args.steps,
+    }
+    parts = {n: 1000 * clock.seconds(n) / args.steps for n in PARTS}
+    result |= {f"{n}_ms": ms for n, ms in parts.items()} | {"rest_ms": result["step_ms"] - sum(parts.values())}
+    return result | {"data_wait": feed.waited / seconds, "peak_memory_mib": peak, "loss": loss.item()}
+
+
+def timed(
+    steps: Iterator[train.Step], args: argparse.Namespace, feed: "Feed", clock: Clock
+) -> tuple[float, torch.Tensor]:
+    """Seconds of the measured steps, and the last loss."""
+    deque(itertools.islice(steps, args.warmup), maxlen=0)
+    common.wait(feed.device)
+    clock.spans.clear()
+    feed.waited, begin = 0.0, time.perf_counter()
+    [(_, values)] = deque(steps, maxlen=1)
+    common.wait(feed.device)
+    return time.perf_counter() - begin, values["loss"]
+
+
+class Feed:
+    """Batches without end, each with the progress of a step in the middle of training; notes the time waited."""
+
+    def __init__(self, r: Recipe, device: torch.device, *, synthetic: bool) -> None:
+        self.device, self.waited, self.epochs = device, 0.0, r.optim.epochs
+        if synthetic:
+            self.steps_per_epoch = IMAGES // r.optim.batch
+            self.batches: Iterator[Batch] = itertools.repeat(made_up(r, device))
+        else:
+            stream = run.plan(r, note=common.note).stream
+            self.steps_per_epoch = stream.steps_per_epoch
+            loader = Loader(stream, rank=0, ranks=1, workers=r.data.workers, device=device)
+            self.batches = (batch for batch, _ in loader.batches(0))
+
+    def __iter__(self) -> Iterator[tuple[Progress, Batch]]:
+        for step in itertools.count(self.steps_per_epoch * self.epochs // 2):
+            asked = time.perf_counter()
+            batch = next(self.batches)
+            self.waited += time.perf_counter() - asked
+            yield Progress(step, self.steps_per_epoch, self.epochs), batch
+
+
+def made_up(r: Recipe, device: torch.device) -> Batch:
+    """Random pixels, normalised as views are."""
+    b, sizes = r.optim.batch, [v.size for v in Views.of(r.views).views]
+    pixels = [torch.randint(0, 256, (b, 3, s, s), dtype=torch.uint8, device=device) for s in sizes]
+    views = [photometric.normalise_(p.float() / 255) for p in pixels]
+    boxes, index = torch.zeros(len(sizes), b, 4, device=device), torch.arange(b)
+    return Batch(views, boxes, index, torch.full((b,), -1, device=device), (b,))
+
+
+def memory(device: torch.device) -> float:
+    """MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+if __name__ == "__main__":
+    common.run(main)
