@@ -42,7 +42,8 @@ def test_a_killed_worker_costs_nothing_but_time(small: Path, shards: Path, tmp_p
     assert json.loads((harmed / "summary.json").read_text())["restarts"] == 1
     assert "continuing from step" in text
     process = start(arguments(small, shards, whole, *LONG))
-    assert process.communicate(timeout=200) and process.returncode == 0
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
     assert_same(weights(harmed), weights(whole))
 
 
@@ -60,7 +61,8 @@ def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path
     assert process.returncode == 0, text
     # One worker of one thread computes what this process does without Ray, to the bit.
     process = start(arguments(small, shards, whole, *LONG, "workers=0"))
-    assert process.communicate(timeout=200) and process.returncode == 0
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
     assert_same(weights(killed), weights(whole))
 
 

@@ -29,8 +29,8 @@ def param_groups(method: nn.Module, *, decay: str) -> list[dict[str, Any]]:
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum, each matrix's step scaled by trust * |p| / |g + wd * p|; vectors are neither scaled nor decayed
-    (You et al. 2017; as in MoCo v3 and DINO: timm's divides by |g| + wd * |p|)."""
+    """SGD with momentum, each matrix's step scaled by trust * |p| / |g + wd * p|; vectors are neither scaled nor
+    decayed (You et al. 2017; as in MoCo v3 and DINO: timm's divides by |g| + wd * |p|)."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient; none where `found_inf` was set to one, as GradScaler does."""
+        """One step of every parameter with a gradient; none where `found_inf` was set to one, as GradScaler does."""
         if bool(getattr(self, "found_inf", 0)):
             return
         for group in self.param_groups:

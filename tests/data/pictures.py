@@ -39,6 +39,10 @@ def spoiled(seed: int) -> bytes:
     return b"\0" * 4 + jpeg(seed)[4:]
 
 
+def truncated_header() -> bytes:
+    return jpeg(0)[:20]
+
+
 def write_tar(path: Path, members: Iterable[Member], kind: int = tarfile.PAX_FORMAT) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=kind) as tar:

@@ -112,5 +112,7 @@ def _count(failure: Path, recipe: Recipe, error: Exception) -> None:
     """Give up on an error that came back twice without a step being taken in between."""
     starts = failure.with_name("starts.jsonl").read_text().splitlines()[-3:]
     if len(starts) == 3 and len({json.loads(s)["step"] for s in starts}) == 1:
-        why = f"failed three times without progress: {type(error).__name__}: {error}; see {failure.parent / 'train.log'}"
+        why = (
+            f"failed three times without progress: {type(error).__name__}: {error}; see {failure.parent / 'train.log'}"
+        )
         failure.write_text(json.dumps({"user": False, "why": why}))

@@ -1,5 +1,6 @@
 """Samples that cannot be used: what they are, why, and when there are too many of them."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -26,9 +27,10 @@ class Quarantine:
         self.path, self.samples, self.limit = path, samples, limit
         self.seen: set[tuple[str, str, int]] = set()
         if path.exists():
-            for line in path.read_text().splitlines():
-                bad = json.loads(line)
-                self.seen.add((bad["shard"], bad["key"], bad["offset"]))
+            for line in path.read_text().split("\n"):  # not splitlines: a key may hold what it takes for an end
+                with contextlib.suppress(json.JSONDecodeError):  # of a line that a killed run left half written
+                    bad = json.loads(line)
+                    self.seen.add((bad["shard"], bad["key"], bad["offset"]))
 
     def add(self, found: Iterable[Bad], *, write: bool = True) -> None:
         """Note what is new. Raises UserError once there are more than the limit allows."""

@@ -14,8 +14,7 @@ Field = np.ndarray  # (H, H) float32 over the picture
 Mask = Callable[[Field, Field], Field]  # negative inside a shape, positive on the ink of a texture
 
 LUMAS = np.array([0.2, 0.75, 0.45])  # ground, figure, ink: apart enough to stay apart in grey
-HUES = np.array([0.6, 0.1, 0.1])  # in turns; each picture moves them by less than jitter does
-CHROMA = 0.15
+CHROMA = 0.15  # of hues drawn freely, which jitter turns all the way round
 LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green, blue
 
 
@@ -76,13 +75,13 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
     canvas = paint[np.where(shape(u / scale, v / scale) < 0, 1 + ink, 0)]
     canvas *= (1 + np.float32(draw.uniform(-0.35, 0.35)) * x)[..., None]  # light from a side, which a flip swaps
     canvas = canvas.reshape(size, 2, size, 2, 3).mean((1, 3))
-    canvas += 0.08 * draw.standard_normal(canvas.shape, np.float32)
+    canvas += 0.05 * draw.standard_normal(canvas.shape, np.float32)
     return Image.fromarray((255 * canvas.clip(0, 1)).astype(np.uint8)), label
 
 
 def colours(draw: np.random.Generator) -> np.ndarray:
     """(3, 3): red, green, blue of the ground, the figure and its ink, under one exposure and contrast."""
-    turns = HUES + draw.uniform(-0.1, 0.1, 3)
+    turns = draw.random(3)
     tint = np.cos(2 * np.pi * (turns[:, None] - np.arange(3) / 3)) * CHROMA * draw.uniform(0.9, 1, (3, 1))
     tint -= (tint @ LUMA)[:, None]  # a hue must not make its layer lighter
     exposure, contrast = draw.uniform(0.7, 1.3, 2)

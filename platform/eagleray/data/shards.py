@@ -1,6 +1,7 @@
 """WebDataset shards from samples, and samples from a folder of images."""
 
 import io
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class Images:
 
     def read(self, skip: Callable[[Path, str], Any]) -> Iterator[Sample]:
         """The files' bytes as they are; `skip` is told of those that no image can be made of."""
-        taken: dict[str, int] = {}
+        taken: set[str] = set()
         for path in self.files:
             relative = path.relative_to(self.folder)
             try:
@@ -125,7 +126,9 @@ class Images:
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
                 skip(path, " ".join(str(e).split()))
                 continue
-            key = str(relative.with_suffix("")).replace(".", "_")  # webdataset ends a key at its first dot
-            again = taken[key] = taken.get(key, 0) + 1
+            stem = str(relative.with_suffix("")).replace(".", "_")  # webdataset ends a key at its first dot
+            names = itertools.chain([stem], (f"{stem}~{again}" for again in itertools.count(2)))
+            key = next(name for name in names if name not in taken)
+            taken.add(key)
             label = self.classes.index(relative.parts[0]) if self.classes else None
-            yield Sample(key if again == 1 else f"{key}~{again}", path.suffix[1:].lower(), data, label)
+            yield Sample(key, path.suffix[1:].lower(), data, label)

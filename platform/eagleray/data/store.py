@@ -109,14 +109,18 @@ class S3Store:
                 read_timeout=30,
                 max_pool_connections=32,
             )
-            self._client = (os.getpid(), boto3.session.Session().client("s3", config=config))
+            try:
+                self._client = (os.getpid(), boto3.session.Session().client("s3", config=config))
+            except ValueError as e:  # an endpoint without http://, say
+                raise UserError(f"s3://: {e}") from None
         return self._client[1]
 
     def list(self, url: str) -> list[Blob]:
         bucket, key = split(url)
 
         def run() -> list[Blob]:
-            pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, Delimiter="/")
+            asked = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, Delimiter="/")
+            pages = list(asked)  # each walk through it would ask again
             found = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
             folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
             if key and not key.endswith("/") and f"{key}/" in folders:
@@ -132,24 +136,30 @@ class S3Store:
     def read(self, url: str, start: int, length: int) -> bytes:
         if length == 0:
             return b""
-        bucket, key = split(url)
-
-        def run() -> bytes:
-            got = self.client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{start + length - 1}")
-            return got["Body"].read()  # type: ignore[no-any-return]
-
-        for _ in range(4):  # a body cut in the middle is no error to every server
-            data = self._call(url, run)
-            if len(data) == length:
-                return data
-        raise UserError(f"{url}: {length} bytes expected at {start}, got {len(data)}")
+        return self._body(url, length, Range=f"bytes={start}-{start + length - 1}")
 
     def get(self, url: str) -> bytes:
-        bucket, key = split(url)
-        found = [b for b in self.list(url) if b.url == url]
-        if not found:
+        if url not in [b.url for b in self.list(url)]:
             raise FileNotFoundError(url)
-        return self._call(url, lambda: self.client().get_object(Bucket=bucket, Key=key)["Body"].read())
+        return self._body(url, None)
+
+    def _body(self, url: str, length: int | None, **options: str) -> bytes:
+        """An object or a part of it. A transfer that breaks off is begun anew: boto3 does so for the answer only."""
+        from botocore.exceptions import BotoCoreError
+        from urllib3.exceptions import HTTPError
+
+        bucket, key = split(url)
+        for _ in range(4):
+            got = self._call(url, lambda: self.client().get_object(Bucket=bucket, Key=key, **options))
+            try:
+                data = got["Body"].read()
+            except (BotoCoreError, HTTPError) as e:
+                problem = " ".join(str(e).split())
+            else:
+                if length in (None, len(data)):
+                    return data  # type: ignore[no-any-return]
+                problem = f"{length} bytes expected, got {len(data)}"
+        raise UserError(f"{url}: {problem}")
 
     def put(self, url: str, source: Path) -> None:
         bucket, key = split(url)
@@ -159,23 +169,16 @@ class S3Store:
             raise OSError(str(e)) from None
 
     def _call(self, url: str, run: Callable[[], Any]) -> Any:
-        """One request and its retries, with any failure as one line."""
+        """A request, which boto3 repeats where that may help, with any failure as one line."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError
-        from urllib3.exceptions import HTTPError
 
-        for attempt in range(4):
-            try:
-                return run()
-            except ClientError as e:
-                raise UserError(
-                    f"{url}: {e.response['Error'].get('Code')}: {e.response['Error'].get('Message')}"
-                ) from None
-            except HTTPError as e:  # the transfer broke off after a good start
-                if attempt == 3:
-                    raise UserError(f"{url}: {e}") from None
-            except (BotoCoreError, Boto3Error) as e:
-                raise UserError(f"{url}: {' '.join(str(e).split())}") from None
+        try:
+            return run()
+        except ClientError as e:
+            raise UserError(f"{url}: {e.response['Error'].get('Code')}: {e.response['Error'].get('Message')}") from None
+        except (BotoCoreError, Boto3Error) as e:
+            raise UserError(f"{url}: {' '.join(str(e).split())}") from None
 
 
 _LOCAL, _S3 = LocalStore(), S3Store()

@@ -112,7 +112,7 @@ class Stream:
                 here, ahead = ahead, pool.submit(self._fetch, runs[i + 1]) if i + 1 < len(runs) else ahead
                 order = runs[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
                 for at in range(skip, len(order)):
-                    yield _Place(epoch, order, at, here, runs[i + 1 :] + runs[:i])
+                    yield _Place(epoch, order, at, here, runs, i)
                 skip = 0
             epoch += 1
 
@@ -126,9 +126,7 @@ class Stream:
     def _fill(self, part: Part, row: int, place: "_Place") -> None:
         """Decode and crop one sample into its row."""
         sample, image = self._decode(part, place)
-        key = int(
-            place.order[place.at]
-        )  # of the sample meant, so that a stand-in does not look as it does in its own place
+        key = int(place.order[place.at])  # not `sample`: a stand-in shall not look as it does in its own place
         u = draw.uniforms(len(self.views.views), seed=self.seed, epoch=place.epoch, sample=key)
         height, width = image.shape[1:]
         boxes, params = draw.crops(self.views, u, height, width), draw.photometrics(self.views, u)
@@ -150,9 +148,9 @@ class Stream:
 
     def _candidates(self, place: "_Place") -> Iterator[tuple[int, "_Bytes"]]:
         block = place.block.result()
-        for sample in np.roll(place.order, -place.at).tolist() if place.at else place.order.tolist():
-            yield sample, block
-        for run in place.others:
+        for i in range(len(place.order)):
+            yield int(place.order[(place.at + i) % len(place.order)]), block
+        for run in place.runs[place.run + 1 :] + place.runs[: place.run]:
             block = self._fetch(run)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
@@ -172,4 +170,5 @@ class _Place:
     order: NDArray[np.int64]  # samples of the block, in reading order
     at: int
     block: "Future[_Bytes]"
-    others: list[Run]
+    runs: list[Run]  # of the lane in this epoch
+    run: int  # the one being read

@@ -73,9 +73,13 @@ def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
         return None
 
 
-def labelled(index: Index, *, limit: int | None = None) -> NDArray[np.int64]:
-    """The samples that have a label, or `limit` of them evenly spread."""
-    samples = np.flatnonzero(index.label >= 0)
-    if limit is None or limit >= len(samples):
+def labelled(index: Index) -> NDArray[np.int64]:
+    """The samples that have a label."""
+    return np.flatnonzero(index.label >= 0)
+
+
+def some(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:
+    """At most `count` of the samples, in their order; drawn, always the same ones, as classes may take turns."""
+    if count is None or count >= len(samples):
         return samples
-    return samples[np.linspace(0, len(samples) - 1, limit).astype(np.int64)]
+    return np.sort(np.random.default_rng(0).choice(samples, count, replace=False))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eagleray import dist
 from eagleray.data.index import Index
-from eagleray.evals.features import extract, labelled
+from eagleray.evals.features import extract, labelled, some
 from eagleray.evals.knn import knn
 from eagleray.evals.linear import probe
 from eagleray.models.backbone import Backbone
@@ -37,15 +37,11 @@ class Sets:
         serve as the test set."""
         if not train.labelled:
             return None
-        if test is not None:
-            return cls(train, labelled(train, limit=limit), test, labelled(test))
         every = labelled(train)
-        held = np.zeros(len(every), bool)
-        held[::HELD] = True
-        bank = every[~held]
-        if limit is not None and limit < len(bank):
-            bank = bank[np.linspace(0, len(bank) - 1, limit).astype(np.int64)]
-        return cls(train, bank, train, every[held])
+        if test is not None:
+            return cls(train, some(every, limit), test, labelled(test))
+        held = some(every, max(len(every) // HELD, 1))
+        return cls(train, some(np.setdiff1d(every, held), limit), train, held)
 
     def how(self, recipe: "Recipe", protocol: str) -> str:
         """The settings that a number was made with, for the reader of the number."""

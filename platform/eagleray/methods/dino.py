@@ -28,7 +28,6 @@ class DINO(Method):
         prototypes: int = 65536,
         hidden: int = 2048,
         bottleneck: int = 256,
-        head_norm: bool = False,
         free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
         student_temp: float = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
@@ -39,9 +38,7 @@ class DINO(Method):
         super().__init__()
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
         self.momentum, self.center_momentum, self.freeze_last = momentum, center_momentum, freeze_last
-        head = PrototypeHead(
-            backbone.dim, prototypes, hidden=hidden, bottleneck=bottleneck, norm=head_norm, free_scale=free_scale
-        )
+        head = PrototypeHead(backbone.dim, prototypes, hidden=hidden, bottleneck=bottleneck, free_scale=free_scale)
         self.student = Encoder(backbone, head)
         self.teacher = ema_copy(self.student)
         self.register_buffer("center", torch.zeros(prototypes))

@@ -147,7 +147,7 @@ def set_sincos(model: Any) -> None:
 
 
 def init_patch(patch_embed: Any) -> None:
-    """Uniform, bounded as for a linear layer on flat patches (MoCo v3); timm's own `moco` leaves the convolution out."""
+    """Uniform, bounded as for a linear layer on flat patches (MoCo v3); timm's `moco` leaves the convolution out."""
     weight = patch_embed.proj.weight
     bound = math.sqrt(6 / (math.prod(weight.shape[1:]) + weight.shape[0]))
     nn.init.uniform_(weight, -bound, bound)

@@ -22,7 +22,18 @@ PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GR
 WIDTH = 2 * TRIES + 13
 
 # Columns of the photometric parameters (V, 13): what `photometric.apply` reads.
-COLUMNS: tuple[str, ...] = ("flip", "jitter", "first", "second", "third", "fourth", "brightness", "contrast", "saturation", "hue")
+COLUMNS: tuple[str, ...] = (
+    "flip",
+    "jitter",
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "brightness",
+    "contrast",
+    "saturation",
+    "hue",
+)
 COLUMNS += ("gray", "sigma", "solarize")
 
 

@@ -4,10 +4,10 @@ Each operation touches only the images that it applies to. Which those are is kn
 were drawn, so the device is never waited for.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.views.draw import COLUMNS
@@ -64,7 +64,7 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
     safe = torch.where(chroma > 0, chroma, 1.0)
     sector = torch.where(top == 0, (g - b) / safe, torch.where(top == 1, 2 + (b - r) / safe, 4 + (r - g) / safe))
     turned = sector + 6 * shift.view(-1, 1, 1)
-    k = (turned.unsqueeze(1) + torch.tensor([5.0, 3.0, 1.0], device=x.device).view(1, 3, 1, 1)) % 6
+    k = (turned.unsqueeze(1) + per_channel((5.0, 3.0, 1.0), x.device)) % 6
     return value.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp_(0, 1)
 
 
@@ -83,7 +83,8 @@ def blur(x: Tensor, sigma: Tensor) -> Tensor:
     taps = torch.softmax(-0.5 * (at / sigma.unsqueeze(1)) ** 2, 1)  # (B, K)
     source = (torch.arange(size, device=x.device).unsqueeze(1) + at).abs()  # (S, K), reflected at the first pixel
     source = torch.where(source < size, source, 2 * (size - 1) - source)
-    band = F.one_hot(source, size).to(x.dtype).permute(1, 0, 2).flatten(1)  # (K, S * S)
+    pixels = torch.arange(size, device=x.device)
+    band = (source.T.unsqueeze(2) == pixels).to(x.dtype).flatten(1)  # (K, S * S)
     matrix = (taps @ band).view(-1, 1, size, size)  # (B, 1, S, S)
     return matrix @ x @ matrix.mT
 
@@ -94,8 +95,13 @@ def solarize(x: Tensor) -> Tensor:
 
 def normalise_(x: Tensor) -> Tensor:
     """Images (B, 3, S, S) in [0, 1] to zero mean and unit deviation over ImageNet, in place."""
-    mean, std = (torch.tensor(c, device=x.device).view(3, 1, 1) for c in (MEAN, STD))
-    return x.sub_(mean).div_(std)
+    return x.sub_(per_channel(MEAN, x.device)).div_(per_channel(STD, x.device))
+
+
+@functools.cache
+def per_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
+    """(3, 1, 1), made once: a constant that is sent to the device in every step would make the host wait for it."""
+    return torch.tensor(values, device=device).view(3, 1, 1)
 
 
 def each(factor: Tensor) -> Tensor:
