@@ -228,11 +228,9 @@ def test_ranges_are_exact(bucket: str, tmp_path: Path) -> None:
     url = f"{bucket}/large"
     store.store(url).put(url, tmp_path / "large")
     rng = random.Random(0)
-    cuts = [0, 1, 2**23 - 1, 2**23, 2**24, LARGE - 1, LARGE, *(rng.randrange(LARGE) for _ in range(6))]
-    for start in cuts:
-        for length in (0, 1, 5000, 2**21):
-            length = min(length, LARGE - start)
-            assert store.store(url).read(url, start, length) == data[start : start + length]
+    for start in (0, 1, 2**23 - 1, 2**24, LARGE - 1, LARGE, *(rng.randrange(LARGE) for _ in range(4))):
+        length = min(rng.choice([1, 5000, 2**21]), LARGE - start)
+        assert store.store(url).read(url, start, length) == data[start : start + length]
     assert store.store(url).get(url) == data
     assert f"{url}: 20 bytes expected, got 10" == one_line(lambda: store.store(url).read(url, LARGE - 10, 20))
     assert url in one_line(lambda: store.store(url).read(url, LARGE, 1))
@@ -245,10 +243,10 @@ def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexing, "BLOCK", 8192)
-    samples = [Sample(f"s{i:03d}", "jpg", jpeg(i), i % 5) for i in range(40)]
+    samples = [Sample(f"s{i:03d}", "jpg", jpeg(i), i % 5) for i in range(24)]
     places = [str(tmp_path / "train"), f"{bucket}/train"]
     for place in places:
-        assert shard_writing.write_shards(samples, place, size=12_000)[1] == 40
+        assert shard_writing.write_shards(samples, place, size=12_000)[1] == 24
     local, remote = (store.shards(place) for place in places)
     assert len(local) > 2
     for a, b in zip(local, remote, strict=True):
@@ -260,7 +258,7 @@ def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     for a, b in zip(*parts, strict=True):
         assert not b.error
         assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
-    loader = Loader(streams[1], rank=0, ranks=1, workers=2, device=torch.device("cpu"))
+    loader = Loader(streams[1], rank=0, ranks=1, workers=1, device=torch.device("cpu"))
     from_processes = [batch.index for batch, _ in islice(loader.batches(2), 6)]
     assert torch.equal(torch.cat(from_processes), torch.cat([p.index for p in parts[0]]))
 

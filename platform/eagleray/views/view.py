@@ -2,11 +2,19 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
 
+
+def ordered(ends: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < ends[0] <= ends[1]:
+        raise ValueError("two positive numbers, the lower first, are expected")
+    return ends
+
+
+Range = Annotated[tuple[float, float], AfterValidator(ordered)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -16,13 +24,13 @@ class View:
 
     size: Annotated[int, Field(gt=0)] = 224  # pixels, square
     count: Annotated[int, Field(gt=0)] = 1
-    scale: tuple[float, float] = (0.08, 1.0)  # share of the image area
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width over height
+    scale: Range = (0.08, 1.0)  # share of the image area
+    ratio: Range = (3 / 4, 4 / 3)  # width over height
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     flip: Probability = 0.5
     jitter: Probability = 0.8
     strength: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)  # brightness, contrast, saturation, hue
     gray: Probability = 0.2
     blur: Probability = 0.0
-    sigma: tuple[float, float] = (0.1, 2.0)  # pixels
+    sigma: Range = (0.1, 2.0)  # pixels
     solarize: Probability = 0.0  # pixels of 128 and more of 255 are inverted
