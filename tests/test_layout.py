@@ -151,8 +151,7 @@ from eagleray.cluster import world
 r = run.resolve(recipe.load(sys.argv[1], sys.argv[2:]))
 Path(r.out).mkdir(parents=True)
 run.plan(r)
-with world.local() as here:
-    summary = run.pretrain(r, here, tracking="none")
+summary = run.pretrain(r, world.local(), tracking="none")
 assert summary["steps"] == 3, summary
 """
 

@@ -59,8 +59,8 @@ def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path
     process = start(arguments(small, shards, killed, *long))
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 0, text
-    # One worker of one thread computes what this process does without Ray, to the bit.
-    process = start(arguments(small, shards, whole, *LONG, "workers=0"))
+    # One worker computes what this process does without Ray, to the bit, on as many threads.
+    process = start(arguments(small, shards, whole, *LONG, "workers=0"), OMP_NUM_THREADS=str(os.cpu_count()))
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 0, text
     assert_same(weights(killed), weights(whole))

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, 
 
 from eagleray.errors import UserError
 
+UNIONS = ("str", "tuple[str, ...]")  # what pydantic adds to a path for the members of recipe.Url
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
 
@@ -169,8 +170,12 @@ def part(package: str, name: str) -> type:
 
 def explain(error: ValidationError, kind: Any) -> Iterator[str]:
     """One line per wrong key: dotted path, what was given, what was expected."""
+    said = set()
     for e in error.errors():
-        path = ".".join(map(str, e["loc"]))
+        path = ".".join(str(p) for p in e["loc"] if p not in UNIONS)
+        if path in said:
+            continue  # one line for all members of a union
+        said.add(path)
         inner = e.get("ctx", {}).get("error")
         if isinstance(inner, _PartError):
             yield from (f"{path}{line}" for line in inner.lines)

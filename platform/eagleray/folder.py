@@ -29,7 +29,6 @@ class Folder:
     def __enter__(self) -> "Folder":
         if self.rank == 0:
             self._lock()
-            (self.path / ".stop").unlink(missing_ok=True)
         handler = logging.FileHandler(self.path / "train.log")
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank{self.rank} %(levelname)s %(message)s"))
         handler.setLevel(logging.DEBUG if self.rank == 0 else logging.WARNING)

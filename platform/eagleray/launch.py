@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from eagleray.evals import protocols
 from eagleray.export import snippet, to_timm
 from eagleray.methods.method import Method
 from eagleray.models.backbone import TESTED
-from eagleray.recipe import Recipe
+from eagleray.recipe import Evaluate, Recipe
 from eagleray.track import check_writable, tracking_uri
 
 
@@ -43,6 +44,7 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         out.print(f"done already: {folder} has taken its {plan.steps} steps", markup=False)
     else:
         checkpoint.replace(folder / "recipe.yaml", config.dump(recipe))
+        (folder / ".stop").unlink(missing_ok=True)
         checkpoint.replace(folder / "environment.json", json.dumps(environment(), indent=1))
         with Follow(folder, plan.steps), stoppable(folder):
             summary = in_world(recipe, tracking)
@@ -57,8 +59,7 @@ def in_world(recipe: Recipe, tracking: str) -> dict[str, Any] | None:
         from eagleray.cluster import ray_train
 
         return ray_train.launch(recipe, tracking=tracking)
-    with world.local() as here:
-        return run.pretrain(recipe, here, tracking=tracking)
+    return run.pretrain(recipe, world.local(), tracking=tracking)
 
 
 def check_same(recipe: Recipe, folder: Path) -> None:
@@ -108,9 +109,17 @@ def conclude(folder: Path, summary: dict[str, Any], tracking: str) -> None:
         f"results   {folder}/summary.json, metrics.jsonl, train.log\n"
         f"export    {folder}/export/backbone.safetensors\n"
         f"load it   {snippet(folder / 'export')}\n"
-        f"history   mlflow ui --backend-store-uri {tracking}",
+        f"history   {history(tracking)}",
         markup=False,
     )
+
+
+def history(tracking: str) -> str:
+    """The command that opens MLflow's pages, or their address where a server shows them already."""
+    if not tracking.startswith("sqlite:"):
+        return tracking
+    here = Path(os.path.relpath(sys.executable)).parent / "mlflow"
+    return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"
 
 
 def environment() -> dict[str, Any]:
@@ -136,6 +145,8 @@ def load(path: Path) -> tuple[Recipe, Method, Path]:
             raise UserError(f"{path}: no intact checkpoint in its checkpoints/")
     else:
         folder = path.parent.parent
+        if path.with_suffix(".json").exists() and not checkpoint.intact(path):
+            raise UserError(f"{path}: is damaged: it is not what its manifest says")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             state["recipe"], state["method"]
@@ -165,9 +176,9 @@ def evaluate(path: Path, train: str, test: str | None, names: Sequence[str]) -> 
     sets = protocols.Sets.of(open_index(train, folder, note=say), tested, None)
     if sets is None or not len(sets.test_samples):
         raise UserError(f"--train {train} --test {test}: no labels there, and evaluation needs them")
-    with world.local() as here:
-        backbone = method.export().to(here.device)
-        scores = protocols.evaluate(backbone, sets, recipe.evaluate, protocols=names)
+    settings = replace(recipe.evaluate, probe_epochs=recipe.evaluate.probe_epochs or Evaluate().probe_epochs)
+    backbone = method.export().to(world.local().device)
+    scores = protocols.evaluate(backbone, sets, settings, protocols=names)
     for name in names:
         out.print(f"{name} top-1 {scores[f'{name}/top1']:.2f} %{sets.how(recipe, name)}", markup=False)
     return scores

@@ -59,6 +59,8 @@ def resolve(recipe: Recipe) -> Recipe:
     def place(url: recipes.Url | None) -> recipes.Url | None:
         return store.absolute(url) if isinstance(url, str) else url and tuple(store.absolute(u) for u in url)
 
+    if recipe.out and "://" in recipe.out:
+        raise UserError(f"out={recipe.out}: expected a local folder")
     data = replace(recipe.data, train=place(recipe.data.train), test=place(recipe.data.test))
     return replace(recipe, out=store.absolute(recipe.out or "runs/run"), data=data)
 

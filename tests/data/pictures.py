@@ -13,7 +13,6 @@ from PIL import Image
 
 torch.set_num_threads(1)  # so that a sum is the same in this process and in a loader process
 
-CORRUPT = Path(__file__).parent / "corrupt"
 Member = tuple[str, bytes]
 
 

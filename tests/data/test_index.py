@@ -13,11 +13,13 @@ import numpy as np
 import pyarrow
 import pytest
 import webdataset
-from data.pictures import CORRUPT, Member, encode, jpeg, picture, sample, write_shards, write_tar
+from data import corrupt
+from data.pictures import Member, encode, jpeg, picture, sample, write_shards, write_tar
 from pyarrow import parquet
 
 from eagleray.data import index as indexing
 from eagleray.data import store
+from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import NAME, Index, blocks, open_index, scan, write_index
 from eagleray.data.quarantine import Bad
 from eagleray.data.store import LocalStore
@@ -176,7 +178,7 @@ def test_a_shard_more_is_indexed_alone(tmp_path: Path, spy: Spy) -> None:
 
 
 def test_bad_samples_are_remembered(tmp_path: Path, spy: Spy) -> None:
-    shutil.copy(CORRUPT / "bad-000000.tar", tmp_path)
+    write_tar(tmp_path / "x.tar", [*sample(1), ("a.cls", b"1"), ("b.jpg", b"")])
     first = opened(tmp_path)
     spy.scans.clear()
     assert opened(tmp_path).bad == first.bad != []
@@ -227,11 +229,12 @@ def test_a_changed_shard_is_refused_until_it_is_indexed_anew(tmp_path: Path, cha
 
 def test_write_index_tells_what_it_found_and_how_far_it_is(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", 10, 3)
-    shutil.copytree(CORRUPT, tmp_path / "b")
+    write_tar(tmp_path / "b" / "x.tar", [*sample(1), ("a.cls", b"1")])
+    (tmp_path / "b" / "y.tar").touch()
     ticks: list[tuple[int, int]] = []
     written = write_index([str(tmp_path / "b"), str(tmp_path / "a")], tick=lambda *t: ticks.append(t))
-    assert written == [(f"{tmp_path}/a/{NAME}", 10, 0), (f"{tmp_path}/b/{NAME}", 51, 10)]
-    assert ticks == [(1, 3), (2, 3), (3, 3), *((i, 6) for i in range(1, 7))]
+    assert written == [(f"{tmp_path}/a/{NAME}", 10, 0), (f"{tmp_path}/b/{NAME}", 1, 2)]
+    assert ticks == [(1, 3), (2, 3), (3, 3), (1, 2), (2, 2)]
 
 
 def test_write_index_of_one_shard_keeps_what_is_known_of_the_others(tmp_path: Path, spy: Spy) -> None:
@@ -310,46 +313,58 @@ def test_a_file_that_is_no_index_is_refused_until_it_is_written_anew(tmp_path: P
     assert len(opened(tmp_path)) == 6
 
 
-def bad(name: str) -> list[tuple[str, int, str]]:
-    index_bad = [r for r in scan(*store.shards(str(CORRUPT / f"{name}.tar"))) if r.reason]
-    return [(r.key, r.offset, r.reason or "") for r in index_bad]
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corrupt.write(tmp_path_factory.mktemp("broken"))
 
 
-def test_the_corrupt_shard_gives_exactly_the_bad_samples() -> None:
-    label = "its label is not a whole number from 0 on: "
-    assert [(key, reason) for key, _, reason in bad("bad-000000")] == [
-        ("bad_zero", "the image has no bytes"),
-        ("bad_zero_cls", label + "''"),
-        ("bad_cls_text", label + "'cat'"),
-        ("bad_cls_neg", label + "'-1'"),
-        ("miss_img", "no image: only cls"),
-    ]
+def rows(path: Path) -> list[indexing.Row]:
+    return list(scan(*store.shards(str(path))))
+
+
+def test_a_corrupt_shard_gives_exactly_its_bad_samples(broken: Path) -> None:
+    """By its headers and labels first, then by decoding what is left."""
+    found = rows(broken / "bad-000000.tar")
+    assert [(r.key, r.reason) for r in found if r.reason] == corrupt.INDEXED
+    good = [r for r in found if not r.reason]
+    labels = {"odd_label_blanks": 7, "miss_label": -1, "ünï_日本_😀": 2, "key": 6, "dir a/sub/UPPER": 8, "s0000": 0}
+    assert all(r.label == labels.get(r.key, 3) for r in good if r.key != "twice")
+    assert [r.label for r in good if r.key == "twice"] == [1, 5]
+    refused = {}
+    data = (broken / "bad-000000.tar").read_bytes()
+    for row in good:
+        try:
+            assert decode(data[row.offset : row.offset + row.size]).shape[0] == 3
+        except BadImage as e:
+            refused[row.key] = str(e)
+    assert refused.keys() == corrupt.DECODED.keys()
+    assert all(part in refused[key] for key, part in corrupt.DECODED.items())
 
 
 @pytest.mark.parametrize(
-    ("name", "good", "expected"),
+    ("name", "good", "reason"),
     [
-        ("trunc-000000", 10, ("t_10", 26112, "cut off: 3023 bytes from 26112, the shard ends at 27623")),
-        ("trunc-000001", 5, ("", 12800, "the shard is cut off or damaged after 5 samples")),
-        ("notatar-000000", 0, ("", -1, "not a tar archive: invalid header")),
-        ("empty-000000", 0, ("", -1, "the file is empty")),
-        ("nomembers-000000", 0, ("", -1, "the shard holds no samples")),
+        ("trunc-000000.tar", 10, r"cut off: \d+ bytes from \d+, the shard ends at \d+"),
+        ("trunc-000001.tar", 5, "the shard is cut off or damaged after 5 samples"),
+        ("notatar-000000.tar", 0, "not a tar archive: .+"),
+        ("empty-000000.tar", 0, "the file is empty"),
+        ("nomembers-000000.tar", 0, "the shard holds no samples"),
     ],
 )
-def test_corrupt_shards_give_what_is_whole_and_one_reason(name: str, good: int, expected: tuple) -> None:
-    assert bad(name) == [expected]
-    rows = list(scan(*store.shards(str(CORRUPT / f"{name}.tar"))))
-    assert [r.key for r in rows if not r.reason] == [f"t_{i:02d}" for i in range(good)]
+def test_corrupt_shards_give_what_is_whole_and_one_reason(broken: Path, name: str, good: int, reason: str) -> None:
+    *whole, last = rows(broken / name)
+    assert [(r.key, r.label, r.reason) for r in whole] == [(f"s{i:04d}", i, None) for i in range(good)]
+    assert re.fullmatch(reason, last.reason or "")
+    assert last.key == ("s0010" if name == "trunc-000000.tar" else "")
 
 
-def test_a_broken_shard_among_others_is_one_bad_entry(tmp_path: Path) -> None:
-    shutil.copytree(CORRUPT, tmp_path / "x")
+def test_a_broken_shard_among_others_is_one_bad_entry(broken: Path, tmp_path: Path) -> None:
+    shutil.copytree(broken, tmp_path / "x")
     index = opened(tmp_path / "x")
-    assert len(index) == 36 + 10 + 5
     shards = [(Path(b.shard).name, b.key) for b in index.bad if not b.key]
-    assert shards == [
-        (f"{n}-00000{i}.tar", "") for n, i in (("empty", 0), ("nomembers", 0), ("notatar", 0), ("trunc", 1))
-    ]
+    names = ("empty-000000.tar", "nomembers-000000.tar", "notatar-000000.tar", "trunc-000001.tar")
+    assert shards == [(name, "") for name in names]
+    assert len(index.bad) == len(corrupt.INDEXED) + 5
 
 
 def test_a_shard_cut_anywhere_gives_its_whole_samples_and_never_a_wrong_one(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     samples = [Sample(f"s{i:03d}", "jpg", jpeg(i), i % 5) for i in range(24)]
     places = [str(tmp_path / "train"), f"{bucket}/train"]
     for place in places:
-        assert shard_writing.write_shards(samples, place, size=12_000)[1] == 24
+        assert shard_writing.write_shards(samples, place, size=8_000)[1] == 24
     local, remote = (store.shards(place) for place in places)
     assert len(local) > 2
     for a, b in zip(local, remote, strict=True):

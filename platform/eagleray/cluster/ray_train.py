@@ -13,6 +13,7 @@ from eagleray import config, run
 from eagleray.cluster.world import World
 from eagleray.errors import UserError
 from eagleray.recipe import Recipe
+from eagleray.track import read_lines
 
 RETRIES = 16  # restarts of the workers before the command fails; the same command continues even then
 ENVIRONMENT = {
@@ -41,12 +42,19 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
     ray.init(**({} if os.environ.get("RAY_ADDRESS") else own), log_to_driver=False, logging_level=logging.ERROR)
     try:
         cpus, gpus = ray.cluster_resources().get("CPU", 1), ray.cluster_resources().get("GPU", 0)
+        if 0 < gpus < recipe.workers:
+            raise UserError(f"workers={recipe.workers}: there are {gpus:g} GPUs, and each worker needs one")
         each = cpus / recipe.workers
         out = Path(recipe.out or "")
         (out / ".failure").unlink(missing_ok=True)
         trainer = TorchTrainer(
             _rank,  # type: ignore[arg-type]
-            train_loop_config={"recipe": config.plain(recipe), "tracking": tracking, "threads": max(int(each), 1)},
+            train_loop_config={
+                "recipe": config.plain(recipe),
+                "tracking": tracking,
+                "threads": max(int(each), 1),
+                "starts": len(starts(out)),
+            },
             scaling_config=ScalingConfig(
                 num_workers=recipe.workers,
                 use_gpu=gpus >= recipe.workers,
@@ -104,14 +112,18 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
         failure.write_text(json.dumps({"user": True, "why": str(e)}))
         raise
     except Exception as e:
-        _count(failure, recipe, e)
+        _count(failure, given["starts"], e)
         raise
 
 
-def _count(failure: Path, recipe: Recipe, error: Exception) -> None:
-    """Give up on an error that came back twice without a step being taken in between."""
-    starts = failure.with_name("starts.jsonl").read_text().splitlines()[-3:]
-    if len(starts) == 3 and len({json.loads(s)["step"] for s in starts}) == 1:
+def starts(out: Path) -> list[dict[str, Any]]:
+    return read_lines(out / "starts.jsonl")
+
+
+def _count(failure: Path, before: int, error: Exception) -> None:
+    """Give up on an error that came back twice, since this command began, without a new checkpoint in between."""
+    last = starts(failure.parent)[before:][-3:]
+    if len(last) == 3 and len({s["step"] for s in last}) == 1:
         why = (
             f"failed three times without progress: {type(error).__name__}: {error}; see {failure.parent / 'train.log'}"
         )

@@ -1,9 +1,6 @@
 """Where a rank runs: its number, its device, and how ranks agree. The loop never knows which world it is in."""
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,18 +42,8 @@ class World:
         return x.tolist()  # type: ignore[no-any-return]
 
 
-@contextmanager
-def local() -> Iterator[World]:
-    """This process, or, under torchrun, this rank."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if several:
-        td.init_process_group("nccl" if cuda else "gloo")
-    try:
-        yield World(device)
-    finally:
-        if several:
-            td.destroy_process_group()
+def local() -> World:
+    """This process alone, on its GPU where it has one."""
+    return World(
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )

@@ -58,6 +58,8 @@ class Backbone(nn.Module):
         self.dim: int = self.model.num_features
         if position != "timm" and getattr(self.model, "pos_embed", None) is None:
             raise UserError(f"backbone.position={position}: {name} has no position table")
+        if freeze_patch and not hasattr(self.model, "patch_embed"):
+            raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
         if position == "sincos":
             set_sincos(self.model)
         elif position == "dino":
