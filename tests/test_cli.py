@@ -19,9 +19,10 @@ def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """The one line of a refusal."""
-    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["eagleray", *args])
-        cli.main()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
     captured = capsys.readouterr()
     assert stop.value.code == 2, captured
     lines = captured.err.strip().splitlines()

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,9 @@ def override(item: str) -> dict[str, Any]:
         raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text  # a brace pattern with a comma in it, say, is a plain string
+    except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of them
+        listed = text.startswith("[") and text.endswith("]")
+        value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text
     if isinstance(value, dict) and not text.lstrip().startswith("{"):
         value = text  # `a: b` in a URL is no mapping
     for part in reversed(key.split(".")):
