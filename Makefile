@@ -14,7 +14,7 @@ setup: .venv/.done
 	@touch $@
 
 demo: setup
-	@$(RUN)/python -m eagleray.demo $(DATA)
+	@$(RUN)/python -m eagleray.demo $(if $(DATA),"$(DATA)")
 
 test: setup
 	$(RUN)/python -m pytest -q -m "not slow"

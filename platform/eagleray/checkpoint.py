@@ -23,7 +23,9 @@ def save(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> None:
         os.fsync(f.fileno())
     part.replace(path)
     replace(path.with_suffix(".json"), json.dumps({"step": step, "bytes": path.stat().st_size, "sha256": sha256(path)}))
-    for old in manifests(folder)[keep:]:
+    known = manifests(folder)
+    later = [m for m in known if m.stem > path.stem]  # damaged ones, that this run began before
+    for old in later + [m for m in known if m not in later][keep:]:
         old.unlink()
         old.with_suffix(".pt").unlink(missing_ok=True)
 

@@ -1,7 +1,6 @@
 """The command line: parses arguments, nothing more."""
 
 import json
-import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +12,7 @@ from eagleray.console import bar, counted, fail, out
 from eagleray.errors import UserError
 
 app = typer.Typer(
-    help=__doc__ and "Pretrain vision transformers without labels, straight from WebDataset shards.",
+    help="Pretrain vision transformers without labels, straight from WebDataset shards.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -143,5 +142,4 @@ def main() -> Any:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

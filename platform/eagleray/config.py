@@ -55,8 +55,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The file over its `base` file, with overrides on top; not yet checked. Raises RecipeError."""
+def read(path: Path, overrides: Sequence[str] = (), *, within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file over its `base` file, with overrides on top; not yet checked. `within`: the files that it is a base of.
+    Raises RecipeError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
@@ -66,7 +67,9 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
     if base := tree.pop("base", None):
-        tree = merge(read(path.parent / base), tree)
+        if not isinstance(base, str) or (path.parent / base).resolve() in (path.resolve(), *within):
+            raise RecipeError(f"{path}: base: expected the file name of another recipe, got {base!r}")
+        tree = merge(read(path.parent / base, within=(path.resolve(), *within)), tree)
     for item in overrides:
         tree = merge(tree, override(item))
     return tree
@@ -93,7 +96,7 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` wins: mappings merge key by key, anything else, a list too, is replaced whole."""
     out = dict(under)
     for key, value in over.items():
-        nested = isinstance(value, dict) and isinstance(out.get(key), dict)
+        nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` clears
         out[key] = merge(out[key], value) if nested else value
     return out
 

@@ -50,6 +50,8 @@ class Follow:
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log = Tail(folder / "train.log")
         self.metrics, self.shown, self.began = folder / "metrics.jsonl", 0, time.monotonic()
+        lines = read_lines(self.metrics)
+        self.start = lines[-1]["step"] if lines else 0
         self.seen = 0  # bytes of metrics.jsonl
         self.bar = bar("steps")
         self.task = self.bar.add_task("pretrain", total=steps, rate="")
@@ -91,7 +93,7 @@ class Follow:
         self.bar.update(self.task, completed=r["step"], rate=text)
         if not out.is_terminal and r["step"] >= self.shown:
             done = r["step"] / self.steps
-            left = (self.steps - r["step"]) * (time.monotonic() - self.began) / max(r["step"], 1)
+            left = (self.steps - r["step"]) * (time.monotonic() - self.began) / max(r["step"] - self.start, 1)
             out.print(f"step {r['step']}/{self.steps} ({done:.0%})  {text}  ETA {left:.0f} s", markup=False)
             self.shown = r["step"] + max(self.steps // QUIET_LINES, 1)
 

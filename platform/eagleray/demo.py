@@ -1,6 +1,7 @@
 """`make demo`: from nothing to a backbone in a few minutes, with the pictures drawn here or with the user's own."""
 
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,12 +69,14 @@ def own(data: str) -> list[str]:
 
 
 def name(data: str | None) -> str:
-    return Path(str(data).rstrip("/")).name.partition(".")[0].replace("*", "all") or "data"
+    """A short name for the user's data, another one for another place of the same name."""
+    place = store.absolute(str(data).rstrip("/"))
+    return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(place.encode()):08x}"
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1] if len(sys.argv) > 1 else None)
-    except UserError as e:
+    except (UserError, RuntimeError) as e:
         fail(str(e))
-        sys.exit(2)
+        sys.exit(2 if isinstance(e, UserError) else 1)

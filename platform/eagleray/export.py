@@ -1,5 +1,6 @@
 """A backbone as a file that others load: safetensors for timm, read back and compared before it counts."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -50,10 +51,8 @@ def compare(backbone: Backbone, name: str, options: dict[str, Any], weights: Pat
     """The largest difference of timm's outputs, in a fresh process, relative to the largest output."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
-    training, device = backbone.training, next(backbone.parameters()).device
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
-        want = backbone.eval().cpu()(x).pooled
-        backbone.train(training).to(device)
+        want = copy.deepcopy(backbone).cpu().eval()(x).pooled
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         done = subprocess.run(
             [sys.executable, "-c", CHECK, name, json.dumps(options), str(weights), str(probe)],

@@ -89,8 +89,8 @@ class Folder:
             self.mlflow.log(record)
 
     def note_skip(self, step: int, keys: list[str]) -> None:
-        log.warning("step %d had no finite gradient and was skipped", step)
         if self.rank == 0:
+            log.warning("step %d had no finite gradient and was skipped", step)
             with (self.path / "skipped.jsonl").open("a") as f:
                 f.write(json.dumps({"step": step, "keys": keys}, ensure_ascii=False) + "\n")
 

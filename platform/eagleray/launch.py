@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from eagleray import checkpoint, config, run
+from eagleray import checkpoint, config, run, track
 from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.console import Follow, out
@@ -36,8 +37,7 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     check_writable(folder)
     check_same(recipe, folder)
     plan = run.plan(recipe, note=lambda line: out.print(line, markup=False))
-    with torch.device("meta"):
-        run.build(recipe)  # an unknown backbone or option is found here, before any worker starts
+    run.try_sizes(recipe)
     tracking = tracking_uri(folder, os.environ.get("MLFLOW_TRACKING_URI"))
     summary = finished(folder, plan.steps)
     if summary:
@@ -56,16 +56,18 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def in_world(recipe: Recipe, tracking: str) -> dict[str, Any] | None:
     if recipe.workers:
-        from eagleray.cluster import ray_train
-
+        try:
+            from eagleray.cluster import ray_train
+        except ModuleNotFoundError as e:
+            raise UserError(f"workers={recipe.workers}: {e.name} is not installed; workers=0 runs without") from None
         return ray_train.launch(recipe, tracking=tracking)
     return run.pretrain(recipe, world.local(), tracking=tracking)
 
 
 def check_same(recipe: Recipe, folder: Path) -> None:
     """Raises UserError when the folder holds a run of another recipe, naming what differs and both ways out."""
-    stored = folder / "recipe.yaml"
-    if not stored.exists():
+    stored, begun = folder / "recipe.yaml", track.read_lines(folder / "metrics.jsonl")
+    if not stored.exists() or not begun:
         return
     old, new = recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe)
     differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
@@ -149,13 +151,11 @@ def load(path: Path) -> tuple[Recipe, Method, Path]:
             raise UserError(f"{path}: is damaged: it is not what its manifest says")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            state["recipe"], state["method"]
+            yaml.safe_load(state["recipe"]), state["method"].keys()
         except FileNotFoundError:
             raise UserError(f"{path}: no such checkpoint") from None
         except Exception as e:  # torch names a damaged file in many ways
-            raise UserError(f"{path}: is not a checkpoint of this program: {str(e).splitlines()[0][:100]}") from None
-    import yaml
-
+            raise UserError(f"{path}: is not a checkpoint of this program ({type(e).__name__})") from None
     recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), str(path))
     method = run.build(recipe)
     method.load_state_dict(state["method"])

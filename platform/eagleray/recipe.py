@@ -72,6 +72,10 @@ class Evaluate:
     limit: Positive | None = None  # training images in the kNN bank and the probe; None: all
     probe_epochs: Count = 100  # of the linear probe; 0: no probe
 
+    def __post_init__(self) -> None:
+        if self.resize < self.size:
+            raise ValueError(f"resize={self.resize} leaves no room for a crop of size={self.size}")
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Checkpoint:
@@ -82,7 +86,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     method: Method
     backbone: Network = Network()
     views: tuple[View, ...]
@@ -96,8 +100,9 @@ class Recipe:
     max_steps: Positive | None = None  # stop early, without changing any schedule
 
 
-# What may differ when a run is continued: where and how long it runs, not what it computes.
-OPERATION = ("out", "workers", "max_steps", "log_steps", "checkpoint", "data.workers", "data.bad_limit")
+# What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
+OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate")
+OPERATION += ("data.workers", "data.bad_limit", "data.test")
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:
@@ -142,5 +147,5 @@ def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The resolved recipe; `out` is filled in. Raises UserError."""
     path = find(name)
     tree = config.read(path, overrides)
-    tree.setdefault("out", f"runs/{path.stem}")
+    tree["out"] = tree.get("out") or f"runs/{path.stem}"
     return config.check(Recipe, tree, path.name)

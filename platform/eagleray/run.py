@@ -77,8 +77,9 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan:
     rows(recipe.data.lanes, recipe.optim.batch, ranks=max(recipe.workers, 1), workers=recipe.data.workers)
     index = open_index(recipe.data.train, out, note=note)
     test = open_index(recipe.data.test, out, note=note) if recipe.data.test else None
-    if test and not test.labelled:
-        raise UserError(f"data.test={recipe.data.test}: has no labels, and evaluation needs them")
+    for key, labels in ("data.test", test), ("data.train", index):
+        if test and labels and not labels.labelled:
+            raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")
     stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch)
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
@@ -99,12 +100,28 @@ def build(recipe: Recipe) -> Method:
     return recipe.method.build(backbone)  # type: ignore[no-any-return]
 
 
+def try_sizes(recipe: Recipe) -> None:
+    """Raises UserError when the backbone cannot be built, or cannot take a size that the recipe asks for."""
+    with torch.device("meta"):
+        backbone = build(recipe).export()
+        for size in sorted({v.size for v in recipe.views} | {recipe.evaluate.size}):
+            try:
+                found = backbone(torch.empty(2, 3, size, size)).pooled.shape[1]
+            except Exception as e:
+                raise UserError(f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images: {e}") from None
+            if found != backbone.dim:
+                raise UserError(
+                    f"backbone.name={recipe.backbone.name}: its {found} features are not its {backbone.dim}"
+                )
+
+
 def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] | None:
     """Train, or continue, until the planned steps are taken, then evaluate and export.
 
     Returns the summary, or None when the run was asked to stop before. `tracking` is MLflow's address.
     """
     with Folder(Path(recipe.out or ""), world.rank, tracking, config.flat(config.plain(recipe))) as folder:
+        dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         p = plan(recipe)
         method = build(recipe).to(world.device)
         world.synchronise(method)
@@ -118,7 +135,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] |
         if step < p.steps:
             log.info("stopped at step %d of %d; the same command continues", step, p.steps)
             return None
-        summary = finish(p, world, folder, method) | {"wall_seconds": round(time.monotonic() - started, 1)}
+        summary = finish(p, world, folder, method, step) | {"wall_seconds": round(time.monotonic() - started, 1)}
         folder.end(summary)
         return summary
 
@@ -168,6 +185,7 @@ def train(
             if look:
                 sets = Sets.of(p.index, p.test, recipe.evaluate.limit)
                 record |= evaluate(method.export(), sets, recipe.evaluate, protocols=("knn",))
+                meter.since = time.perf_counter()
             folder.log(record)
         minutes = (time.monotonic() - saved) / 60
         if (
@@ -209,6 +227,8 @@ def save(
 def restore(folder: Folder, recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put the newest checkpoint back. Returns step and seconds so far, zero for a new run."""
     state = checkpoint.newest(folder.path / "checkpoints")
+    if len(set(dist.objects(state and state["step"]))) > 1:
+        raise RuntimeError("ranks found different checkpoints")  # of a disk that fails; a restart may mend it
     if state is None:
         return {"step": 0, "seconds": 0.0}
     if state["digest"] != recipes.digest(recipe):
@@ -218,7 +238,7 @@ def restore(folder: Folder, recipe: Recipe, method: Method, optimizer: torch.opt
     return state
 
 
-def finish(p: Plan, world: World, folder: Folder, method: Method) -> dict[str, Any]:
+def finish(p: Plan, world: World, folder: Folder, method: Method, step: int) -> dict[str, Any]:
     """Evaluate beside an untrained backbone, and export. Ranks share the work of the features."""
     sets = Sets.of(p.index, p.test, p.recipe.evaluate.limit)
     if not sets:
@@ -232,7 +252,7 @@ def finish(p: Plan, world: World, folder: Folder, method: Method) -> dict[str, A
                 top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1_untrained"]
                 log.info("%s top-1 %.1f %%, untrained %.1f %%%s", protocol, top1, before, sets.how(p.recipe, protocol))
         to_timm(method.export(), p.recipe.backbone, folder.path / "export")
-    return scores | {"steps": p.steps, "epochs": round(p.at(p.steps).epoch, 3), "images": p.steps * p.stream.batch}
+    return scores | {"steps": step, "epochs": round(p.at(step).epoch, 3), "images": step * p.stream.batch}
 
 
 def describe(p: Plan, method: Method, world: World) -> str:

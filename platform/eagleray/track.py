@@ -1,5 +1,6 @@
 """A run's history: JSON lines always, and MLflow where it is installed. Training never waits for MLflow."""
 
+import contextlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagleray import checkpoint
 from eagleray.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ class JsonLines:
     def __init__(self, path: Path, *, step: int) -> None:
         """Continue a file from a step; lines of later steps, which will be taken again, are dropped."""
         lines = [r for r in read_lines(path) if r["step"] <= step]
-        path.write_text("".join(json.dumps(r) + "\n" for r in lines))
+        checkpoint.replace(path, "".join(json.dumps(r) + "\n" for r in lines))
         self._file = path.open("a")
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -49,6 +51,10 @@ class MLflow:
         self.out, self.uri, self.params = out, uri, params
         self.note = out / "mlflow.json"  # the run's id
         self.jobs: queue.Queue[Any] = queue.Queue()
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        with contextlib.suppress(ImportError):
+            import mlflow  # noqa: F401  # not in the thread: a loader process forked meanwhile would inherit its locks
         self.thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self.thread.start()
 
@@ -87,8 +93,6 @@ class MLflow:
 
     def _open(self) -> tuple[Any, str, int]:
         """Client, run id and the last step that was logged."""
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         logging.getLogger("alembic").setLevel(logging.ERROR)
         from mlflow import MlflowClient
         from mlflow.entities import Param

@@ -2,14 +2,16 @@
 
 import json
 import logging
+import math
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagleray import config, run
+from eagleray import checkpoint, config, dist, run
 from eagleray.cluster.world import World
 from eagleray.errors import UserError
 from eagleray.recipe import Recipe
@@ -44,16 +46,17 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
         cpus, gpus = ray.cluster_resources().get("CPU", 1), ray.cluster_resources().get("GPU", 0)
         if 0 < gpus < recipe.workers:
             raise UserError(f"workers={recipe.workers}: there are {gpus:g} GPUs, and each worker needs one")
-        each = cpus / recipe.workers
+        smallest = min(n["Resources"].get("CPU", 1) for n in ray.nodes() if n["Alive"])
+        each = math.floor(100 * min(cpus / recipe.workers, smallest)) / 100
         out = Path(recipe.out or "")
-        (out / ".failure").unlink(missing_ok=True)
+        for old in (".failure", ".failures.jsonl"):
+            (out / old).unlink(missing_ok=True)
         trainer = TorchTrainer(
             _rank,  # type: ignore[arg-type]
             train_loop_config={
                 "recipe": config.plain(recipe),
                 "tracking": tracking,
                 "threads": max(int(each), 1),
-                "starts": len(starts(out)),
             },
             scaling_config=ScalingConfig(
                 num_workers=recipe.workers,
@@ -61,7 +64,7 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
                 resources_per_worker={"CPU": max(int(each), 1) if each >= 1 else each},
             ),
             run_config=RunConfig(
-                name=f"train-{os.getpid()}",
+                name=f"train-{time.time():.0f}",
                 storage_path=str(out / ".ray"),
                 failure_config=FailureConfig(max_failures=RETRIES),
             ),
@@ -112,18 +115,18 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
         failure.write_text(json.dumps({"user": True, "why": str(e)}))
         raise
     except Exception as e:
-        _count(failure, given["starts"], e)
+        _count(failure, e)
         raise
 
 
-def starts(out: Path) -> list[dict[str, Any]]:
-    return read_lines(out / "starts.jsonl")
-
-
-def _count(failure: Path, before: int, error: Exception) -> None:
+def _count(failure: Path, error: Exception) -> None:
     """Give up on an error that came back twice, since this command began, without a new checkpoint in between."""
-    last = starts(failure.parent)[before:][-3:]
-    if len(last) == 3 and len({s["step"] for s in last}) == 1:
+    path = failure.with_name(".failures.jsonl")
+    newest = [m.stem for m in checkpoint.manifests(failure.parent / "checkpoints")[:1]]
+    with path.open("a") as f:
+        f.write(json.dumps({"after": newest, "rank": dist.rank()}) + "\n")
+    mine = [f["after"] for f in read_lines(path) if f["rank"] == dist.rank()]
+    if mine[-3:] == [newest] * 3:
         why = (
             f"failed three times without progress: {type(error).__name__}: {error}; see {failure.parent / 'train.log'}"
         )

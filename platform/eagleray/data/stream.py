@@ -78,8 +78,9 @@ class Stream:
             while True:
                 part = self._empty(len(lanes) * each)
                 try:
-                    for row in range(len(lanes) * each):
-                        self._fill(part, row, next(walks[row // each]))
+                    # All lanes are asked first, so that their blocks are fetched side by side.
+                    for row, place in enumerate([next(walks[row // each]) for row in range(len(lanes) * each)]):
+                        self._fill(part, row, place)
                 except UserError as e:
                     part.error = str(e)
                 yield part

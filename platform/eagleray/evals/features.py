@@ -1,6 +1,7 @@
 """Frozen features of labelled images, extracted once for all protocols."""
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise_
 
 BATCH = 256
+AHEAD = 4  # batches decoded while one is in the backbone
 
 
 class Labelled(NamedTuple):
@@ -53,15 +55,20 @@ def _batches(
     """Decoded while the previous batch is in the backbone."""
 
     def load(chunk: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        good = [(x, s) for s, x in ((s, image(index, s, size, resize)) for s in chunk.tolist()) if x is not None]
-        return torch.stack([x for x, _ in good]), torch.from_numpy(index.label[[s for _, s in good]])
+        found = ((s, image(index, s, size, resize)) for s in chunk.tolist())
+        good = [(s, x) for s, x in found if x is not None]
+        images = [x for _, x in good] or [torch.empty(0, 3, size, size, dtype=torch.uint8)]
+        labels = torch.from_numpy(index.label[[s for s, _ in good]])
+        return torch.stack(images) if good else images[0], labels
 
     chunks = [samples[i : i + BATCH] for i in range(0, len(samples), BATCH)]
-    queue = [pool.submit(load, c) for c in chunks[:4]]
+    queue = deque(pool.submit(load, c) for c in chunks[:AHEAD])
     for i in range(len(chunks)):
-        if i + 4 < len(chunks):
-            queue.append(pool.submit(load, chunks[i + 4]))
-        yield queue[i].result()
+        images, labels = queue.popleft().result()
+        if i + AHEAD < len(chunks):
+            queue.append(pool.submit(load, chunks[i + AHEAD]))
+        if len(images):
+            yield images, labels
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:

@@ -28,4 +28,6 @@ def scores(x: Tensor, bank: Tensor, labels: Tensor, *, classes: int, k: int, tem
     """Votes (n, C) for unit features x (n, D): each of the k nearest rows of the bank (m, D) adds exp(cosine / T) to
     its class."""
     near = (x @ bank.T).topk(min(k, len(bank)), dim=1)
-    return torch.zeros(len(x), classes).scatter_add_(1, labels[near.indices], (near.values / temperature).exp())
+    return torch.zeros(len(x), classes, device=x.device).scatter_add_(
+        1, labels[near.indices], (near.values / temperature).exp()
+    )

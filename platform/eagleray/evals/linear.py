@@ -31,10 +31,10 @@ def probe(train: Labelled, test: Labelled, *, epochs: int, seed: int = 0) -> dic
 
 def fit(x: Tensor, y: Tensor, *, classes: int, epochs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Weights (R, D, C) and biases (R, 1, C) of R classifiers, one per learning rate."""
-    weight = 0.01 * torch.randn(1, x.shape[1], classes, generator=generator).repeat(len(RATES), 1, 1)
-    bias = torch.zeros(len(RATES), 1, classes)
+    weight = 0.01 * torch.randn(1, x.shape[1], classes, generator=generator).repeat(len(RATES), 1, 1).to(x.device)
+    bias = torch.zeros(len(RATES), 1, classes, device=x.device)
     batch = min(BATCH, len(x))
-    rate = torch.tensor(RATES).view(-1, 1, 1) * batch / 256
+    rate = torch.tensor(RATES, device=x.device).view(-1, 1, 1) * batch / 256
     momenta = [torch.zeros_like(weight), torch.zeros_like(bias)]
     for epoch in range(epochs):
         lr = rate * 0.5 * (1 + math.cos(math.pi * epoch / epochs))

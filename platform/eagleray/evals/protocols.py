@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from eagleray import dist
 from eagleray.data.index import Index
-from eagleray.evals.features import extract, labelled, some
+from eagleray.evals.features import Labelled, extract, labelled, some
 from eagleray.evals.knn import knn
 from eagleray.evals.linear import probe
 from eagleray.models.backbone import Backbone
@@ -60,7 +61,11 @@ def evaluate(
     train = extract(backbone, sets.bank, sets.bank_samples, size=size, resize=resize)
     test = extract(backbone, sets.test, sets.test_samples, size=size, resize=resize)
     out: dict[str, float] = {}
-    if dist.rank() == 0:
+    if dist.rank() == 0 and len(train.x) and len(test.x):
+        device = next(backbone.parameters()).device
+        y = torch.cat([train.y, test.y]).unique(return_inverse=True)[1].to(device)  # labels may be any numbers
+        train = Labelled(train.x.to(device), y[: len(train.y)])
+        test = Labelled(test.x.to(device), y[len(train.y) :])
         if "knn" in protocols:
             out |= knn(train, test, k=settings.k, temperature=settings.temperature)
         if "linear" in protocols and settings.probe_epochs:

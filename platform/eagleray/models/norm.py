@@ -1,9 +1,11 @@
 """Batch norm over all ranks. PyTorch's own is for GPUs only; this one is what it becomes on a CPU."""
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
 from eagleray import dist
+from eagleray.errors import UserError
 
 
 class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -31,10 +33,12 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronised(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with every batch norm replaced by one over all ranks; weights and buffers are kept."""
+    """The module with every batch norm replaced, in place, by one over all ranks; weights and buffers are kept."""
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms
     for child in module.modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
+            raise UserError(f"workers: several need a GPU for the {type(child).__name__} of this backbone")
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
             child.__class__ = CPUSyncBatchNorm  # type: ignore[assignment]  # the same parameters and buffers, another forward
     return module

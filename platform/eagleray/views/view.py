@@ -34,3 +34,11 @@ class View:
     blur: Probability = 0.0
     sigma: Range = (0.1, 2.0)  # pixels
     solarize: Probability = 0.0  # pixels of 128 and more of 255 are inverted
+
+    def __post_init__(self) -> None:
+        if self.scale[1] > 1:
+            raise ValueError(f"scale={self.scale}: a crop is at most the whole image, 1")
+        if min(self.strength) < 0 or self.strength[3] > 0.5:
+            raise ValueError(
+                f"strength={self.strength}: expected none below 0, and a hue of at most 0.5, half the circle"
+            )
