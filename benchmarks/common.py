@@ -1,7 +1,6 @@
 """What the benchmarks share: where `eagleray` is, the machine, fair timing and printing."""
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -16,8 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 ROOT = Path(__file__).parents[1]
-if importlib.util.find_spec("eagleray") is None:
-    sys.path.insert(0, str(ROOT / "platform"))
+sys.path.insert(0, str(ROOT / "platform"))  # what is measured is this checkout
 
 from eagleray.errors import UserError  # noqa: E402
 from eagleray.views.view import View  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray.console import bar, counted, fail, out
+from eagleray.console import bar, counted, fail, out, quietly
 from eagleray.errors import UserError
 
 app = typer.Typer(
@@ -29,8 +29,8 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
     """Pretrain a backbone, or continue: data.train=URL data.test=URL out=DIR workers=N max_steps=N seed=N ..."""
     from eagleray import launch
 
-    out.quiet = as_json
-    summary = launch.pretrain(name, overrides or [])
+    with quietly(as_json):
+        summary = launch.pretrain(name, overrides or [])
     if as_json:
         print(json.dumps(summary))
 
@@ -46,8 +46,8 @@ def evaluate(
     """Evaluate a checkpoint's frozen features."""
     from eagleray import launch
 
-    out.quiet = as_json
-    scores = launch.evaluate(checkpoint, train, test, protocol.split(","))
+    with quietly(as_json):
+        scores = launch.evaluate(checkpoint, train, test, protocol.split(","))
     if as_json:
         print(json.dumps(scores))
 

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
@@ -16,6 +17,16 @@ from eagleray.track import read_lines
 T = TypeVar("T")
 QUIET_LINES = 10  # progress lines of a run whose output is no terminal
 out = Console(highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def quietly(quiet: bool) -> Iterator[None]:
+    """Nothing for a person meanwhile, where a program reads the result."""
+    out.quiet = quiet
+    try:
+        yield
+    finally:
+        out.quiet = False
 
 
 def bar(unit: str) -> Progress:
