@@ -67,25 +67,25 @@ def usual() -> str:
 
 
 def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
-    with local() as world:
-        method = run.build(r).to(world.device)
-        optimizer = optim.make(r.optim.name, method, decay=r.optim.decay)
-        feed = Feed(r, world.device, synthetic=args.synthetic)
-        clock = Clock(world.device)
-        with patched(clock, method, optimizer):
-            steps = train.fit(
-                method,
-                itertools.islice(feed, args.warmup + args.steps),
-                optimizer,
-                lr=run.scaled(r),
-                weight_decay=r.optim.weight_decay,
-                clip=r.optim.clip,
-                clip_each=r.optim.clip_each,
-                seed=r.seed,
-                wrap=world.wrap,
-            )
-            seconds, loss = timed(steps, args, feed, clock)
-        peak = memory(world.device)
+    world = local()
+    method = run.build(r).to(world.device)
+    optimizer = optim.make(r.optim.name, method, decay=r.optim.decay)
+    feed = Feed(r, world.device, synthetic=args.synthetic)
+    clock = Clock(world.device)
+    with patched(clock, method, optimizer):
+        steps = train.fit(
+            method,
+            itertools.islice(feed, args.warmup + args.steps),
+            optimizer,
+            lr=run.scaled(r),
+            weight_decay=r.optim.weight_decay,
+            clip=r.optim.clip,
+            clip_each=r.optim.clip_each,
+            seed=r.seed,
+            wrap=world.wrap,
+        )
+        seconds, loss = timed(steps, args, feed, clock)
+    peak = memory(world.device)
     result = {
         "device": world.device.type,
         "input": "synthetic" if args.synthetic else "data",
