@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eagleray import launch
 from eagleray.data.shards import write_shards
 from eagleray.demo import RECIPE, pictures
