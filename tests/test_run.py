@@ -227,3 +227,11 @@ def test_output_is_short(small: Path, shards: Path, tmp_path: Path):
     assert process.returncode == 0, text
     assert len(text.splitlines()) < 40
     assert "mlflow ui --backend-store-uri sqlite:///" in text.splitlines()[-1]
+
+
+def test_neighbours_are_asked_during_training(small: Path, shards: Path, tmp_path: Path):
+    more = ["evaluate.every=1", "evaluate.probe_epochs=0", "log_steps=7", "data.workers=2"]
+    launch.pretrain(*split(arguments(small, shards, tmp_path / "out", *more)))
+    lines = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert [r["step"] for r in lines] == [7, 10, 14, 20]
+    assert [r["step"] for r in lines if "knn/top1" in r] == [10]  # the end has its own evaluation
