@@ -1,6 +1,7 @@
 """What the commands do: check what was given, run it in the right world, and say where everything is."""
 
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -56,10 +57,10 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def in_world(recipe: Recipe, tracking: str) -> dict[str, Any] | None:
     if recipe.workers:
-        try:
-            from eagleray.cluster import ray_train
-        except ModuleNotFoundError as e:
-            raise UserError(f"workers={recipe.workers}: {e.name} is not installed; workers=0 runs without") from None
+        if importlib.util.find_spec("ray") is None:
+            raise UserError(f"workers={recipe.workers}: ray is not installed; workers=0 runs without")
+        from eagleray.cluster import ray_train
+
         return ray_train.launch(recipe, tracking=tracking)
     return run.pretrain(recipe, world.local(), tracking=tracking)
 

@@ -153,8 +153,8 @@ def train(
     """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop."""
     recipe, o = p.recipe, p.recipe.optim
     loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
-    broken = len(p.index) + len(p.index.bad)
-    quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=broken, limit=recipe.data.bad_limit)
+    samples = len(p.index) + len(p.index.bad)
+    quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=samples, limit=recipe.data.bad_limit)
     quarantine.add(p.index.bad, write=world.rank == 0)
     meter = Meter(p, loader.rows, folder, quarantine)
     lr = scaled(recipe)
