@@ -16,6 +16,7 @@ ratio_all_on_cpu    ours and photometric_cpu together / official: the same work,
 """
 
 import io
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +30,8 @@ from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torchvision import transforms as T
 
-from eagleray.data import store
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
-from eagleray.data.order import lane
 from eagleray.data.stream import Part, Stream
 from eagleray.errors import UserError
 from eagleray.views import draw, photometric
@@ -103,28 +102,14 @@ class Round(NamedTuple):
     def of(cls, stream: Stream, step: int) -> "Round":
         torch.manual_seed(step)
         random.seed(step)
-        epoch, at = divmod(step, stream.steps_per_epoch)
-        samples = order(stream, epoch)[at * stream.batch : (at + 1) * stream.batch].tolist()
-        data = [raw(stream, sample) for sample in samples]
+        epoch = step // stream.steps_per_epoch
+        samples, data = zip(*itertools.islice(stream.samples(range(1), start=step), stream.batch), strict=True)
         images = [decode(d) for d in data]
         v = stream.views
         u = [draw.uniforms(len(v.views), seed=stream.seed, epoch=epoch, sample=sample) for sample in samples]
         boxes = [draw.crops(v, row, *image.shape[1:]) for row, image in zip(u, images, strict=True)]
         out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in v.views]
-        return cls(data, images, boxes, out)
-
-
-def order(stream: Stream, epoch: int) -> np.ndarray:
-    """Every sample of the only lane's epoch (N,), in reading order."""
-    sizes, starts = stream.index.block_sizes, stream.index.starts
-    runs = lane(sizes, seed=stream.seed, epoch=epoch, lanes=1, batch=stream.batch, number=0)
-    return np.concatenate([run.order(seed=stream.seed, epoch=epoch) + starts[run.block] for run in runs])
-
-
-def raw(stream: Stream, sample: int) -> memoryview:
-    index = stream.index
-    url = index.shards[index.shard[sample]].url
-    return memoryview(store.store(url).read(url, int(index.offset[sample]), int(index.size[sample])))
+        return cls(list(data), images, boxes, out)
 
 
 def photometrics(part: Part, device: torch.device) -> Callable[[object], None]:

@@ -41,12 +41,19 @@ def train(rank: int, rows: tuple[int, ...], port: int, recipe: Path, out: Path) 
             views = [v[mine] for v in global_batch(step, sum(v.count for v in r.views))]
             yield run.Progress(step, 10, 2), Batch(views, torch.empty(0), torch.arange(1), torch.zeros(1), rows)
 
+    first: dict[str, torch.Tensor] = {}
+
+    def before_step(at: run.Progress) -> None:
+        if not first:
+            first.update({n: p.grad.clone() for n, p in method.named_parameters() if p.grad is not None})
+
+    method.before_step = before_step  # of these two methods' own there is none without frozen layers
     losses = []
     for _, values in fit(method, batches(), optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.1, wrap=world.wrap):
         share = rows[rank] / sum(rows)
         losses.append(world.agree(float(values["loss"]) * share)[0])
     if rank == 0:
-        torch.save({"state": method.state_dict(), "losses": losses}, out)
+        torch.save({"state": method.state_dict(), "losses": losses, "gradient": first}, out)
     if len(rows) > 1:
         torch.distributed.destroy_process_group()
 
@@ -69,6 +76,12 @@ def test_two_processes_equal_one(method: str, rows: tuple[int, ...], request: py
     recipe = request.getfixturevalue(method)
     one, two = spread((BATCH,), recipe, tmp_path), spread(rows, recipe, tmp_path)
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
+    assert two["gradient"].keys() == one["gradient"].keys()
+    whole, difference = (
+        torch.cat([x.flatten().double() for x in parts]).norm()
+        for parts in (one["gradient"].values(), [two["gradient"][n] - g for n, g in one["gradient"].items()])
+    )
+    assert difference < 1e-5 * whole
     for name, want in one["state"].items():
         torch.testing.assert_close(two["state"][name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 

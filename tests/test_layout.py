@@ -35,8 +35,8 @@ LEVELS = [
 OWNERS = {
     "ray": {"cluster/ray_train.py"},
     "mlflow": {"track.py"},
-    "boto3": {"data/store.py"},
-    "botocore": {"data/store.py"},
+    "boto3": {"data/s3.py"},
+    "botocore": {"data/s3.py"},
 }
 OWNERS |= {"webdataset": {"data/shards.py"}, "typer": {"cli.py"}, "rich": {"console.py"}}
 
@@ -93,7 +93,7 @@ def test_evaluations_see_no_method():
 @pytest.mark.parametrize("package", OWNERS)
 def test_heavy_packages_have_one_door(package: str):
     users = {str(p.relative_to(SOURCE)) for p in FILES if any(n.split(".")[0] == package for n in imports(p))}
-    allowed = OWNERS[package] | ({"data/store.py"} if package.startswith("boto") else set())
+    allowed = OWNERS[package]
     assert users <= allowed | ({"launch.py", "demo.py"} if package == "rich" else set())
     assert users
 

@@ -5,14 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagleray import checkpoint, launch
-from eagleray.errors import UserError
+from eagleray.data.retry import Transient, insist
+from eagleray.data.store import LocalStore
+from eagleray.errors import Outage, UserError
 from eagleray.track import read_lines
 
 
@@ -88,6 +92,68 @@ def test_stopping_and_continuing_equals_no_stop(
     assert_same(weights(once), weights(twice))
     a, b = (read_lines(out / "metrics.jsonl") for out in (once, twice))
     assert [(r["step"], r["loss"], r["lr"]) for r in a] == [(r["step"], r["loss"], r["lr"]) for r in b]
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the store stay away from some read of a shard on; until then, it is there."""
+    honest, seen = LocalStore.read, [0]
+
+    def leave(after: int) -> None:
+        def read(self: LocalStore, url: str, start: int, length: int, *, patience: float, tag: str = "") -> memoryview:
+            seen[0] += 1
+            if seen[0] > after:
+                raise insist(url, missing, patience=patience)
+            return honest(self, url, start, length)
+
+        def missing() -> Exception:
+            raise Transient("SlowDown: reduce your request rate")
+
+        seen[0] = 0
+        monkeypatch.setattr(LocalStore, "read", read if after >= 0 else honest)
+
+    return leave
+
+
+def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
+    small: Path, shards: Path, tmp_path: Path, whole: Path, away: Callable[[int], None]
+):
+    out = tmp_path / "out"
+    args = split(arguments(small, shards, out, "data.patience=0.005"))
+    away(40)
+    with pytest.raises(
+        Outage, match=r"^\S+\.tar: SlowDown: reduce your request rate; given up after \d+ attempts in 0 s$"
+    ):
+        launch.pretrain(*args)
+    state = checkpoint.newest(out / "checkpoints")
+    assert state is not None
+    assert state["step"] == read_lines(out / "metrics.jsonl")[-1]["step"] > 0
+    assert "Traceback" not in (out / "train.log").read_text()
+    away(-1)
+    launch.pretrain(*args)
+    assert_same(weights(out), weights(whole))
+
+
+def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
+    small: Path, shards: Path, tmp_path: Path, away: Callable[[int], None]
+):
+    out = tmp_path / "out"
+    away(40)
+
+    def ask() -> None:
+        while not read_lines(out / "metrics.jsonl"):
+            time.sleep(0.05)
+        (out / ".stop").touch()
+
+    threading.Thread(target=ask).start()
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as caught:
+        launch.pretrain(*split(arguments(small, shards, out, "data.patience=5")))
+    assert caught.value.code == 1
+    assert time.monotonic() - began < 60
+    state = checkpoint.newest(out / "checkpoints")
+    assert state is not None
+    assert state["step"] == read_lines(out / "metrics.jsonl")[-1]["step"] > 0
 
 
 def start(args: list[str], **environment: str) -> subprocess.Popen[str]:

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError, create_model
 
 from eagleray.errors import UserError
 
-UNIONS = ("str", "tuple[str, ...]")  # what pydantic adds to a path for the members of recipe.Url
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
+
+
+def _bytes(value: Any) -> Any:
+    """The bytes that `200GiB` or `1.5 TB` stands for."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
+    return int(float(match[1]) * UNITS[match[2]]) if match else value
+
+
+Size = Annotated[int, Field(gt=0), BeforeValidator(_bytes)]
 
 
 class RecipeError(UserError):
@@ -175,12 +184,8 @@ def part(package: str, name: str) -> type:
 
 def explain(error: ValidationError, kind: Any) -> Iterator[str]:
     """One line per wrong key: dotted path, what was given, what was expected."""
-    said = set()
     for e in error.errors():
-        path = ".".join(str(p) for p in e["loc"] if p not in UNIONS)
-        if path in said:
-            continue  # one line for all members of a union
-        said.add(path)
+        path = ".".join(str(p) for p in e["loc"])
         inner = e.get("ctx", {}).get("error")
         if isinstance(inner, _PartError):
             yield from (f"{path}{line}" for line in inner.lines)

@@ -1,5 +1,11 @@
-"""The one exception that means: the person who started this must change something."""
+"""The exceptions that are meant for a person and say all there is to say in one line."""
 
 
 class UserError(ValueError):
-    """What was given, what was expected, which key, file or shard; one line. The command line exits with 2."""
+    """The person who started this must change something: what was given, what was expected, which key, file or shard.
+    The command line exits with 2."""
+
+
+class Outage(RuntimeError):
+    """What is needed stayed away for too long, and the same command may succeed later. The command line exits with
+    1."""

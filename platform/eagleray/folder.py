@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from eagleray import checkpoint
-from eagleray.errors import UserError
+from eagleray.errors import Outage, UserError
 from eagleray.track import JsonLines, MLflow
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Folder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
+        if isinstance(error, Exception) and not isinstance(error, UserError | Outage):
             log.error("failed", exc_info=error)
         if self.mlflow:
             self.mlflow.close("FAILED" if error else "KILLED", [])
@@ -80,7 +80,11 @@ class Folder:
 
     def stopping(self) -> bool:
         """Whether someone asked the run to stop; rank 0 speaks for all."""
-        return self.rank == 0 and (self.path / ".stop").exists()
+        return self.rank == 0 and self.asked()
+
+    def asked(self) -> bool:
+        """The same, for a rank that waits and must ask for itself."""
+        return (self.path / ".stop").exists()
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self.rank == 0:

@@ -12,7 +12,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
-from eagleray.config import STRICT, Part, part_of
+from eagleray.config import STRICT, Part, Size, part_of
+from eagleray.data.source import Sources
 from eagleray.errors import UserError
 from eagleray.schedule import Schedule
 from eagleray.views.view import View
@@ -25,7 +26,6 @@ else:
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Url = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -42,11 +42,20 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
-    train: Url | None = None  # folder, glob, brace pattern or list of shards; file or s3://
-    test: Url | None = None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank
+    train: Sources | None = (
+        None  # folder, glob, brace pattern of shards, file or s3://; or a list of them and of Sources
+    )
+    test: Sources | None = (
+        None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank
+    )
     lanes: Positive = 64  # a global batch is dealt by so many; the most readers (workers x data.workers) there can be
     workers: Count = 4  # loader processes per rank; 0: in the training process
     bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
+    cache: str | None = None  # folder on each node's own disk that keeps what was fetched
+    cache_size: Size = 100 * 2**30  # bytes, or such as 200GiB
+    patience: Annotated[float, Field(gt=0)] = (
+        10.0  # minutes that the store may stay away before the run saves and stops
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -102,7 +111,7 @@ class Recipe:
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate")
-OPERATION += ("data.workers", "data.bad_limit", "data.test")
+OPERATION += ("data.workers", "data.bad_limit", "data.test", "data.cache", "data.cache_size", "data.patience")
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from eagleray import recipe as recipes
 from eagleray.cluster.world import World
 from eagleray.data import store
 from eagleray.data.batch import Batch
+from eagleray.data.cache import Cache
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader, rows
 from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.data.retry import PATIENCE
+from eagleray.data.source import Source
 from eagleray.data.stream import Stream
-from eagleray.errors import UserError
+from eagleray.errors import Outage, UserError
 from eagleray.evals.protocols import Sets, evaluate
 from eagleray.export import to_timm
 from eagleray.folder import Folder
@@ -56,17 +59,18 @@ class Plan:
 def resolve(recipe: Recipe) -> Recipe:
     """The recipe with absolute places, as a worker's working folder is not the user's."""
 
-    def place(url: recipes.Url | None) -> recipes.Url | None:
-        return store.absolute(url) if isinstance(url, str) else url and tuple(store.absolute(u) for u in url)
+    def place(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
+        return sources and tuple(replace(s, url=store.absolute(s.url)) for s in sources)
 
     if recipe.out and "://" in recipe.out:
         raise UserError(f"out={recipe.out}: expected a local folder")
-    data = replace(recipe.data, train=place(recipe.data.train), test=place(recipe.data.test))
+    cache = recipe.data.cache and store.absolute(recipe.data.cache)
+    data = replace(recipe.data, train=place(recipe.data.train), test=place(recipe.data.test), cache=cache)
     return replace(recipe, out=store.absolute(recipe.out or "runs/run"), data=data)
 
 
-def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan:
-    """Open the data and check that everything fits together. Raises UserError."""
+def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:
+    """Open the data, waiting `patience` seconds for it, and check that everything fits. Raises UserError and Outage."""
     if recipe.data.train is None:
         raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
     out = Path(recipe.out or "")
@@ -75,12 +79,14 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan:
     if not least <= len(views.views) <= most:
         raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
     rows(recipe.data.lanes, recipe.optim.batch, ranks=max(recipe.workers, 1), workers=recipe.data.workers)
-    index = open_index(recipe.data.train, out, note=note)
-    test = open_index(recipe.data.test, out, note=note) if recipe.data.test else None
+    index = open_index(recipe.data.train, out, note=note, patience=patience)
+    test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
     for key, labels in ("data.test", test), ("data.train", index):
         if test and labels and not labels.labelled:
             raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")
-    stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch)
+    cache = Cache(Path(recipe.data.cache), recipe.data.cache_size) if recipe.data.cache else None
+    wait = 60 * recipe.data.patience
+    stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch, cache, wait)
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
 
@@ -122,7 +128,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] |
     """
     with Folder(Path(recipe.out or ""), world.rank, tracking, config.flat(config.plain(recipe))) as folder:
         dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
-        p = plan(recipe)
+        p = plan(recipe, patience=60 * recipe.data.patience)
         method = build(recipe).to(world.device)
         world.synchronise(method)
         optimizer = optim.make(recipe.optim.name, method, decay=recipe.optim.decay)
@@ -150,15 +156,18 @@ def train(
     step: int,
     started: float,
 ) -> int:
-    """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop."""
+    """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop.
+
+    Raises UserError or Outage, after a checkpoint, when the data cannot be read any more.
+    """
     recipe, o = p.recipe, p.recipe.optim
     loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
     samples = len(p.index) + len(p.index.bad)
     quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=samples, limit=recipe.data.bad_limit)
     quarantine.add(p.index.bad, write=world.rank == 0)
-    meter = Meter(p, loader.rows, folder, quarantine)
+    meter = Meter(p, world, folder, quarantine)
     lr = scaled(recipe)
-    saved = time.monotonic()
+    saved, kept = time.monotonic(), step
     steps = fit(
         method,
         meter.feed(loader, step),
@@ -172,15 +181,10 @@ def train(
     )
     for at, values in steps:
         step = at.step + 1
-        meter.add(values)
-        stop, bad = world.agree(folder.stopping(), len(meter.bad))
-        if bad:
-            found = [b for part in dist.objects(meter.bad) for b in part]
-            quarantine.add(found, write=world.rank == 0)
-        meter.bad.clear()
+        meter.values.append(values)
         every = recipe.evaluate.every * p.stream.steps_per_epoch
         look = bool(every) and step % every == 0 and step < p.steps
-        if step % recipe.log_steps == 0 or look or stop or step == p.steps:
+        if step % recipe.log_steps == 0 or look or step == p.steps:
             record = meter.flush(at, lr(at))
             if look:
                 sets = Sets.of(p.index, p.test, recipe.evaluate.limit)
@@ -188,16 +192,16 @@ def train(
                 meter.since = time.perf_counter()
             folder.log(record)
         minutes = (time.monotonic() - saved) / 60
-        if (
-            stop
-            or step == p.steps
-            or step % (recipe.checkpoint.steps or step + 1) == 0
-            or minutes > recipe.checkpoint.minutes
-        ):
+        due = step % (recipe.checkpoint.steps or step + 1) == 0 or minutes > recipe.checkpoint.minutes
+        if due or step == p.steps:
             save(folder, recipe, method, optimizer, step, time.monotonic() - started)
-            saved = time.monotonic()
-        if stop:
-            break
+            saved, kept = time.monotonic(), step
+    if meter.values:  # the steps ended early
+        folder.log(meter.flush(p.at(step - 1), lr(p.at(step - 1))))
+    if kept < step:
+        save(folder, recipe, method, optimizer, step, time.monotonic() - started)
+    if meter.problem:
+        raise meter.problem
     return step
 
 
@@ -267,26 +271,46 @@ def describe(p: Plan, method: Method, world: World) -> str:
 class Meter:
     """What happens between two lines of metrics.jsonl; the device is asked for its numbers only then."""
 
-    def __init__(self, p: Plan, rows: tuple[int, ...], folder: Folder, quarantine: Quarantine) -> None:
-        self.p, self.rows, self.folder, self.quarantine = p, rows, folder, quarantine
+    def __init__(self, p: Plan, world: World, folder: Folder, quarantine: Quarantine) -> None:
+        self.p, self.world, self.folder, self.quarantine = p, world, folder, quarantine
+        self.rows: tuple[int, ...] = ()  # images per step of every rank
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
-        self.bad: list[Bad] = []
         self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
+        self.problem: UserError | Outage | None = None  # why there are no more batches; the same on all ranks
 
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """The remaining batches, the time that they were waited for noted."""
-        batches = loader.batches(start)
+        """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
+        self.rows = loader.rows
+        batches = loader.batches(start, enough=self.folder.asked)
         for step in range(start, self.p.steps):
             asked = time.perf_counter()
-            batch, bad = next(batches)
+            batch, bad = self._next(batches)
             self.waited += time.perf_counter() - asked
-            self.bad += bad
+            if not self._agreed(bad, stop=batch is None) or batch is None:
+                return
             self.indices.append(batch.index)
             yield self.p.at(step), batch
 
-    def add(self, values: dict[str, Tensor]) -> None:
-        self.values.append(values)
+    def _next(self, batches: Iterator[tuple[Batch, list[Bad]]]) -> tuple[Batch | None, list[Bad]]:
+        try:
+            return next(batches, (None, []))
+        except (UserError, Outage) as e:
+            self.problem = e
+            return None, []
+
+    def _agreed(self, bad: list[Bad], *, stop: bool) -> bool:
+        """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
+        stops, broken, failed = self.world.agree(stop or self.folder.stopping(), len(bad), self.problem is not None)
+        if failed:
+            self.problem = next(e for e in dist.objects(self.problem) if e)
+        if broken:
+            found = [b for part in dist.objects(bad) for b in part]
+            try:
+                self.quarantine.add(found, write=self.world.rank == 0)
+            except UserError as e:
+                self.problem = e
+        return not (stops or self.problem)
 
     def flush(self, at: Progress, lr: float) -> dict[str, Any]:
         """Means over the steps since the last time and over all ranks."""
@@ -321,4 +345,4 @@ class Meter:
                 )
 
     def _keys(self, index: Tensor) -> list[str]:
-        return [str(k) for k in self.p.index.keys.take(index.numpy()).to_pylist()]
+        return [self.p.index.key(i) for i in index.tolist()]

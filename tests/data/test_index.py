@@ -18,10 +18,13 @@ from data.pictures import Member, encode, jpeg, picture, sample, write_shards, w
 from pyarrow import parquet
 
 from eagleray.data import index as indexing
-from eagleray.data import store
+from eagleray.data import index_file, store
+from eagleray.data import scan as scanning
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.index import NAME, Index, blocks, open_index, scan, write_index
+from eagleray.data.index import Index, open_index, write_index
+from eagleray.data.index_file import NAME, blocks
 from eagleray.data.quarantine import Bad
+from eagleray.data.scan import Row, scan
 from eagleray.data.store import LocalStore
 from eagleray.errors import UserError
 
@@ -77,12 +80,12 @@ def plain(urls: list[str]) -> list[tuple[str, bytes, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("request_size", [700, 4096, indexing.READ])
+@pytest.mark.parametrize("request_size", [700, 4096, scanning.READ])
 def test_samples_are_those_that_webdataset_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, request_size: int
 ) -> None:
     """Keys, bytes and labels, in every header format, however the file is cut into requests."""
-    monkeypatch.setattr(indexing, "READ", request_size)
+    monkeypatch.setattr(scanning, "READ", request_size)
     members = [m for m in MEMBERS if kind != "ustar" or m[0].isascii()]
     for i, part in enumerate((members, members[2:9], [m for k in range(20) for m in sample(k)])):
         write_tar(tmp_path / f"x-{i}.tar", part, KINDS[kind])
@@ -126,11 +129,11 @@ class Spy:
         self.scans: list[str] = []
         honest_read, honest_scan = LocalStore.read, indexing.scan
 
-        def read(store: LocalStore, url: str, start: int, length: int) -> bytes:
+        def read(store: LocalStore, url: str, start: int, length: int, **more: Any) -> memoryview:
             self.reads.append(url)
-            return honest_read(store, url, start, length)
+            return honest_read(store, url, start, length, **more)
 
-        def scan(blob: store.Blob) -> Iterator[indexing.Row]:
+        def scan(blob: store.Blob) -> Iterator[Row]:
             self.scans.append(Path(blob.url).name)
             return honest_scan(blob)
 
@@ -318,7 +321,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corrupt.write(tmp_path_factory.mktemp("broken"))
 
 
-def rows(path: Path) -> list[indexing.Row]:
+def rows(path: Path) -> list[Row]:
     return list(scan(*store.shards(str(path))))
 
 
@@ -406,14 +409,15 @@ def test_shards_without_any_usable_image_are_refused_with_the_reason(tmp_path: P
 def test_blocks_cover_the_samples_lie_in_one_shard_and_are_bounded(
     monkeypatch: pytest.MonkeyPatch, seed: int, limit: int
 ) -> None:
-    monkeypatch.setattr(indexing, "BLOCK", limit)
+    monkeypatch.setattr(index_file, "BLOCK", limit)
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 60, 7)
     shard = np.repeat(np.arange(7, dtype=np.int32), counts)
     size = rng.integers(1, 400, len(shard))
     size[rng.integers(len(shard))] = 5000  # larger than a block
     offset = np.concatenate([np.cumsum(512 + s) - s for s in np.split(size, np.cumsum(counts)[:-1])])
-    starts = blocks(shard, offset, size)
+    counted = [blocks(offset[shard == i], size[shard == i]) for i in range(7)]
+    starts = np.r_[0, np.cumsum(np.concatenate(counted))]
     assert starts[0] == 0
     assert starts[-1] == len(shard)
     assert (np.diff(starts) > 0).all()
@@ -427,8 +431,9 @@ def test_blocks_cover_the_samples_lie_in_one_shard_and_are_bounded(
 
 
 def test_the_index_has_the_blocks_of_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexing, "BLOCK", 4096)
+    monkeypatch.setattr(index_file, "BLOCK", 4096)
     index = opened(write_shards(tmp_path, 30, 3))
-    assert np.array_equal(index.starts, blocks(index.shard, index.offset, index.size))
+    counted = [blocks(index.offset[index.shard == i], index.size[index.shard == i]) for i in range(3)]
+    assert index.block_sizes.tolist() == np.concatenate(counted).tolist()
     assert index.block_sizes.sum() == len(index) == 30
     assert len(index.block_sizes) > 6

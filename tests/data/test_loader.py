@@ -8,7 +8,7 @@ import pytest
 import torch
 from data.pictures import sample, spoiled, write_shards, write_tar
 
-from eagleray.data import index as indexing
+from eagleray.data import index_file
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
 from eagleray.data.loader import Loader, rows
@@ -28,7 +28,7 @@ Step = tuple[Batch, list[Bad]]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexing, "BLOCK", 8192)
+    monkeypatch.setattr(index_file, "BLOCK", 8192)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eagleray.data.order import lane, lane_length, owned
+from eagleray.data.order import Epoch, lane_length, owned
 
 CASES = [  # block sizes, lanes, batch
     ([7, 1, 30, 4, 4, 12, 9, 2, 25, 6], 6, 12),
@@ -19,7 +19,7 @@ cases = pytest.mark.parametrize(("sizes", "lanes", "batch"), CASES)
 def samples(sizes: list[int], lanes: int, batch: int, number: int, *, seed: int = 3, epoch: int = 0) -> NDArray:
     """One lane's samples of an epoch in reading order."""
     starts = np.r_[0, np.cumsum(sizes)]
-    runs = lane(np.array(sizes), seed=seed, epoch=epoch, lanes=lanes, batch=batch, number=number)
+    runs = Epoch.of(np.array(sizes), seed=seed, epoch=epoch).lane(number, lanes=lanes, batch=batch)
     return np.concatenate([starts[r.block] + r.order(seed=seed, epoch=epoch) for r in runs])
 
 
@@ -92,7 +92,7 @@ def test_runs_of_all_lanes_do_not_overlap(sizes: list[int], lanes: int, batch: i
     seen: set[tuple[int, int]] = set()
     length = lane_length(sum(sizes), lanes=lanes, batch=batch)
     for number in range(lanes):
-        runs = lane(np.array(sizes), seed=0, epoch=2, lanes=lanes, batch=batch, number=number)
+        runs = Epoch.of(np.array(sizes), seed=0, epoch=2).lane(number, lanes=lanes, batch=batch)
         places = [(r.block, i) for r in runs for i in range(r.first, r.last)]
         assert len(places) == length
         assert all(r.first < r.last <= sizes[r.block] for r in runs)

@@ -13,7 +13,7 @@ import torch
 
 from eagleray import checkpoint, config, dist, run
 from eagleray.cluster.world import World
-from eagleray.errors import UserError
+from eagleray.errors import Outage, UserError
 from eagleray.recipe import Recipe
 from eagleray.track import read_lines
 
@@ -111,8 +111,8 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
         torch.set_num_threads(given["threads"])
     try:
         return run.pretrain(recipe, World(device), tracking=given["tracking"])
-    except UserError as e:
-        failure.write_text(json.dumps({"user": True, "why": str(e)}))
+    except (UserError, Outage) as e:
+        failure.write_text(json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
         raise
     except Exception as e:
         _count(failure, e)

@@ -1,154 +1,231 @@
-"""Where every sample is: one Parquet file per folder of shards, made once by reading the tars' headers."""
+"""Where every sample is, made once by reading the tars and kept in one file per folder of shards."""
 
 import functools
 import hashlib
-import io
 import itertools
-import json
-import re
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from PIL import Image
 
-from eagleray.data import store
+from eagleray.data import index_file, store
+from eagleray.data.blob import Blob
+from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
 from eagleray.data.quarantine import Bad
-from eagleray.data.store import Blob
+from eagleray.data.retry import PATIENCE
+from eagleray.data.scan import scan
+from eagleray.data.source import Source
 from eagleray.errors import UserError
 
-NAME = "index.parquet"
-BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
-READ = 2**20  # bytes per request while headers are read
-SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("offset", pa.int64()),  # of the image's bytes in the shard
-        ("size", pa.int64()),  # of the image, bytes
-        ("label", pa.int64()),  # -1: none
-        ("reason", pa.string()),  # why the sample cannot be used; null where it can
-    ]
-)
+KEPT = 128  # shards whose rows a process holds at hand
+Urls = str | Sequence[str | Source]
+Note = Callable[[str], None]
+Tick = Callable[[int, int], None]  # shards done, shards in all
+
+
+class Rows(NamedTuple):
+    """n neighbouring samples of one shard."""
+
+    blob: Blob
+    offset: NDArray[np.int64]  # (n,)
+    size: NDArray[np.int64]  # (n,)
+    label: NDArray[np.int64]  # (n,)
+    crc: NDArray[np.uint32]  # (n,)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _numbers(file: File, group: int) -> dict[str, NDArray[Any]]:
+    table = file.read(group, Rows._fields[1:]).slice(0, file.shards[group].usable)
+    return {name: table[name].to_numpy() for name in table.column_names}
 
 
 @dataclass(frozen=True)
 class Index:
-    """N usable samples in the order of their shards, and the B blocks that they lie in."""
+    """N usable samples in the order of their S shards, and the B blocks that they lie in."""
 
     shards: list[Blob]
-    shard: NDArray[np.int32]  # (N,) position in `shards`
-    offset: NDArray[np.int64]  # (N,)
-    size: NDArray[np.int64]  # (N,)
-    label: NDArray[np.int64]  # (N,)
-    keys: pa.ChunkedArray  # (N,)
-    bad: list[Bad]
+    files: list[File]  # S: the index of each
+    repeats: NDArray[np.int64]  # (S,) times that a shard is read in an epoch
+    first: NDArray[np.int64]  # (S + 1,) first sample of each shard, and N
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
+    bad: list[Bad]
+    labelled: bool
 
     def __len__(self) -> int:
-        return len(self.shard)
-
-    @property
-    def labelled(self) -> bool:
-        return bool((self.label >= 0).any())
+        return int(self.first[-1])
 
     @property
     def block_sizes(self) -> NDArray[np.int64]:
         """Samples per block (B,)."""
         return np.diff(self.starts)
 
+    def place(self, sample: int) -> int:
+        """The shard of a sample."""
+        return int(np.searchsorted(self.first, sample, "right")) - 1
+
+    def rows(self, first: int, last: int) -> Rows:
+        """Samples `first` to `last` (excluded), which lie in one shard."""
+        s = self.place(first)
+        begin, end = first - self.first[s], last - self.first[s]
+        numbers = _numbers(self.files[s], self._group(s))
+        return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
+
+    def key(self, sample: int) -> str:
+        s = self.place(sample)
+        return str(self.files[s].read(self._group(s), ["key"])["key"][sample - self.first[s]])
+
     def named(self, sample: int, reason: str) -> Bad:
         """A sample that turned out not to be usable."""
-        blob = self.shards[self.shard[sample]]
-        return Bad(blob.url, self.keys[sample].as_py(), int(self.offset[sample]), reason)
+        rows = self.rows(sample, sample + 1)
+        return Bad(rows.blob.url, self.key(sample), int(rows.offset[0]), reason)
+
+    @functools.cached_property
+    def shard(self) -> NDArray[np.int32]:
+        """Position in `shards` (N,)."""
+        return np.repeat(np.arange(len(self.shards), dtype=np.int32), np.diff(self.first))
+
+    @functools.cached_property
+    def keys(self) -> pa.ChunkedArray:
+        """(N,)"""
+        return self._column("key")
+
+    @functools.cached_property
+    def offset(self) -> NDArray[np.int64]:
+        """(N,)"""
+        return self._column("offset").to_numpy()
+
+    @functools.cached_property
+    def size(self) -> NDArray[np.int64]:
+        """(N,)"""
+        return self._column("size").to_numpy()
+
+    @functools.cached_property
+    def label(self) -> NDArray[np.int64]:
+        """(N,)"""
+        return self._column("label").to_numpy()
+
+    def _group(self, shard: int) -> int:
+        return self.files[shard].groups[name(self.shards[shard])]
+
+    def _column(self, name: str) -> pa.ChunkedArray:
+        parts = [self.files[s].read(self._group(s), [name])[name] for s in range(len(self.shards))]
+        used = np.diff(self.first)
+        chunks = [c for part, n in zip(parts, used, strict=True) for c in part.slice(0, int(n)).chunks]
+        return pa.chunked_array(chunks, SCHEMA.field(name).type)
 
 
-@functools.cache
-def image_extensions() -> frozenset[str]:
-    """What a file of any format that PIL reads may end in, without the dot."""
-    return frozenset(e[1:] for e, kind in Image.registered_extensions().items() if kind in Image.OPEN)
-
-
-Note = Callable[[str], None]
-Tick = Callable[[int, int], None]  # shards done, shards in all
-
-
-def open_index(urls: str | Sequence[str], spare: Path | None = None, *, note: Note = print) -> Index:
+def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, patience: float = PATIENCE) -> Index:
     """The index of some shards; what is not indexed yet is indexed first, and `note` is told.
 
     The file is kept beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
-    when a shard is not the one that was indexed, and when there is no image at all.
+    when a shard is not the one that was indexed or is gone, and when there is no image at all.
     """
-    tables = dict(itertools.chain.from_iterable(_folders(urls, spare, note=note)))
-    blobs = sorted(tables, key=lambda b: b.url)
-    whole = pa.concat_tables([tables[b] for b in blobs])
-    shard = np.repeat(np.arange(len(blobs), dtype=np.int32), [len(tables[b]) for b in blobs])
-    good = pc.is_null(whole["reason"]).to_numpy(zero_copy_only=False)
-    broken = zip(shard[~good], whole.filter(pa.array(~good)).to_pylist(), strict=True)
-    bad = [Bad(blobs[s].url, row["key"], row["offset"], row["reason"]) for s, row in broken]
-    if not good.any():
-        raise UserError(f"{urls}: no usable image in {len(blobs)} shard(s)" + (f"; {bad[0].reason}" if bad else ""))
-    whole, shard = whole.filter(pa.array(good)), shard[good]
-    columns = {name: whole[name].to_numpy() for name in ("offset", "size", "label")}
-    starts = blocks(shard, columns["offset"], columns["size"])
-    return Index(shards=blobs, shard=shard, keys=whole["key"], bad=bad, starts=starts, **columns)
+    repeats = repeated(urls, patience)
+    known = dict(itertools.chain.from_iterable(_folders(urls, spare, note=note, patience=patience)))
+    blobs = sorted(known, key=lambda b: b.url)
+    files = [known[b] for b in blobs]
+    shards = [f.shards[f.groups[name(b)]] for b, f in zip(blobs, files, strict=True)]
+    bad = [b for blob, file, shard in zip(blobs, files, shards, strict=True) if shard.bad for b in _bad(blob, file)]
+    if not any(s.usable for s in shards):
+        given = urls if isinstance(urls, str) else ", ".join(u if isinstance(u, str) else u.url for u in urls)
+        raise UserError(f"{given}: no usable image in {len(blobs)} shard(s)" + (f"; {bad[0].reason}" if bad else ""))
+    sizes = np.array([n for s in shards for n in s.blocks], dtype=np.int64)
+    return Index(
+        shards=blobs,
+        files=files,
+        repeats=np.array([repeats[b.url] for b in blobs]),
+        first=np.r_[0, np.cumsum([s.usable for s in shards])].astype(np.int64),
+        starts=np.r_[0, np.cumsum(sizes)].astype(np.int64),
+        bad=bad,
+        labelled=any(s.labelled for s in shards),
+    )
 
 
-def write_index(urls: str | Sequence[str], *, tick: Tick | None = None) -> list[tuple[str, int, int]]:
+def write_index(urls: Urls, *, tick: Tick | None = None) -> list[tuple[str, int, int]]:
     """Index some shards anew, whatever an older index says. Returns (index URL, usable, bad) of every folder."""
     out = []
-    for tables in _folders(urls, None, note=lambda _: None, again=True, tick=tick):
-        rows = pa.concat_tables([table for _, table in tables])
-        good = int(pc.sum(pc.is_null(rows["reason"])).as_py() or 0)
-        out.append((f"{store.parent(tables[0][0].url)}/{NAME}", good, len(rows) - good))
+    for known in _folders(urls, None, note=lambda _: None, again=True, tick=tick):
+        mine = [f.shards[f.groups[name(b)]] for b, f in known]
+        place = f"{store.parent(known[0][0].url)}/{NAME}"
+        out.append((place, sum(s.usable for s in mine), sum(s.bad for s in mine)))
     return out
 
 
-def blocks(shard: NDArray[np.int32], offset: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Cut samples in shard order into runs of about BLOCK bytes that lie in one shard: first samples, and N."""
-    first = np.flatnonzero(np.r_[True, np.diff(shard) != 0])
-    begin = np.repeat(offset[first], np.diff(np.r_[first, len(shard)]))
-    piece = (offset + size - begin) // BLOCK
-    cut = np.r_[True, (np.diff(piece) != 0) | (np.diff(shard) != 0)]
-    return np.r_[np.flatnonzero(cut), len(shard)].astype(np.int64)
+def save(folder: str, shards: Tables) -> str:
+    """Write the index of a folder whose shards' rows are known, as a table of SCHEMA for each. Returns its URL."""
+    tagged = ((replace(b, tag=store.store(b.url).tag(b)), table) for b, table in shards)
+    return index_file.save(tagged, [f"{folder}/{NAME}"])
 
 
-Tables = list[tuple[Blob, pa.Table]]
+def repeated(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
+    """How often each shard is read in an epoch. Raises UserError when it is asked for with two numbers."""
+    out: dict[str, int] = {}
+    for source in [urls] if isinstance(urls, str) else urls:
+        one = Source(url=source) if isinstance(source, str) else source
+        for blob in store.shards(one.url, patience=patience):
+            if out.setdefault(blob.url, one.repeat) != one.repeat:
+                raise UserError(f"{one.url}: repeat={one.repeat}, and {blob.url} is given with another number before")
+    return out
+
+
+Known = list[tuple[Blob, File]]
 
 
 def _folders(
-    urls: str | Sequence[str], spare: Path | None, *, note: Note, again: bool = False, tick: Tick | None = None
-) -> Iterator[Tables]:
-    """Each folder's shards with their rows."""
-    blobs = store.shards(urls)
-    for folder, group in itertools.groupby(blobs, key=lambda b: store.parent(b.url)):
+    urls: Urls,
+    spare: Path | None,
+    *,
+    note: Note,
+    again: bool = False,
+    tick: Tick | None = None,
+    patience: float = PATIENCE,
+) -> Iterator[Known]:
+    """Each folder's shards with the file that has their rows."""
+    given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
+    asked = [p for url in given for p in store.patterns(url)]
+    blobs = store.shards(given, patience=patience)
+    by_folder = sorted(blobs, key=lambda b: store.parent(b.url))
+    for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
         mine = [replace(b, tag=store.store(b.url).tag(b)) for b in group]
         beside = f"{folder}/{NAME}"
         aside = str(spare / f"index-{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet") if spare else None
-        known = (_load(aside, again) if aside else {}) | _load(beside, again)
+        known = (load(aside, again) if aside else {}) | load(beside, again)
+        names = {name(b) for b in mine}
+        gone = {n for n in known.keys() - names if any(p.folder == folder and p.means(n) for p in asked)}
+        if gone and not again:
+            raise UserError(
+                f"{folder}/{min(gone)}: is gone since it was indexed; `eagleray index {folder}` accepts that"
+            )
         new = [b for b in mine if again or not _same(b, known)]
-        if new:
+        if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
-            known |= {b.url.rpartition("/")[2]: (b, table) for b, table in _scan_all(new, tick)}
-            _save(known, beside, aside)
-        yield [(b, known[b.url.rpartition("/")[2]][1]) for b in mine]
+            kept = ((_blob(n, f, folder), f.read(f.groups[n])) for n, f in known.items() if n not in names | gone)
+            same = ((b, _rows(b, known)) for b in mine if b not in new)
+            index_file.save(itertools.chain(kept, same, _scan_all(new, tick)), [u for u in (beside, aside) if u])
+            known = (load(aside, again) if aside else {}) | load(beside, again)
+        yield [(b, known[name(b)]) for b in mine]
 
 
-Known = dict[str, tuple[Blob, pa.Table]]  # by file name, so that a folder may be moved with its index
+def _rows(blob: Blob, known: dict[str, File]) -> pa.Table:
+    file = known[name(blob)]
+    return file.read(file.groups[name(blob)])
 
 
-def _same(blob: Blob, known: Known) -> bool:
+def _blob(name: str, file: File, folder: str) -> Blob:
+    shard = file.shards[file.groups[name]]
+    return Blob(f"{folder}/{name}", shard.size, shard.tag)
+
+
+def _same(blob: Blob, known: dict[str, File]) -> bool:
     """Whether the index knows this shard. Raises UserError when it knows another one of this name."""
-    old = known.get(blob.url.rpartition("/")[2], (None, None))[0]
-    if old is None:
+    if name(blob) not in known:
         return False
+    old = _blob(name(blob), known[name(blob)], store.parent(blob.url))
     comparable = old.tag.partition(":")[0] == blob.tag.partition(":")[0]
     if old.size != blob.size or (comparable and old.tag != blob.tag):
         raise UserError(
@@ -158,36 +235,10 @@ def _same(blob: Blob, known: Known) -> bool:
     return True
 
 
-def _load(url: str, again: bool) -> Known:
-    try:
-        table = pq.read_table(io.BytesIO(store.store(url).get(url)))
-        shards = json.loads(table.schema.metadata[b"shards"])
-    except FileNotFoundError:
-        return {}
-    except (pa.ArrowException, KeyError, TypeError, ValueError) as e:
-        if again:  # it is about to be replaced
-            return {}
-        raise UserError(
-            f"{url}: is not an index of this program ({e}); delete it or `eagleray index` the shards"
-        ) from None
-    ends = np.cumsum([0] + [s["rows"] for s in shards])
-    return {
-        s["name"]: (Blob(s["name"], s["size"], s["tag"]), table.slice(int(a), s["rows"]))
-        for s, a in zip(shards, ends[:-1], strict=True)
-    }
-
-
-def _save(known: Known, beside: str, aside: str | None) -> None:
-    shards = [{"name": n, "size": b.size, "tag": b.tag, "rows": len(t)} for n, (b, t) in sorted(known.items())]
-    whole = pa.concat_tables([table for _, (_, table) in sorted(known.items())])
-    buffer = io.BytesIO()
-    pq.write_table(whole.replace_schema_metadata({"shards": json.dumps(shards)}), buffer, compression="zstd")
-    for url in filter(None, (beside, aside)):
-        try:
-            return store.put_bytes(url, buffer.getvalue())
-        except OSError as e:
-            error = e
-    raise UserError(f"{beside}: cannot be written: {error.strerror or error}")
+def _bad(blob: Blob, file: File) -> Iterator[Bad]:
+    group = file.groups[name(blob)]
+    rows = file.read(group, ["key", "offset", "reason"]).slice(file.shards[group].usable)
+    return (Bad(blob.url, row["key"], row["offset"], row["reason"]) for row in rows.to_pylist())
 
 
 def _scan_all(blobs: list[Blob], tick: Tick | None) -> Iterator[tuple[Blob, pa.Table]]:
@@ -196,88 +247,3 @@ def _scan_all(blobs: list[Blob], tick: Tick | None) -> Iterator[tuple[Blob, pa.T
             yield blob, pa.Table.from_pylist([asdict(r) for r in rows], SCHEMA)
             if tick:
                 tick(done, len(blobs))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample of a shard; with an empty key, what is wrong with the shard itself."""
-
-    key: str = ""
-    offset: int = -1
-    size: int = 0
-    label: int = -1
-    reason: str | None = None
-
-
-def scan(blob: Blob) -> Iterator[Row]:
-    """The samples of one tar, bad ones with their reason: neighbouring members that share a key, as webdataset groups
-    them."""
-    samples = 0
-    try:
-        source: Any = io.BufferedReader(_Ranges(blob), READ)
-        with tarfile.open(fileobj=source, mode="r:") as tar:
-            for key, members in itertools.groupby(_files(tar, blob), key=lambda m: m[0]):
-                samples += 1
-                yield _row(key, [(ext, m) for _, ext, m in members], source, blob)
-            rest = blob.size - tar.offset
-            source.seek(tar.offset)
-            if rest > 0 and source.read(512).strip(b"\0"):
-                yield Row(offset=tar.offset, reason=f"the shard is cut off or damaged after {samples} samples")
-            elif samples == 0:
-                yield Row(reason="the shard holds no samples")
-    except tarfile.TarError as e:
-        yield Row(reason=f"not a tar archive: {e}" if blob.size else "the file is empty")
-
-
-def _files(tar: tarfile.TarFile, blob: Blob) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Key, extension and header of every file; one whose bytes are cut off is the last."""
-    while member := tar.next():
-        parts = re.fullmatch(r"((?:.*/|)[^./][^.]*)\.([^/]*)", member.name)  # webdataset: a key ends at its first dot
-        if member.isfile() and parts:
-            yield parts[1], parts[2].lower(), member
-        if member.offset_data + member.size > blob.size:
-            return
-
-
-def _row(key: str, members: list[tuple[str, tarfile.TarInfo]], source: Any, blob: Blob) -> Row:
-    image = next((m for ext, m in members if ext.rpartition(".")[2] in image_extensions()), None)
-    label, reason = -1, None
-    for ext, m in members:
-        if ext.rpartition(".")[2] == "cls":
-            source.seek(m.offset_data)
-            text = source.read(min(m.size, 64)).decode(errors="replace").strip()
-            if re.fullmatch(r"\d{1,18}", text):
-                label = int(text)
-            else:
-                reason = f"its label is not a whole number from 0 on: {text!r}"
-    if image is None:
-        return Row(key, reason="no image: only " + ", ".join(ext for ext, _ in members))
-    cut = next((m for _, m in members if m.offset_data + m.size > blob.size), None)
-    if cut:
-        reason = f"cut off: {cut.size} bytes from {cut.offset_data}, the shard ends at {blob.size}"
-    elif image.size == 0:
-        reason = "the image has no bytes"
-    return Row(key, image.offset_data, image.size, label, reason)
-
-
-class _Ranges(io.RawIOBase):
-    """A stored file as a seekable stream."""
-
-    def __init__(self, blob: Blob) -> None:
-        self.blob, self.at = blob, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
-        self.at = to + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.blob.size}[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        length = max(min(len(buffer), self.blob.size - self.at), 0)
-        buffer[:length] = store.store(self.blob.url).read(self.blob.url, self.at, length) if length else b""
-        self.at += length
-        return length

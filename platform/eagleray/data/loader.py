@@ -1,8 +1,10 @@
 """Batches on the device: readers in worker processes, photometric operations on the device, one batch ahead."""
 
+import queue
 import signal
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,10 @@ from eagleray.data.stream import Part, Stream
 from eagleray.errors import UserError
 from eagleray.views import photometric
 
+T = TypeVar("T")
+POLL = 0.5  # seconds between two questions whether it is enough
+LAST = 10.0  # seconds that a step may still take when nobody wants it any more
+
 
 class Loader:
     """One rank's share of the stream. Raises UserError when there are more readers than lanes."""
@@ -24,8 +30,9 @@ class Loader:
         self.readers = ranks * max(workers, 1)
         self.rows = rows(stream.lanes, stream.batch, ranks=ranks, workers=workers)
 
-    def batches(self, start: int) -> Iterator[tuple[Batch, list[Bad]]]:
-        """From a step on, without end: the batch, and what was found broken on the way to it."""
+    def batches(self, start: int, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[Batch, list[Bad]]]:
+        """From a step on: the batch, and what was found broken on the way to it. Ends when `enough`, which is asked
+        while a batch keeps us waiting. Raises UserError and Outage where a reader could not go on."""
         parts = _Parts(self.stream, self.rank * max(self.workers, 1), self.readers, start)
         loader: DataLoader[Part] = DataLoader(
             parts,
@@ -34,14 +41,15 @@ class Loader:
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_quiet,
         )
-        steps = zip(*[iter(loader)] * max(self.workers, 1), strict=False)  # workers are asked in turn, one part each
+        parts_in_turn = [iter(loader)] * max(self.workers, 1)  # one of each worker makes a step
+        steps = _patiently(zip(*parts_in_turn, strict=False), enough)
         yield from _ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
 
     def assemble(self, parts: tuple[Part, ...]) -> tuple[Batch, list[Bad]]:
-        """Join the readers' parts on the device. Raises UserError where a reader could not go on."""
+        """Join the readers' parts on the device."""
         for part in parts:
             if part.error:
-                raise UserError(part.error)
+                raise part.error
         params = torch.cat([p.params for p in parts], 1)  # (V, B, 13), stays on the CPU
         views: list[Tensor] = []
         for group in zip(*[p.pixels for p in parts], strict=True):
@@ -87,6 +95,40 @@ def _quiet(worker: int) -> None:
     """Leave Ctrl-C to the main process, which ends the step and saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _patiently(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T]:
+    """The steps, fetched by a thread of its own, so that `enough` is heard while the store is silent."""
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    wanted, over = threading.Semaphore(1), threading.Event()
+
+    def work() -> None:
+        while wanted.acquire() and not over.is_set():
+            try:
+                ready.put((next(steps), None))
+            except BaseException as e:  # StopIteration, too
+                ready.put((None, e))
+
+    thread = threading.Thread(target=work, name="loader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                step, error = ready.get(timeout=POLL)
+            except queue.Empty:
+                if enough():
+                    return
+                continue
+            if isinstance(error, StopIteration):
+                return
+            if error:
+                raise error
+            wanted.release()  # the next one, while this one is worked on
+            yield step  # type: ignore[misc]
+    finally:
+        over.set()
+        wanted.release()
+        thread.join(LAST)
 
 
 def _ahead(steps: Iterator[tuple[Part, ...]], loader: Loader) -> Iterator[tuple[Batch, list[Bad]]]:

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from eagleray.data import store
-from eagleray.data.index import image_extensions, write_index
+from eagleray.data.index import write_index
+from eagleray.data.scan import image_extensions
 from eagleray.errors import UserError
 
 SIZE = 128 * 2**20  # bytes of images per shard

@@ -1,6 +1,8 @@
-"""Bytes of a URL: local paths, file:// and s3:// (any S3-compatible endpoint, by the usual AWS settings)."""
+"""Bytes of a URL: local paths, file:// and s3://; and the shards that folders, globs and braces stand for."""
 
+import errno
 import fnmatch
+import itertools
 import os
 import re
 import shutil
@@ -9,33 +11,30 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-from eagleray.errors import UserError
+from eagleray.data.blob import Blob
+from eagleray.data.retry import PATIENCE, Transient, insist
+from eagleray.data.s3 import S3Store
+from eagleray.errors import Outage, UserError
 
+T = TypeVar("T")
 EDGE = 4096  # bytes at both ends of a local file that tell whether it is still the same
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """One stored file."""
-
-    url: str
-    size: int  # bytes
-    tag: str = ""  # s3: the ETag; local files get theirs from `Store.tag`, when it is needed
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of a file server that restarts
 
 
 class Store(Protocol):
-    """What the data plane needs of a place where bytes are. Every method raises UserError naming the URL."""
+    """What the data plane needs of a place where bytes are. Every method raises UserError naming the URL, and Outage
+    where the place did not answer for `patience` seconds."""
 
-    def list(self, url: str) -> list[Blob]:
-        """The files directly in a folder, or the one file."""
+    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
+        """The files directly in a folder whose names begin with `start`, or the one file."""
 
     def tag(self, blob: Blob) -> str:
         """Changes when the content does."""
 
-    def read(self, url: str, start: int, length: int) -> bytes:
-        """Exactly `length` bytes from `start`."""
+    def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
+        """Exactly `length` bytes from `start`, of the content that had this tag, where the store can tell."""
 
     def get(self, url: str) -> bytes:
         """The whole file; raises FileNotFoundError when there is none."""
@@ -43,43 +42,29 @@ class Store(Protocol):
     def put(self, url: str, source: Path) -> None:
         """Store a local file; readers see the old content or the new. Raises OSError where nothing can be written."""
 
+    def delete(self, url: str) -> None:
+        """Remove a file; no error where there is none."""
+
 
 class LocalStore:
-    def list(self, url: str) -> list[Blob]:
+    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         path = local(url)
-        try:
+
+        def run() -> list[Blob]:
             files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-            return [Blob(str(p), p.stat().st_size) for p in files]
-        except OSError as e:
-            raise UserError(f"{url}: cannot be read: {e.strerror}") from None
+            return [Blob(str(p), p.stat().st_size) for p in files if p.name.startswith(start)]
+
+        return _insist(url.rstrip("/"), run, patience)
 
     def tag(self, blob: Blob) -> str:
-        try:
-            with local(blob.url).open("rb") as f:
-                crc = zlib.crc32(f.read(EDGE))
-                f.seek(max(blob.size - EDGE, 0))
-                return f"crc:{zlib.crc32(f.read(EDGE), crc):08x}"
-        except OSError as e:
-            raise UserError(f"{blob.url}: cannot be read: {e.strerror}") from None
+        ends = [_bytes(blob.url, at, min(EDGE, blob.size), PATIENCE) for at in (0, max(blob.size - EDGE, 0))]
+        return f"crc:{zlib.crc32(ends[1], zlib.crc32(ends[0])):08x}"
 
-    def read(self, url: str, start: int, length: int) -> bytes:
-        try:
-            with local(url).open("rb") as f:
-                f.seek(start)
-                data = f.read(length)
-        except OSError as e:
-            raise UserError(f"{url}: cannot be read: {e.strerror}") from None
-        if len(data) != length:
-            raise UserError(f"{url}: {length} bytes expected at {start}, the file ends after {len(data)} of them")
-        return data
+    def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
+        return _bytes(url, start, length, patience)
 
     def get(self, url: str) -> bytes:
-        try:
-            return local(url).read_bytes()
-        except FileNotFoundError:
-            raise
-        except OSError as e:
-            raise UserError(f"{url}: cannot be read: {e.strerror}") from None
+        return _insist(url, local(url).read_bytes, PATIENCE, absent=FileNotFoundError(url))
 
     def put(self, url: str, source: Path) -> None:
         path = local(url)
@@ -91,94 +76,39 @@ class LocalStore:
         finally:
             part.unlink(missing_ok=True)
 
+    def delete(self, url: str) -> None:
+        local(url).unlink(missing_ok=True)
 
-class S3Store:
-    """boto3 with time-outs and retries; a client belongs to the process that made it."""
 
-    def __init__(self) -> None:
-        self._client: tuple[int, Any] = (0, None)
+def _bytes(url: str, start: int, length: int, patience: float) -> memoryview:
+    data = memoryview(bytearray(length))
 
-    def client(self) -> Any:
-        if self._client[0] != os.getpid():
-            import boto3
-            from botocore.config import Config
+    def run() -> int:
+        with local(url).open("rb", buffering=0) as f:
+            f.seek(start)
+            at = 0
+            while at < length and (got := f.readinto(data[at:])):
+                at += got
+            return at
 
-            config = Config(
-                retries={"mode": "standard", "total_max_attempts": 6},
-                connect_timeout=10,
-                read_timeout=30,
-                max_pool_connections=32,
-            )
-            try:
-                self._client = (os.getpid(), boto3.session.Session().client("s3", config=config))
-            except ValueError as e:  # an endpoint without http://, say
-                raise UserError(f"s3://: {e}") from None
-        return self._client[1]
+    found = _insist(url, run, patience)
+    if found != length:
+        raise UserError(f"{url}: {length} bytes expected at {start}, the file ends after {found} of them")
+    return data
 
-    def list(self, url: str) -> list[Blob]:
-        bucket, key = split(url)
 
-        def run() -> list[Blob]:
-            asked = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, Delimiter="/")
-            pages = list(asked)  # each walk through it would ask again
-            found = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
-            folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
-            if key and not key.endswith("/") and f"{key}/" in folders:
-                return self.list(url + "/")
-            inside = [f for f in found if key.endswith("/") or not key or f[0] == key]
-            return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
-
-        return self._call(url, run)
-
-    def tag(self, blob: Blob) -> str:
-        return blob.tag
-
-    def read(self, url: str, start: int, length: int) -> bytes:
-        if length == 0:
-            return b""
-        return self._body(url, length, Range=f"bytes={start}-{start + length - 1}")
-
-    def get(self, url: str) -> bytes:
-        if url not in [b.url for b in self.list(url)]:
-            raise FileNotFoundError(url)
-        return self._body(url, None)
-
-    def _body(self, url: str, length: int | None, **options: str) -> bytes:
-        """An object or a part of it. A transfer that breaks off is begun anew: boto3 does so for the answer only."""
-        from botocore.exceptions import BotoCoreError
-        from urllib3.exceptions import HTTPError
-
-        bucket, key = split(url)
-        for _ in range(4):
-            got = self._call(url, lambda: self.client().get_object(Bucket=bucket, Key=key, **options))
-            try:
-                data = got["Body"].read()
-            except (BotoCoreError, HTTPError) as e:
-                problem = " ".join(str(e).split())
-            else:
-                if length in (None, len(data)):
-                    return data  # type: ignore[no-any-return]
-                problem = f"{length} bytes expected, got {len(data)}"
-        raise UserError(f"{url}: {problem}")
-
-    def put(self, url: str, source: Path) -> None:
-        bucket, key = split(url)
-        try:
-            self._call(url, lambda: self.client().upload_file(str(source), bucket, key))
-        except UserError as e:
-            raise OSError(str(e)) from None
-
-    def _call(self, url: str, run: Callable[[], Any]) -> Any:
-        """A request, which boto3 repeats where that may help, with any failure as one line."""
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
-
+def _insist(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
+    def attempt() -> T:
         try:
             return run()
-        except ClientError as e:
-            raise UserError(f"{url}: {e.response['Error'].get('Code')}: {e.response['Error'].get('Message')}") from None
-        except (BotoCoreError, Boto3Error) as e:
-            raise UserError(f"{url}: {' '.join(str(e).split())}") from None
+        except OSError as e:
+            if absent and isinstance(e, FileNotFoundError):
+                raise absent from None
+            if e.errno in PASSING:
+                raise Transient(e.strerror or str(e)) from None
+            raise UserError(f"{url}: cannot be read: {e.strerror}") from None
+
+    return insist(url, attempt, patience=patience)
 
 
 _LOCAL, _S3 = LocalStore(), S3Store()
@@ -194,12 +124,6 @@ def store(url: str) -> Store:
 
 def local(url: str) -> Path:
     return Path(url.removeprefix("file://"))
-
-
-def split(url: str) -> tuple[str, str]:
-    """Bucket and key of an s3:// URL."""
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    return bucket, key
 
 
 def parent(url: str) -> str:
@@ -219,28 +143,68 @@ def put_bytes(url: str, data: bytes) -> None:
         store(url).put(url, Path(f.name))
 
 
-def shards(urls: str | Sequence[str]) -> list[Blob]:
-    """The tar files that folders, globs and brace patterns stand for, in order of their URLs, each once.
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What is meant in one folder: a file's name, a glob, or every .tar with an empty name."""
 
-    Raises UserError when a pattern matches no tar file.
+    given: str  # by the user
+    folder: str
+    name: str
+
+    @property
+    def glob(self) -> bool:
+        return not self.name or any(c in self.name for c in "*?[")
+
+    def means(self, name: str) -> bool:
+        return name.endswith(".tar") and (
+            name == self.name or (self.glob and fnmatch.fnmatchcase(name, self.name or "*"))
+        )
+
+
+def patterns(url: str) -> Iterator[Pattern]:
+    """What folders, globs and brace patterns mean, folder by folder. Raises UserError."""
+    for one in braces(absolute(url)):
+        folder, _, name = one.rpartition("/")
+        if any(c in folder for c in "*?["):
+            raise UserError(f"{url}: a wildcard may stand in the file name only")
+        whole = not name.endswith(".tar") and not any(c in name for c in "*?[")
+        yield Pattern(url, one.rstrip("/") if whole else folder, "" if whole else name)
+
+
+def shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
+    """The tar files that folders, globs and brace patterns stand for, in order of their URLs, each once. A folder is
+    listed once, however many of its files are asked for.
+
+    Raises UserError when a pattern matches no tar file, or a file that is named is not there.
     """
     found: dict[str, Blob] = {}
-    for pattern in [urls] if isinstance(urls, str) else urls:
-        for url in braces(absolute(pattern)):
-            folder, _, name = url.rpartition("/")
-            if any(c in folder for c in "*?["):
-                raise UserError(f"{pattern}: a wildcard may stand in the file name only")
-            glob = any(c in name for c in "*?[")
-            listed = store(url).list(folder if glob and not folder.startswith("s3:") else folder + "/" if glob else url)
-            picked = [b for b in listed if fnmatch.fnmatchcase(b.url.rpartition("/")[2], name)] if glob else listed
-            tars = [b for b in picked if b.url.endswith(".tar")]
-            if not tars:
-                hint = "; `eagleray shard` makes them from a folder of images" if not url.startswith("s3:") else ""
-                raise UserError(f"{pattern}: no .tar shards there{hint}")
-            found |= {b.url: b for b in tars}
+    asked = [p for url in ([urls] if isinstance(urls, str) else urls) for p in patterns(url)]
+    for folder, group in itertools.groupby(sorted(asked, key=lambda p: p.folder), key=lambda p: p.folder):
+        mine = list(group)
+        # Of characters, not of path components: that is what a listing can be narrowed to.
+        start = os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine])  # noqa: RUF071
+        listed = {b.url.rpartition("/")[2]: b for b in _list(folder, start, patience)}
+        for p in mine:
+            meant = [n for n in listed if p.means(n)] if p.glob else [p.name][: p.name in listed]
+            if not meant:
+                hint = "; `eagleray prepare` makes them from images" if p.glob and not folder.startswith("s3:") else ""
+                what = "no .tar shards there" if p.glob else f"no shard {p.folder}/{p.name}"
+                raise UserError(f"{p.given}: {what}{hint}")
+            found |= {listed[n].url: listed[n] for n in meant}
     if not found:
         raise UserError("no shards are given")
     return [found[url] for url in sorted(found)]
+
+
+def _list(folder: str, start: str, patience: float) -> list[Blob]:
+    """What is in a folder. A place that never answers is a wrong address to somebody who waits for it,
+    and an outage to a run that has read from it before."""
+    try:
+        return store(folder).list(folder + "/", start, patience=patience)
+    except Outage as e:
+        if patience > PATIENCE:
+            raise
+        raise UserError(f"{e}; is the address right?") from None
 
 
 def braces(pattern: str) -> Iterator[str]:

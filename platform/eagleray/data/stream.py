@@ -1,7 +1,8 @@
-"""From lanes to cropped samples: one reader fetches blocks, decodes, crops, and replaces what is broken."""
+"""From lanes to cropped samples: one reader walks its lanes, decodes, crops, and replaces what is broken."""
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,12 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagleray.data import store
+from eagleray.data.cache import Cache
 from eagleray.data.decode import BadImage, decode
+from eagleray.data.fetch import LATER, SOON, THREADS, Block, Fetcher
 from eagleray.data.index import Index
-from eagleray.data.order import Run, lane, lane_length
+from eagleray.data.order import Epoch, Run, lane_length
 from eagleray.data.quarantine import Bad
-from eagleray.errors import UserError
+from eagleray.data.retry import PATIENCE
+from eagleray.errors import Outage, UserError
 from eagleray.views import draw
 from eagleray.views.crop import corners, crop
 from eagleray.views.draw import Views
@@ -30,7 +33,7 @@ class Part:
     index: Tensor  # (b,)
     label: Tensor  # (b,)
     bad: list[Bad] = field(default_factory=list)
-    error: str = ""  # why there is nothing to read any more
+    error: UserError | Outage | None = None  # why there is nothing to read any more
 
     def pin_memory(self) -> "Part":
         self.pixels = [p.pin_memory() for p in self.pixels]
@@ -57,35 +60,88 @@ class Stream:
     seed: int
     lanes: int
     batch: int
+    cache: Cache | None = None
+    patience: float = PATIENCE  # seconds that the store may stay away
 
     @property
     def steps_per_epoch(self) -> int:
         return self.share * self.lanes // self.batch
 
-    @property
+    @functools.cached_property
     def share(self) -> int:
         """Samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
         try:
-            return lane_length(len(self.index), lanes=self.lanes, batch=self.batch)
+            return lane_length(int(self.sizes.sum()), lanes=self.lanes, batch=self.batch)
         except ValueError as e:
             raise UserError(f"optim.batch={self.batch} data.lanes={self.lanes}: {e}") from None
 
+    @functools.cached_property
+    def visits(self) -> NDArray[np.int64]:
+        """The block of each visit of an epoch, in the order of the blocks (M,): a repeated one is visited again."""
+        shard = np.searchsorted(self.index.first, self.index.starts[:-1], "right") - 1
+        return np.repeat(np.arange(len(shard)), self.index.repeats[shard])
+
+    @functools.cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Samples per visit (M,)."""
+        return self.index.block_sizes[self.visits]
+
     def parts(self, lanes: range, *, start: int) -> Iterator[Part]:
         """The lanes' part of every step from `start` on. Ends with a part that carries an error."""
+        rows = len(lanes) * (self.batch // self.lanes)
+        steps = self._steps(lanes, start)
+        while True:
+            part = self._empty(rows)
+            try:
+                for row, place in enumerate(next(steps)):
+                    self._fill(part, row, place)
+            except (UserError, Outage) as e:
+                part.error = e
+            yield part
+            if part.error:
+                return
+
+    def samples(self, lanes: range, *, start: int) -> Iterator[tuple[int, memoryview]]:
+        """The lanes' samples and their bytes as they are, in reading order. Raises BadImage."""
+        for places in self._steps(lanes, start):
+            for place in places:
+                sample = int(place.turn.order[place.at])
+                yield sample, place.block.bytes(sample)
+
+    def _steps(self, lanes: range, start: int) -> Iterator[list["_Place"]]:
+        """What the lanes read in every step, all of it asked for before any of it is waited for."""
         each = self.batch // self.lanes
-        with ThreadPoolExecutor(min(len(lanes), 8)) as pool:
-            walks = [self._walk(pool, number, start) for number in lanes]
+        fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
+        epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
+        try:
+            walks = [_Walk(fetcher, self._turns(number, start, epochs), each) for number in lanes]
+            fetcher.pool.start(THREADS)
             while True:
-                part = self._empty(len(lanes) * each)
-                try:
-                    # All lanes are asked first, so that their blocks are fetched side by side.
-                    for row, place in enumerate([next(walks[row // each]) for row in range(len(lanes) * each)]):
-                        self._fill(part, row, place)
-                except UserError as e:
-                    part.error = str(e)
-                yield part
-                if part.error:
-                    return
+                yield [next(walk) for walk in walks for _ in range(each)]
+                for walk in walks:
+                    walk.look_ahead()
+        finally:
+            fetcher.pool.close()
+
+    def _epoch(self, epoch: int) -> Epoch:
+        return Epoch.of(self.sizes, seed=self.seed, epoch=epoch)
+
+    def _turns(self, number: int, start: int, epochs: Callable[[int], Epoch]) -> Iterator["_Turn"]:
+        """A lane's runs from a step on, without end."""
+        epoch, step = divmod(start, self.steps_per_epoch)
+        skip = step * (self.batch // self.lanes)
+        while True:
+            visits = epochs(epoch).lane(number, lanes=self.lanes, batch=self.batch)
+            before = np.cumsum([v.last - v.first for v in visits])
+            first = int(np.searchsorted(before, skip, "right"))
+            skip -= int(before[first - 1]) if first else 0
+            runs = [Run(int(self.visits[v.block]), v.first, v.last) for v in visits]
+            for i in range(first, len(runs)):
+                order = visits[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
+                copy = visits[i].block - int(np.searchsorted(self.visits, runs[i].block))
+                yield _Turn(epoch, runs, i, order, copy, skip)
+                skip = 0
+            epoch += 1
 
     def _empty(self, rows: int) -> Part:
         v = len(self.views.views)
@@ -97,79 +153,92 @@ class Stream:
             label=torch.empty(rows, dtype=torch.long),
         )
 
-    def _walk(self, pool: ThreadPoolExecutor, number: int, start: int) -> Iterator["_Place"]:
-        """A lane's samples from a step on, its next block fetched while this one is read."""
-        epoch, step = divmod(start, self.steps_per_epoch)
-        skip = step * (self.batch // self.lanes)
-        while True:
-            runs = lane(
-                self.index.block_sizes, seed=self.seed, epoch=epoch, lanes=self.lanes, batch=self.batch, number=number
-            )
-            sizes = np.array([r.last - r.first for r in runs])
-            first = int(np.searchsorted(np.cumsum(sizes), skip, "right"))
-            skip -= int(sizes[:first].sum())
-            ahead = pool.submit(self._fetch, runs[first])
-            for i in range(first, len(runs)):
-                here, ahead = ahead, pool.submit(self._fetch, runs[i + 1]) if i + 1 < len(runs) else ahead
-                order = runs[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
-                for at in range(skip, len(order)):
-                    yield _Place(epoch, order, at, here, runs, i)
-                skip = 0
-            epoch += 1
-
-    def _fetch(self, run: Run) -> "_Bytes":
-        """One ranged read: from the first byte of a run's first image to the last of its last."""
-        first, last = self.index.starts[run.block] + run.first, self.index.starts[run.block] + run.last - 1
-        begin, end = int(self.index.offset[first]), int(self.index.offset[last] + self.index.size[last])
-        url = self.index.shards[self.index.shard[first]].url
-        return _Bytes(begin, memoryview(store.store(url).read(url, begin, end - begin)))
-
     def _fill(self, part: Part, row: int, place: "_Place") -> None:
         """Decode and crop one sample into its row."""
         sample, image = self._decode(part, place)
-        key = int(place.order[place.at])  # not `sample`: a stand-in shall not look as it does in its own place
-        u = draw.uniforms(len(self.views.views), seed=self.seed, epoch=place.epoch, sample=key)
+        turn = place.turn
+        # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
+        key = int(turn.order[place.at]) + turn.copy * len(self.index)
+        u = draw.uniforms(len(self.views.views), seed=self.seed, epoch=turn.epoch, sample=key)
         height, width = image.shape[1:]
         boxes, params = draw.crops(self.views, u, height, width), draw.photometrics(self.views, u)
         crop(image, boxes, self.views.views, [view[row] for group in part.pixels for view in group])
         part.params[:, row] = torch.from_numpy(params)
         part.boxes[:, row] = torch.from_numpy(corners(boxes, params[:, 0], height, width))
-        part.index[row], part.label[row] = sample, int(self.index.label[sample])
+        part.index[row] = sample
+        part.label[row] = int(self.index.rows(sample, sample + 1).label[0])
 
     def _decode(self, part: Part, place: "_Place") -> tuple[int, Tensor]:
         """The sample, or the next good one of its block, or of the lane's other blocks."""
         for sample, block in self._candidates(place):
-            begin = int(self.index.offset[sample]) - block.begin
             try:
-                return sample, decode(block.data[begin : begin + int(self.index.size[sample])])
+                return sample, decode(block.bytes(sample))
             except BadImage as e:
                 part.bad.append(self.index.named(sample, str(e)))
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 
-    def _candidates(self, place: "_Place") -> Iterator[tuple[int, "_Bytes"]]:
-        block = place.block.result()
-        for i in range(len(place.order)):
-            yield int(place.order[(place.at + i) % len(place.order)]), block
-        for run in place.runs[place.run + 1 :] + place.runs[: place.run]:
-            block = self._fetch(run)
+    def _candidates(self, place: "_Place") -> Iterator[tuple[int, Block]]:
+        turn = place.turn
+        for i in range(len(turn.order)):
+            yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
+        for run in turn.runs[turn.run + 1 :] + turn.runs[: turn.run]:
+            block = place.block.fetcher.block(run, urgency=SOON)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
 
 
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    begin: int  # where in the shard
-    data: memoryview
+@dataclass(slots=True)
+class _Turn:
+    """A run of a lane."""
+
+    epoch: int
+    runs: list[Run]  # of the lane in this epoch
+    run: int  # the one that this is
+    order: NDArray[np.int64]  # its samples in reading order
+    copy: int  # times that they have been read in this epoch, where a source is repeated
+    at: int  # the next of them
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One turn of a lane: the sample `order[at]`, and where stand-ins for it would come from."""
+    """One sample to be read: `turn.order[at]`."""
 
-    epoch: int
-    order: NDArray[np.int64]  # samples of the block, in reading order
+    turn: _Turn
     at: int
-    block: "Future[_Bytes]"
-    runs: list[Run]  # of the lane in this epoch
-    run: int  # the one being read
+    block: Block
+
+
+class _Walk:
+    """A lane's samples, its next block on the way while this one is read."""
+
+    def __init__(self, fetcher: Fetcher, turns: Iterator[_Turn], soon: int) -> None:
+        """The first `soon` samples are wanted at once."""
+        self.fetcher, self.turns = fetcher, turns
+        self.open: deque[tuple[_Turn, Block]] = deque()
+        while soon > 0:
+            soon -= self._ask(soon)
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Between two steps, when nobody holds what is used up: two blocks at a time, the open one and the next."""
+        while len(self.open) < 2:
+            self._ask()
+
+    def _ask(self, soon: int = 0) -> int:
+        """Ask for the next block. Returns the number of its samples."""
+        turn = next(self.turns)
+        alone = turn.order[turn.at : turn.at + max(soon, 0)].tolist()
+        urgency = SOON if alone else LATER
+        self.open.append((turn, self.fetcher.block(turn.runs[turn.run], soon=alone, urgency=urgency)))
+        return len(turn.order) - turn.at
+
+    def __next__(self) -> _Place:
+        if not self.open:  # a step that takes more than a block
+            self._ask()
+        turn, block = self.open[0]
+        place = _Place(turn, turn.at, block)
+        turn.at += 1
+        if turn.at == len(turn.order):
+            self.open.popleft()
+        return place

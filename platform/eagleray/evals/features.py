@@ -72,8 +72,8 @@ def _batches(
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
-    url = index.shards[index.shard[sample]].url
-    data = store.store(url).read(url, int(index.offset[sample]), int(index.size[sample]))
+    rows = index.rows(sample, sample + 1)
+    data = store.store(rows.blob.url).read(rows.blob.url, int(rows.offset[0]), int(rows.size[0]))
     try:
         return centre_crop(decode(data), resize=resize, size=size)
     except BadImage:

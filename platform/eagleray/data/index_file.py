@@ -1,0 +1,165 @@
+"""The file that an index is kept in: Parquet, a row group for every shard with its usable samples first, and in its
+metadata what a reader needs of all of them: names, tags and blocks.
+
+So it is opened without reading a row, and the rows of a block are read when its turn comes.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from eagleray.data import store
+from eagleray.data.blob import Blob
+from eagleray.errors import UserError
+
+NAME = "index.parquet"
+BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("offset", pa.int64()),  # of the image's bytes in the shard
+        ("size", pa.int64()),  # of the image, bytes
+        ("label", pa.int64()),  # -1: none
+        ("crc", pa.uint32()),  # zlib.crc32 of the image's bytes
+        ("reason", pa.string()),  # why the sample cannot be used; null where it can
+    ]
+)
+PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
+
+
+Tables = Iterable[tuple[Blob, pa.Table]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What the metadata of an index says of a shard."""
+
+    name: str
+    size: int  # bytes
+    tag: str
+    usable: int
+    bad: int
+    labelled: bool
+    blocks: list[int]  # usable samples in each
+
+
+class File:
+    """One index.parquet on a local disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError when it is something else."""
+        try:
+            self.path, self._lock = path, threading.Lock()
+            self._file = pq.ParquetFile(path, memory_map=True)
+            self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
+        except (pa.ArrowException, KeyError, TypeError, ValueError) as e:
+            raise ValueError(" ".join(str(e).split())) from None
+        self.groups = {s.name: i for i, s in enumerate(self.shards)}
+
+    def __reduce__(self) -> Any:
+        return File, (self.path,)
+
+    def read(self, group: int, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
+        """All rows of a shard."""
+        with self._lock:
+            return self._file.read_row_group(group, list(columns), use_threads=False)
+
+
+def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
+    """Samples in each block, a run of about BLOCK bytes, when those of one shard (n,) are cut in their order."""
+    if not len(offset):
+        return []
+    piece = (offset + size - offset[0]) // BLOCK
+    return np.diff(np.r_[0, np.flatnonzero(np.diff(piece)) + 1, len(offset)]).tolist()  # type: ignore[no-any-return]
+
+
+def name(blob: Blob) -> str:
+    return blob.url.rpartition("/")[2]
+
+
+def load(url: str, again: bool) -> dict[str, File]:
+    """What an index knows, by the names of the shards, so that a folder may be moved together with its index."""
+    try:
+        file = File(fetched(url))
+    except FileNotFoundError:
+        return {}
+    except ValueError as e:
+        if isinstance(e, UserError):
+            raise
+        if again:  # it is about to be replaced
+            return {}
+        raise UserError(
+            f"{url}: is not an index of this program ({e}); delete it or `eagleray index` the shards"
+        ) from None
+    return dict.fromkeys(file.groups, file)
+
+
+def fetched(url: str) -> Path:
+    """The file itself, or a copy of it on this machine's disk. Raises FileNotFoundError when there is none."""
+    if not url.startswith("s3:"):
+        path = store.local(url)
+        if not path.is_file():
+            raise FileNotFoundError(url)
+        return path
+    folder, name = store.parent(url), url.rpartition("/")[2]
+    here = [b for b in store.store(url).list(folder + "/", name) if b.url == url]
+    if not here:
+        raise FileNotFoundError(url)
+    digest = hashlib.sha256(f"{url} {here[0].tag}".encode()).hexdigest()[:24]
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray" / "index" / f"{digest}.parquet"
+    if not path.exists():
+        data = store.store(url).get(url)
+        try:
+            store.put_bytes(str(path), data)
+        except OSError:  # a home that cannot be written
+            path = Path(tempfile.mkdtemp(prefix="eagleray-")) / path.name
+            path.write_bytes(data)
+    return path
+
+
+def save(shards: Tables, places: Sequence[str]) -> str:
+    """Write an index to the first of these places that takes it, which is returned. Raises UserError."""
+    with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+        write(shards, Path(file.name))
+        for url in places:
+            try:
+                store.store(url).put(url, Path(file.name))
+                return url
+            except OSError as e:
+                error = e
+    raise UserError(f"{places[0]}: cannot be written: {error.strerror or error}")
+
+
+def write(shards: Tables, path: Path) -> None:
+    entries = []
+    options: Any = {"compression": "zstd", "write_statistics": False, "use_dictionary": ["label", "reason"]}
+    with pq.ParquetWriter(path, SCHEMA, column_encoding=PACKED, **options) as writer:
+        for blob, table in sorted(shards, key=lambda s: s[0].url):
+            good = pc.is_null(table["reason"])
+            usable, bad = table.filter(good), table.filter(pc.invert(good))
+            offset, size, label = (usable[n].to_numpy() for n in ("offset", "size", "label"))
+            entries.append(
+                Shard(
+                    name(blob),
+                    blob.size,
+                    blob.tag,
+                    len(usable),
+                    len(bad),
+                    bool((label >= 0).any()),
+                    blocks(offset, size),
+                )
+            )
+            writer.write_table(pa.concat_tables([usable, bad]).combine_chunks(), row_group_size=max(len(table), 1))
+        writer.add_key_value_metadata({"shards": json.dumps([asdict(e) for e in entries])})

@@ -1,0 +1,183 @@
+"""s3://: any S3-compatible endpoint through boto3, with the usual AWS settings and none of our own."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eagleray.data.blob import Blob
+from eagleray.data.retry import PATIENCE, Transient, insist
+from eagleray.errors import UserError
+
+T = TypeVar("T")
+Blobs = list[Blob]  # inside the class `list` is the method
+CONNECTIONS = 32
+SILENCE = 20  # seconds without a byte after which a transfer is cut
+GRACE = 20.0  # seconds after which a transfer must have been faster than SLOWEST
+SLOWEST = 64 * 2**10  # bytes per second
+PIECE = 2**20  # bytes between two looks at the clock
+THROTTLED = {"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"}
+THROTTLED |= {"RequestLimitExceeded", "TooManyRequestsException", "PriorRequestNotComplete", "InternalError"}
+CHANGED = "has changed since it was indexed"
+NOBODY = "; no AWS credentials were found, so it was asked for without"
+
+
+class S3Store:
+    """A client belongs to the process that made it. Repeating is `insist`'s business, so boto3 is told not to."""
+
+    def __init__(self) -> None:
+        self._client: tuple[int, Any] = (0, None)
+        self._lock = threading.Lock()
+
+    def client(self) -> Any:
+        with self._lock:
+            if self._client[0] != os.getpid():
+                self._client = (os.getpid(), connect())
+            return self._client[1]
+
+    @property
+    def anonymous(self) -> bool:
+        from botocore import UNSIGNED
+
+        return self.client().meta.config.signature_version is UNSIGNED
+
+    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
+        bucket, key = split(url)
+
+        def run() -> Blobs:
+            asked = self.client().get_paginator("list_objects_v2")
+            pages = list(asked.paginate(Bucket=bucket, Prefix=key + start, Delimiter="/"))  # a page is one request
+            found = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
+            folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
+            if key and not key.endswith("/") and f"{key}/" in folders:
+                return self.list(url + "/", patience=patience)
+            inside = [f for f in found if key.endswith("/") or not key or f[0] == key]
+            return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
+
+        return self._insist(url, run, patience)
+
+    def tag(self, blob: Blob) -> str:
+        return blob.tag
+
+    def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
+        if length == 0:
+            return memoryview(b"")
+        bucket, key = split(url)
+        same = {"IfMatch": tag.removeprefix("s3:")} if tag.startswith("s3:") else {}
+
+        def run() -> memoryview:
+            got = self.client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{start + length - 1}", **same)
+            if got["ContentLength"] != length:
+                raise UserError(
+                    f"{url}: {length} bytes expected at {start}, it ends after {got['ContentLength']} of them"
+                )
+            return receive(got["Body"], length)
+
+        return self._insist(url, run, patience)
+
+    def get(self, url: str) -> bytes:
+        bucket, key = split(url)
+
+        def run() -> bytes:
+            client = self.client()
+            try:
+                got = client.get_object(Bucket=bucket, Key=key)
+            except client.exceptions.NoSuchKey:
+                raise FileNotFoundError(url) from None
+            return bytes(receive(got["Body"], got["ContentLength"]))
+
+        return self._insist(url, run, PATIENCE)
+
+    def put(self, url: str, source: Path) -> None:
+        bucket, key = split(url)
+        try:
+            self._insist(url, lambda: self._upload(source, bucket, key), PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def _upload(self, source: Path, bucket: str, key: str) -> None:
+        with source.open("rb") as f:
+            self.client().upload_fileobj(f, bucket, key)
+
+    def delete(self, url: str) -> None:
+        bucket, key = split(url)
+        self._insist(url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
+
+    def _insist(self, url: str, run: Callable[[], T], patience: float) -> T:
+        """A request with any failure as one line: UserError for what a person must mend, Outage for what stayed."""
+        from boto3.exceptions import Boto3Error
+        from botocore import exceptions as boto
+        from urllib3.exceptions import HTTPError
+
+        passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
+
+        def attempt() -> T:
+            try:
+                return run()
+            except FileNotFoundError:
+                raise
+            except boto.ClientError as e:
+                status, said = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), e.response["Error"]
+                line = f"{said.get('Code')}: {said.get('Message')}"
+                if status >= 500 or status in (408, 429) or said.get("Code") in THROTTLED:
+                    raise Transient(line) from None
+                changed = status == 412 and not self.anonymous
+                raise UserError(f"{url}: {CHANGED if changed else line}{NOBODY * self.anonymous}") from None
+            except boto.SSLError as e:
+                raise UserError(f"{url}: {one_line(e)}") from None
+            except passing as e:
+                raise Transient(one_line(e)) from None
+            except boto.BotoCoreError as e:
+                raise UserError(f"{url}: {one_line(e)}") from None
+
+        return insist(url, attempt, patience=patience)
+
+
+def connect() -> Any:
+    """A client by the environment's settings; without credentials it asks as nobody, as for a public bucket."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    session = boto3.session.Session()
+    region = session.region_name or os.environ.get("AWS_REGION")
+    config = Config(
+        retries={"total_max_attempts": 1},
+        connect_timeout=10,
+        read_timeout=SILENCE,
+        max_pool_connections=CONNECTIONS,
+        signature_version=None if session.get_credentials() else UNSIGNED,
+    )
+    try:
+        return session.client("s3", config=config, region_name=region)
+    except ValueError as e:  # an endpoint without http://, say
+        raise UserError(f"s3://: {e}") from None
+
+
+def receive(body: Any, length: int) -> memoryview:
+    """A whole body. Raises Transient when it is short, or comes more slowly than a store that works."""
+    data, at, began = memoryview(bytearray(length)), 0, time.monotonic()
+    while at < length:
+        piece = body.read(min(PIECE, length - at))
+        if not piece:
+            raise Transient(f"{length} bytes expected, got {at}")
+        data[at : at + len(piece)] = piece
+        at += len(piece)
+        seconds = time.monotonic() - began
+        if seconds > GRACE and at < SLOWEST * seconds:
+            raise Transient(f"stalled: {at} bytes in {seconds:.0f} s")
+    return data
+
+
+def split(url: str) -> tuple[str, str]:
+    """Bucket and key. Raises UserError when somebody put credentials there."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    if "@" in bucket:
+        raise UserError("s3://: credentials do not belong in a URL; set AWS_ACCESS_KEY_ID or AWS_PROFILE")
+    return bucket, key
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

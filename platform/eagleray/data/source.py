@@ -1,0 +1,30 @@
+"""Datasets as a recipe names them: one URL, or a list of URLs and of mappings that say more."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic.dataclasses import dataclass
+
+from eagleray.config import STRICT
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Source:
+    """Shards, and how many times each of their samples is read in an epoch, every time with other crops."""
+
+    url: str  # folder, glob or brace pattern of shards; file or s3://
+    repeat: Annotated[int, Field(gt=0)] = 1
+
+
+def _listed(given: Any) -> Any:
+    items = [given] if isinstance(given, str) else given
+    return [{"url": i} if isinstance(i, str) else i for i in items] if isinstance(items, list | tuple) else given
+
+
+def _brief(sources: tuple[Source, ...]) -> Any:
+    """As a person would write it."""
+    items = [s.url if s.repeat == 1 else {"url": s.url, "repeat": s.repeat} for s in sources]
+    return items[0] if len(items) == 1 and isinstance(items[0], str) else items
+
+
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_listed), PlainSerializer(_brief)]
