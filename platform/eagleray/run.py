@@ -282,7 +282,7 @@ class Meter:
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
         """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
         self.rows = loader.rows
-        batches = loader.batches(start, enough=self.folder.asked)
+        batches = loader.batches(start, self.p.steps, enough=self.folder.asked)
         for step in range(start, self.p.steps):
             asked = time.perf_counter()
             batch, bad = self._next(batches)

@@ -1,6 +1,14 @@
-"""A stored file, as every store names it."""
+"""A stored file, as every store names it, and room for its bytes."""
 
+import weakref
+from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNIT = 2**20  # bytes; buffers come in multiples of it
+SPARE = 4  # buffers kept for the next block
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,3 +16,22 @@ class Blob:
     url: str
     size: int  # bytes
     tag: str = ""  # s3: the ETag; local files get theirs from `Store.tag`, when it is needed
+
+
+_spare: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
+
+
+def room(length: int) -> memoryview:
+    """Bytes to be written over. When nobody holds those of a block any more they serve the next one: fresh memory
+    costs more time than the bytes that go into it, and malloc would scatter it further with every epoch."""
+    if length < UNIT:
+        return memoryview(bytearray(length))
+    try:
+        base = _spare.popleft()
+    except IndexError:
+        base = np.empty(0, np.uint8)
+    if not length <= len(base) <= 2 * length:
+        base = np.empty(-(-length // UNIT) * UNIT, np.uint8)
+    view = base[:length]
+    weakref.finalize(view, _spare.append, base).atexit = False
+    return memoryview(view)  # type: ignore[arg-type]

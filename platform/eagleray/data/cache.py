@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from eagleray.data.blob import Blob
+from eagleray.data.blob import Blob, room
 from eagleray.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -102,13 +102,14 @@ class Cache:
 
 def _read(path: Path, length: int) -> memoryview | None:
     """A whole file, noted as used; None where it is not there or not of this length."""
-    data = memoryview(bytearray(length))
     try:
         with path.open("rb", buffering=0) as file:
-            at = 0
+            if os.fstat(file.fileno()).st_size != length:
+                return None
+            os.utime(file.fileno())
+            data, at = room(length), 0
             while at < length and (got := file.readinto(data[at:])):
                 at += got
-            os.utime(file.fileno())
     except OSError:
         return None
     return data if at == length else None

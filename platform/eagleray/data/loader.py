@@ -30,10 +30,13 @@ class Loader:
         self.readers = ranks * max(workers, 1)
         self.rows = rows(stream.lanes, stream.batch, ranks=ranks, workers=workers)
 
-    def batches(self, start: int, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[Batch, list[Bad]]]:
-        """From a step on: the batch, and what was found broken on the way to it. Ends when `enough`, which is asked
-        while a batch keeps us waiting. Raises UserError and Outage where a reader could not go on."""
-        parts = _Parts(self.stream, self.rank * max(self.workers, 1), self.readers, start)
+    def batches(
+        self, start: int, stop: int | None = None, *, enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Batch, list[Bad]]]:
+        """From a step on: the batch, and what was found broken on the way to it. Ends before the step `stop`, or when
+        `enough`, which is asked while a batch keeps us waiting. Raises UserError and Outage where a reader could not go
+        on."""
+        parts = _Parts(self.stream, self.rank * max(self.workers, 1), self.readers, start, stop)
         loader: DataLoader[Part] = DataLoader(
             parts,
             batch_size=None,
@@ -81,14 +84,14 @@ def rows(lanes: int, batch: int, *, ranks: int, workers: int) -> tuple[int, ...]
 class _Parts(IterableDataset[Part]):
     """The parts of one reader: this process, or the loader process that iterates over it."""
 
-    def __init__(self, stream: Stream, first: int, readers: int, start: int) -> None:
-        self.stream, self.first, self.readers, self.start = stream, first, readers, start
+    def __init__(self, stream: Stream, first: int, readers: int, start: int, stop: int | None) -> None:
+        self.stream, self.first, self.readers, self.start, self.stop = stream, first, readers, start, stop
 
     def __iter__(self) -> Iterator[Part]:
         info = get_worker_info()
         reader = self.first + (info.id if info else 0)
         lanes = owned(self.stream.lanes, reader=reader, readers=self.readers)
-        return self.stream.parts(lanes, start=self.start)
+        return self.stream.parts(lanes, start=self.start, stop=self.stop)
 
 
 def _quiet(worker: int) -> None:

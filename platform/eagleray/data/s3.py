@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eagleray.data.blob import Blob
+from eagleray.data.blob import Blob, room
 from eagleray.data.retry import PATIENCE, Transient, insist
 from eagleray.errors import UserError
 
@@ -158,7 +158,7 @@ def connect() -> Any:
 
 def receive(body: Any, length: int) -> memoryview:
     """A whole body. Raises Transient when it is short, or comes more slowly than a store that works."""
-    data, at, began = memoryview(bytearray(length)), 0, time.monotonic()
+    data, at, began = room(length), 0, time.monotonic()
     while at < length:
         piece = body.read(min(PIECE, length - at))
         if not piece:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from eagleray.data.blob import Blob
+from eagleray.data.blob import Blob, room
 from eagleray.data.retry import PATIENCE, Transient, insist
 from eagleray.data.s3 import S3Store
 from eagleray.errors import Outage, UserError
@@ -81,7 +81,7 @@ class LocalStore:
 
 
 def _bytes(url: str, start: int, length: int, patience: float) -> memoryview:
-    data = memoryview(bytearray(length))
+    data = room(length)
 
     def run() -> int:
         with local(url).open("rb", buffering=0) as f:

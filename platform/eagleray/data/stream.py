@@ -1,6 +1,8 @@
 """From lanes to cropped samples: one reader walks its lanes, decodes, crops, and replaces what is broken."""
 
 import functools
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from eagleray.data.cache import Cache
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.fetch import LATER, SOON, THREADS, Block, Fetcher
+from eagleray.data.fetch import Block, Fetcher
 from eagleray.data.index import Index
 from eagleray.data.order import Epoch, Run, lane_length
 from eagleray.data.quarantine import Bad
@@ -86,11 +88,11 @@ class Stream:
         """Samples per visit (M,)."""
         return self.index.block_sizes[self.visits]
 
-    def parts(self, lanes: range, *, start: int) -> Iterator[Part]:
-        """The lanes' part of every step from `start` on. Ends with a part that carries an error."""
+    def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[Part]:
+        """The lanes' part of every step from `start` on. Ends before `stop`, or with a part that carries an error."""
         rows = len(lanes) * (self.batch // self.lanes)
-        steps = self._steps(lanes, start)
-        while True:
+        steps = self._steps(lanes, start, stop)
+        for _ in itertools.count() if stop is None else range(start, stop):
             part = self._empty(rows)
             try:
                 for row, place in enumerate(next(steps)):
@@ -101,35 +103,35 @@ class Stream:
             if part.error:
                 return
 
-    def samples(self, lanes: range, *, start: int) -> Iterator[tuple[int, memoryview]]:
+    def samples(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """The lanes' samples and their bytes as they are, in reading order. Raises BadImage."""
-        for places in self._steps(lanes, start):
+        for places in self._steps(lanes, start, stop):
             for place in places:
                 sample = int(place.turn.order[place.at])
                 yield sample, place.block.bytes(sample)
 
-    def _steps(self, lanes: range, start: int) -> Iterator[list["_Place"]]:
+    def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_Place"]]:
         """What the lanes read in every step, all of it asked for before any of it is waited for."""
         each = self.batch // self.lanes
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
         try:
-            walks = [_Walk(fetcher, self._turns(number, start, epochs), each) for number in lanes]
-            fetcher.pool.start(THREADS)
-            while True:
-                yield [next(walk) for walk in walks for _ in range(each)]
+            walks = [_Walk(fetcher, self._turns(number, start, stop, epochs), each) for number in lanes]
+            for _ in itertools.count() if stop is None else range(start, stop):
                 for walk in walks:
                     walk.look_ahead()
+                yield [next(walk) for walk in walks for _ in range(each)]
         finally:
             fetcher.pool.close()
 
     def _epoch(self, epoch: int) -> Epoch:
         return Epoch.of(self.sizes, seed=self.seed, epoch=epoch)
 
-    def _turns(self, number: int, start: int, epochs: Callable[[int], Epoch]) -> Iterator["_Turn"]:
-        """A lane's runs from a step on, without end."""
+    def _turns(self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]) -> Iterator["_Turn"]:
+        """A lane's runs from a step on."""
         epoch, step = divmod(start, self.steps_per_epoch)
-        skip = step * (self.batch // self.lanes)
+        each = self.batch // self.lanes
+        skip, left = step * each, math.inf if stop is None else (stop - start) * each
         while True:
             visits = epochs(epoch).lane(number, lanes=self.lanes, batch=self.batch)
             before = np.cumsum([v.last - v.first for v in visits])
@@ -137,9 +139,12 @@ class Stream:
             skip -= int(before[first - 1]) if first else 0
             runs = [Run(int(self.visits[v.block]), v.first, v.last) for v in visits]
             for i in range(first, len(runs)):
+                if left <= 0:
+                    return
                 order = visits[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
                 copy = visits[i].block - int(np.searchsorted(self.visits, runs[i].block))
                 yield _Turn(epoch, runs, i, order, copy, skip)
+                left -= len(order) - skip
                 skip = 0
             epoch += 1
 
@@ -183,7 +188,7 @@ class Stream:
         for i in range(len(turn.order)):
             yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
         for run in turn.runs[turn.run + 1 :] + turn.runs[: turn.run]:
-            block = place.block.fetcher.block(run, urgency=SOON)
+            block = Block(place.block.fetcher, run)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
 
@@ -212,29 +217,27 @@ class _Place:
 class _Walk:
     """A lane's samples, its next block on the way while this one is read."""
 
-    def __init__(self, fetcher: Fetcher, turns: Iterator[_Turn], soon: int) -> None:
-        """The first `soon` samples are wanted at once."""
+    def __init__(self, fetcher: Fetcher, turns: Iterator[_Turn], each: int) -> None:
+        """All lanes ask for what they need for a step, `each` samples, before any looks ahead."""
         self.fetcher, self.turns = fetcher, turns
         self.open: deque[tuple[_Turn, Block]] = deque()
-        while soon > 0:
-            soon -= self._ask(soon)
-        self.look_ahead()
+        while each > sum(len(turn.order) - turn.at for turn, _ in self.open) and self._ask():
+            pass
 
     def look_ahead(self) -> None:
         """Between two steps, when nobody holds what is used up: two blocks at a time, the open one and the next."""
-        while len(self.open) < 2:
-            self._ask()
+        while len(self.open) < 2 and self._ask():
+            pass
 
-    def _ask(self, soon: int = 0) -> int:
-        """Ask for the next block. Returns the number of its samples."""
-        turn = next(self.turns)
-        alone = turn.order[turn.at : turn.at + max(soon, 0)].tolist()
-        urgency = SOON if alone else LATER
-        self.open.append((turn, self.fetcher.block(turn.runs[turn.run], soon=alone, urgency=urgency)))
-        return len(turn.order) - turn.at
+    def _ask(self) -> bool:
+        """Ask for the next block, where there is one."""
+        turn = next(self.turns, None)
+        if turn:
+            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run])))
+        return turn is not None
 
     def __next__(self) -> _Place:
-        if not self.open:  # a step that takes more than a block
+        if not self.open:  # a step that takes more than two blocks
             self._ask()
         turn, block = self.open[0]
         place = _Place(turn, turn.at, block)
