@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray.console import bar, counted, fail, out, quietly
+from eagleray.console import bar, fail, out, quietly
 from eagleray.errors import UserError
 
 app = typer.Typer(
@@ -17,6 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+data = typer.Typer(help="What is in a set of shards, and how fast it is read.", no_args_is_help=True)
+app.add_typer(data, name="data")
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="recipe keys, such as optim.batch=256", metavar="[KEY=VALUE]...")
 ]
@@ -58,20 +60,11 @@ def shard(
     destination: Annotated[str, typer.Argument(help="folder or s3:// URL for the shards")],
     size: Annotated[int, typer.Option(help="MiB of images per shard", min=1)] = 128,
 ) -> None:
-    """Write WebDataset shards and their index from a folder of images."""
-    from eagleray.data.shards import Images, write_shards
+    """Write shards and their index from a folder of images: `prepare folder`, without Ray."""
+    from eagleray import launch
+    from eagleray.data.sources.job import Job
 
-    images = Images.below(folder)
-    skipped: list[str] = []
-    samples = images.read(lambda path, why: skipped.append(f"{path}: {why}"))
-    counted_samples = counted("images", "shard", samples, len(images))
-    shards, written = write_shards(counted_samples, destination, size=size * 2**20)
-    for line in skipped[:5]:
-        out.print(f"skipped {line}", markup=False)
-    if len(skipped) > 5:
-        out.print(f"skipped {len(skipped) - 5} more files that are no images")
-    classes = f" of {len(images.classes)} classes" if images.classes else ""
-    out.print(f"{written} images{classes} in {shards} shard(s), and index.parquet, in {destination}", markup=False)
+    launch.prepare(Job(source="folder", origin=str(folder), destination=destination, size=size), workers=0)
 
 
 @app.command()
@@ -84,6 +77,85 @@ def index(url: Annotated[str, typer.Argument(help="folder, glob or brace pattern
         found = write_index(url, tick=lambda done, all: progress.update(task, completed=done, total=all))
     for place, good, bad in found:
         out.print(f"{place}: {good} images" + (f", {bad} broken samples or shards" if bad else ""), markup=False)
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="imagenet-1k, imagenet-22k, openimages, webvision, coco, folder, webdataset or parquet",
+            metavar="SOURCE",
+        ),
+    ],
+    origin: Annotated[str, typer.Argument(help="file, folder or s3:// URL of the source", metavar="FROM")],
+    destination: Annotated[str, typer.Argument(help="folder or s3:// URL for the shards", metavar="DST")],
+    split: Annotated[str, typer.Option(help="of imagenet-1k, openimages, webvision and coco; train by default")] = "",
+    size: Annotated[int, typer.Option(help="MiB of source bytes per shard", min=1)] = 128,
+    max_side: Annotated[int, typer.Option(help="pixels; larger images become JPEGs of this longer side", min=0)] = 0,
+    min_side: Annotated[int, typer.Option(help="pixels; images with a shorter side are left out", min=0)] = 0,
+    dedup: Annotated[bool, typer.Option("--dedup", help="leave out images whose bytes were there before")] = False,
+    seed: Annotated[int, typer.Option(help="of the order", min=0)] = 0,
+    workers: Annotated[
+        int | None, typer.Option(help="Ray tasks at once; 0: in this process; all CPUs by default", min=0)
+    ] = None,
+    labels: Annotated[str, typer.Option(help="imagenet-1k: devkit or LOC_val_solution.csv, for --split val")] = "",
+    images: Annotated[str, typer.Option(help="openimages: folder of the files; the public bucket by default")] = "",
+    column: Annotated[str, typer.Option(help="parquet: column of the images, where there are several")] = "",
+) -> None:
+    """Turn a source of images into shards, index and card. The same command continues after an interruption."""
+    from eagleray import launch
+    from eagleray.data.sources.job import Job
+
+    job = Job(
+        source=source,
+        origin=origin,
+        destination=destination,
+        split=split,
+        labels=labels,
+        images=images,
+        column=column,
+        size=size,
+        max_side=max_side,
+        min_side=min_side,
+        dedup=dedup,
+        seed=seed,
+    )
+    launch.prepare(job, workers=workers)
+
+
+@data.command()
+def stats(
+    url: Annotated[str, typer.Argument(help="folder, glob or brace pattern of shards, local or s3://")],
+    destination: Annotated[Path, typer.Option("--out", help="folder for contact.png and sizes.png")] = Path("stats"),
+) -> None:
+    """Print what a set of shards holds, and draw a contact sheet and its sizes."""
+    from eagleray.data import card, sheet
+
+    found, images = card.look(url, destination)
+    for line in card.lines(found):
+        out.print(line, markup=False)
+    destination.mkdir(parents=True, exist_ok=True)
+    sheet.contact(images, destination / "contact.png")
+    sheet.sizes(card.census(found), destination / "sizes.png")
+    out.print(f"{destination / 'contact.png'}, {destination / 'sizes.png'}", markup=False)
+
+
+@data.command("bench")
+def bench_(
+    url: Annotated[str, typer.Argument(help="folder, glob or brace pattern of shards, local or s3://")],
+    seconds: Annotated[float, typer.Option(help="for each stage", min=0.1)] = 3,
+    as_json: Json = False,
+) -> None:
+    """Measure store, reader, decoding, crops and loader on this machine, and name what limits them."""
+    from eagleray.data.bench import bench
+
+    with quietly(as_json):
+        report = bench(url, seconds=seconds, note=lambda line: out.print(line, markup=False))
+        for line in report.lines():
+            out.print(line, markup=False)
+    if as_json:
+        print(json.dumps(report.json()))
 
 
 class Target(StrEnum):

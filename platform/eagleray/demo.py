@@ -9,7 +9,8 @@ from eagleray import launch
 from eagleray.console import counted, fail, out
 from eagleray.data import store
 from eagleray.data.shapes import CLASSES, image
-from eagleray.data.shards import Images, Sample, encode, write_shards
+from eagleray.data.shards import Sample, encode, write_shards
+from eagleray.data.sources.job import Job
 from eagleray.errors import UserError
 
 RECIPE = "mocov3_vitxs8_shapes_demo"
@@ -57,14 +58,7 @@ def own(data: str) -> list[str]:
     if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
         return [f"data.train={data}"]
     place = RUNS / f"shards-{name(data)}"
-    if not (place / "index.parquet").exists():
-        for left in place.glob("*.tar"):
-            left.unlink()
-        images = Images.below(folder)
-        shards, written = write_shards(
-            images.read(lambda p, why: out.print(f"skipped {p}: {why}", markup=False)), str(place)
-        )
-        out.print(f"{written} images in {shards} shard(s) in {place}", markup=False)
+    launch.prepare(Job(source="folder", origin=data, destination=str(place)), workers=0)
     return [f"data.train={place}"]
 
 

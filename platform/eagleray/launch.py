@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,19 @@ import yaml
 from eagleray import checkpoint, config, run, track
 from eagleray import recipe as recipes
 from eagleray.cluster import world
+from eagleray.cluster.ray_map import ray_map
 from eagleray.console import Follow, out
+from eagleray.data import card
+from eagleray.data import prepare as preparing
 from eagleray.data.index import open_index
+from eagleray.data.sources.job import Job
 from eagleray.errors import UserError
 from eagleray.evals import protocols
 from eagleray.export import snippet, to_timm
 from eagleray.methods.method import Method
 from eagleray.models.backbone import TESTED
 from eagleray.recipe import Evaluate, Recipe
+from eagleray.ticks import Ticks
 from eagleray.track import check_writable, tracking_uri
 
 
@@ -183,6 +189,23 @@ def evaluate(path: Path, train: str, test: str | None, names: Sequence[str]) -> 
     for name in names:
         out.print(f"{name} top-1 {scores[f'{name}/top1']:.2f} %{sets.how(recipe, name)}", markup=False)
     return scores
+
+
+def prepare(job: Job, *, workers: int | None) -> None:
+    """Write shards, index and card of a source: in this process, or as so many Ray tasks at once, None meaning as many
+    as there are CPUs. Raises UserError and Outage."""
+    job = job.resolved()
+    with Ticks() as ticks:
+        done = preparing.prepare(
+            job,
+            run=map if workers == 0 else partial(ray_map, workers=workers),
+            command=card.command(sys.argv[1:]),
+            note=lambda line: out.print(line, markup=False),
+            tick=ticks,
+        )
+    for line in card.lines(done):
+        out.print(line, markup=False)
+    out.print(f"{job.destination}: shards, index.parquet and {card.NAME}", markup=False)
 
 
 def export(path: Path, destination: Path | None) -> None:

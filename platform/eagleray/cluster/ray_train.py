@@ -1,9 +1,7 @@
 """A run on Ray Train: worker processes, restarts, and the way back for what the user must know."""
 
 import json
-import logging
 import math
-import os
 import threading
 import time
 from pathlib import Path
@@ -12,21 +10,13 @@ from typing import Any
 import torch
 
 from eagleray import checkpoint, config, dist, run
+from eagleray.cluster.session import session
 from eagleray.cluster.world import World
 from eagleray.errors import Outage, UserError
 from eagleray.recipe import Recipe
 from eagleray.track import read_lines
 
 RETRIES = 16  # restarts of the workers before the command fails; the same command continues even then
-ENVIRONMENT = {
-    "RAY_worker_niceness": "0",  # the default of 15 starves workers on a shared machine
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about its own default
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
-}
-STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours uses
 
 
 def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
@@ -34,15 +24,10 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
 
     Returns the summary, or None when the run was asked to stop. Raises UserError.
     """
-    for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    with session() as ray:
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
 
-    own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
-    ray.init(**({} if os.environ.get("RAY_ADDRESS") else own), log_to_driver=False, logging_level=logging.ERROR)
-    try:
         cpus, gpus = ray.cluster_resources().get("CPU", 1), ray.cluster_resources().get("GPU", 0)
         if 0 < gpus < recipe.workers:
             raise UserError(f"workers={recipe.workers}: there are {gpus:g} GPUs, and each worker needs one")
@@ -70,8 +55,6 @@ def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
             ),
         )
         return _fit(trainer, out)
-    finally:
-        ray.shutdown()
 
 
 def _fit(trainer: Any, out: Path) -> dict[str, Any] | None:

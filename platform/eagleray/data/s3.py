@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +57,18 @@ class S3Store:
             return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
 
         return self._insist(url, run, patience)
+
+    def walk(self, url: str) -> Iterator[Blob]:
+        """A page at a time, so that an interrupted listing of millions goes on with its page."""
+        bucket, key = split(url.rstrip("/") + "/")
+        asked = {"Bucket": bucket, "Prefix": key.lstrip("/")}
+        while True:
+            page = self._insist(url, lambda: self.client().list_objects_v2(**asked), PATIENCE)
+            for o in page.get("Contents", []):
+                yield Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"'))
+            if not page["IsTruncated"]:
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def tag(self, blob: Blob) -> str:
         return blob.tag

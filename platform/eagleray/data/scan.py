@@ -12,8 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from eagleray.data import store
 from eagleray.data.blob import Blob
+from eagleray.data.ranges import Ranges, Span
 
 READ = 4 * 2**20  # bytes per request
 
@@ -41,7 +41,7 @@ def scan(blob: Blob) -> Iterator[Row]:
     them."""
     samples = 0
     try:
-        source: Any = io.BufferedReader(_Ranges(blob), READ)
+        source: Any = io.BufferedReader(Ranges(Span("", blob.url, 0, blob.size)), READ)
         with tarfile.open(fileobj=source, mode="r:") as tar:
             for key, members in itertools.groupby(_files(tar, blob, source), key=lambda m: m[0]):
                 samples += 1
@@ -99,26 +99,3 @@ def _row(key: str, members: list[_Member], blob: Blob) -> Row:
     elif image.size == 0:
         reason = "the image has no bytes"
     return Row(key, image.offset, image.size, label, zlib.crc32(image.data), reason)
-
-
-class _Ranges(io.RawIOBase):
-    """A stored file as a seekable stream."""
-
-    def __init__(self, blob: Blob) -> None:
-        self.blob, self.at = blob, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
-        self.at = to + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.blob.size}[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        length = max(min(len(buffer), self.blob.size - self.at), 0)
-        buffer[:length] = store.store(self.blob.url).read(self.blob.url, self.at, length) if length else b""
-        self.at += length
-        return length

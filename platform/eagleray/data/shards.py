@@ -1,19 +1,15 @@
-"""WebDataset shards from samples, and samples from a folder of images."""
+"""WebDataset shards from samples made in memory."""
 
 import io
-import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from eagleray.data import store
 from eagleray.data.index import write_index
-from eagleray.data.scan import image_extensions
 from eagleray.errors import UserError
 
 SIZE = 128 * 2**20  # bytes of images per shard
@@ -80,7 +76,7 @@ def _write(group: list[Sample], url: str) -> None:
 
     with tempfile.NamedTemporaryFile() as file:
         # Without a clock and a user in the headers, the same samples make the same bytes.
-        with TarWriter(file, encoder=False, mtime=0, user="", group="") as tar:
+        with TarWriter(file, encoder=False, mtime=0, user="", group="", format="PAX_FORMAT") as tar:
             for s in group:
                 label = {} if s.label is None else {"cls": str(s.label).encode()}
                 tar.write({"__key__": s.key, s.extension: s.data, **label})
@@ -89,47 +85,3 @@ def _write(group: list[Sample], url: str) -> None:
             store.store(url).put(url, Path(file.name))
         except OSError as e:
             raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None
-
-
-@dataclass(frozen=True)
-class Images:
-    """The image files below a folder, in the shuffled order in which they are written."""
-
-    folder: Path
-    files: list[Path]
-    classes: list[str]  # the folders directly below, where every image is in one
-
-    @classmethod
-    def below(cls, folder: Path, *, seed: int = 0) -> "Images":
-        """Raises UserError when there are none."""
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder")
-        files = sorted(p for p in folder.rglob("*") if p.suffix[1:].lower() in image_extensions() and p.is_file())
-        if not files:
-            raise UserError(f"{folder}: no image files below it")
-        tops = {p.relative_to(folder).parts[0] for p in files}
-        classes = sorted(tops) if all((folder / top).is_dir() for top in tops) and len(tops) > 1 else []
-        order = np.random.default_rng(seed).permutation(len(files))
-        return cls(folder, [files[i] for i in order], classes)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, skip: Callable[[Path, str], Any]) -> Iterator[Sample]:
-        """The files' bytes as they are; `skip` is told of those that no image can be made of."""
-        taken: set[str] = set()
-        for path in self.files:
-            relative = path.relative_to(self.folder)
-            try:
-                data = path.read_bytes()
-                with Image.open(path):
-                    pass
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-                skip(path, " ".join(str(e).split()))
-                continue
-            stem = str(relative.with_suffix("")).replace(".", "_")  # webdataset ends a key at its first dot
-            names = itertools.chain([stem], (f"{stem}~{again}" for again in itertools.count(2)))
-            key = next(name for name in names if name not in taken)
-            taken.add(key)
-            label = self.classes.index(relative.parts[0]) if self.classes else None
-            yield Sample(key, path.suffix[1:].lower(), data, label)

@@ -30,6 +30,9 @@ class Store(Protocol):
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         """The files directly in a folder whose names begin with `start`, or the one file."""
 
+    def walk(self, url: str) -> Iterator[Blob]:
+        """The files in a folder and in all folders below it, in no order."""
+
     def tag(self, blob: Blob) -> str:
         """Changes when the content does."""
 
@@ -55,6 +58,13 @@ class LocalStore:
             return [Blob(str(p), p.stat().st_size) for p in files if p.name.startswith(start)]
 
         return _insist(url.rstrip("/"), run, patience)
+
+    def walk(self, url: str) -> Iterator[Blob]:
+        for place, _, names in os.walk(local(url)):
+            for name in names:
+                path = os.path.join(place, name)
+                if os.path.isfile(path):  # no broken link, no socket
+                    yield Blob(path, os.path.getsize(path))
 
     def tag(self, blob: Blob) -> str:
         ends = [_bytes(blob.url, at, min(EDGE, blob.size), PATIENCE) for at in (0, max(blob.size - EDGE, 0))]

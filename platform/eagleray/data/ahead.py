@@ -1,0 +1,26 @@
+"""A map in threads that keeps the order of its results and computes only a few of them ahead."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+WIDTH = 16  # calls at once: enough to hide the latency of an object store
+
+
+def ahead(function: Callable[[T], R], things: Iterable[T], *, width: int = WIDTH) -> Iterator[R]:
+    """The function's results; at most `width` of them wait in memory, unlike those of an executor's own map."""
+    with ThreadPoolExecutor(width) as pool:
+        waiting: deque[Future[R]] = deque()
+        try:
+            for thing in things:
+                if len(waiting) == width:
+                    yield waiting.popleft().result()
+                waiting.append(pool.submit(function, thing))
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:  # nobody wants them after an error
+                future.cancel()

@@ -1,0 +1,235 @@
+"""How fast each stage of the input runs on this machine, on the user's own shards, and which one limits it."""
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagleray.data import store
+from eagleray.data.ahead import ahead
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.fetch import THREADS, span
+from eagleray.data.index import Index, Note, open_index
+from eagleray.data.loader import Loader
+from eagleray.data.stream import Part, Stream
+from eagleray.errors import UserError
+from eagleray.views import draw
+from eagleray.views.crop import crop
+from eagleray.views.draw import Views
+from eagleray.views.view import View
+
+VIEWS = Views.of([View(size=224, count=2)])
+KEPT = 256  # images that are decoded and cropped again and again
+LANES, ROWS = 8, 4  # of the stream; images of each lane in a step
+PROCESSES = 4  # of the loader, at most
+PATIENT = 4  # times as long as asked for, where a store is slow
+HALF = 0.5  # of what is possible: below it something else is wrong
+LARGE = 640  # pixels: the mean longer side above which smaller images would help much
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What was done in some seconds."""
+
+    name: str
+    seconds: float
+    images: int
+    bytes: int  # of image files
+    processes: int = 0  # that share the CPU work; 0: it is not the CPU that works
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return self.images / self.seconds
+
+    def row(self) -> dict[str, float]:
+        core = {"images_per_s_per_core": self.rate / self.processes} if self.processes else {}
+        return {"images_per_s": self.rate, "mb_per_s": self.bytes / self.seconds / 1e6} | core
+
+
+@dataclass(frozen=True)
+class Report:
+    """The stages in the order of an image's way, and what to do about the slowest."""
+
+    url: str
+    images: int
+    list_s: float
+    index_s: float
+    cores: int
+    stages: list[Stage]
+    bottleneck: str  # a stage
+    advice: str  # a sentence
+
+    def json(self) -> dict[str, Any]:
+        stages = {s.name: {k: float(f"{v:.4g}") for k, v in s.row().items()} for s in self.stages}
+        times = {"list_s": round(self.list_s, 4), "index_s": round(self.index_s, 4)}
+        facts = {"url": self.url, "images": self.images, "cores": self.cores}
+        return facts | times | {"stages": stages, "bottleneck": self.bottleneck, "advice": self.advice}
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.images} images, {self.cores} cores; listing {self.list_s:.2f} s, index {self.index_s:.2f} s"
+        yield f"{'stage':<8}{'images/s':>10}{'MB/s':>10}{'per core':>10}"
+        for stage in self.stages:
+            core = f"{stage.rate / stage.processes:.0f}" if stage.processes else "-"
+            yield f"{stage.name:<8}{stage.rate:>10.0f}{stage.row()['mb_per_s']:>10.1f}{core:>10}"
+        yield f"bottleneck: {self.advice}"
+
+
+def bench(url: str, *, seconds: float, note: Note) -> Report:
+    """Each stage for some seconds. Raises UserError where the shards cannot be read or none of their images decodes."""
+    begin = time.perf_counter()
+    store.shards(url)
+    listed = time.perf_counter()
+    with TemporaryDirectory() as spare:
+        index = open_index(url, Path(spare), note=note)
+        opened = time.perf_counter()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        stages, side = measure(index, seconds, cores)
+    bottleneck, advice = judge({s.name: s for s in stages}, cores=cores, side=side, remote=url.startswith("s3:"))
+    return Report(url, len(index), listed - begin, opened - listed, cores, stages, bottleneck, advice)
+
+
+def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], float]:
+    """The stages, and the mean longer side of the images in pixels."""
+    stream = of(index)
+    kept: list[bytes] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        raw = timed("store", math.inf, blocks(index, seconds))
+        block = raw.bytes / raw.images * len(index) / len(index.block_sizes)
+        held = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
+        came = timed("read", seconds, read(stream, kept), least=held)
+        images = decoded(kept, index.shards[0].url)
+        core = [timed(n, seconds, f(images), processes=1) for n, f in (("decode", decoding), ("crop", cropping))]
+        processes = min(cores, PROCESSES, stream.lanes)
+        steps = loading(stream, processes, came.bytes / came.images)
+        found = [raw, came, *core, timed("loader", seconds, steps, least=held, processes=processes)]
+    finally:
+        torch.set_num_threads(threads)
+    return found, float(np.mean([max(image.shape) for _, image in images]))
+
+
+def of(index: Index) -> Stream:
+    """A stream that a set of any size fills."""
+    lanes = min(LANES, len(index))
+    return Stream(index, VIEWS, seed=0, lanes=lanes, batch=lanes * min(ROWS, len(index) // lanes))
+
+
+Work = tuple[int, int]  # images, bytes
+
+
+def timed(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
+    """What is done of it in these seconds, one piece at least; up to PATIENT times as long until `least` bytes are."""
+    images = size = 0
+    begin = end = time.perf_counter()
+    for n, length in work:
+        images, size, end = images + n, size + length, time.perf_counter()
+        if end > begin + seconds * (1 if size >= least else PATIENT):
+            break
+    return Stage(name, end - begin, images, size, processes)
+
+
+def blocks(index: Index, seconds: float) -> Iterator[Work]:
+    """Whole blocks in random order, as many requests at a time as a reader makes. It ends by itself, with all that was
+    asked for: of a slow store, much is still on its way when the time is over."""
+    end = time.perf_counter() + seconds
+
+    def one(block: int) -> Work:
+        rows = index.rows(int(index.starts[block]), int(index.starts[block + 1]))
+        first, last = span(rows)
+        store.store(rows.blob.url).read(rows.blob.url, first, last - first)
+        return len(rows.size), last - first
+
+    order = itertools.cycle(np.random.default_rng(0).permutation(len(index.block_sizes)).tolist())
+    return ahead(one, itertools.takewhile(lambda _: time.perf_counter() < end, order), width=THREADS)
+
+
+def read(stream: Stream, kept: list[bytes]) -> Iterator[Work]:
+    """Every image's bytes, as a reader gets them; the first ones are kept."""
+    try:
+        for _, data in stream.samples(range(stream.lanes), start=0):
+            if len(kept) < KEPT:
+                kept.append(bytes(data))
+            yield 1, len(data)
+    except BadImage as e:
+        raise UserError(f"{stream.index.shards[0].url}: an image cannot be used: {e}") from None
+
+
+def decoded(kept: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
+    """The images that can be decoded."""
+    images = []
+    for data in kept:
+        try:
+            images.append((data, decode(data)))
+        except BadImage as e:
+            problem = e
+    if not images:
+        raise UserError(f"{url}: none of {len(kept)} images can be decoded: {problem}")
+    return images
+
+
+def decoding(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+    for data, _ in itertools.cycle(images):
+        decode(data)
+        yield 1, len(data)
+
+
+def cropping(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+    views = VIEWS.views
+    out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in views]
+    for number, (data, image) in enumerate(itertools.cycle(images)):
+        u = draw.uniforms(len(views), seed=0, epoch=0, sample=number)
+        crop(image, draw.crops(VIEWS, u, *image.shape[1:]), views, out)
+        yield 1, len(data)
+
+
+class _Parts(Loader):
+    """The loader without the work on the device."""
+
+    def assemble(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:  # type: ignore[override]
+        for part in parts:
+            if part.error:
+                raise part.error
+        return parts
+
+
+def loading(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
+    """Steps of loader processes that run already; `mean` is the bytes of an image."""
+    steps: Iterator[Any] = _Parts(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)
+    next(steps)
+    images = stream.batch, round(stream.batch * mean)
+    return (images for _ in steps)
+
+
+def judge(stages: dict[str, Stage], *, cores: int, side: float, remote: bool) -> tuple[str, str]:
+    """The stage that limits the loader, and a sentence on what to do about it."""
+    rate, processes = {name: stage.rate for name, stage in stages.items()}, stages["loader"].processes
+    core = 1 / (1 / rate["decode"] + 1 / rate["crop"])
+    works, comes = processes * core, min(rate["store"], rate["read"])
+    smaller = f", or smaller images: their longer side is {side:.0f} pixels (`eagleray prepare --max-side`)"
+    smaller = smaller if side > LARGE else ""
+    if rate["loader"] < HALF * min(works, comes):
+        return "loader", (
+            f"loader: {rate['loader']:.0f} images/s arrive where {min(works, comes):.0f} are possible; "
+            "look for other work on these cores, and for too little shared memory (/dev/shm)"
+        )
+    if comes < works:
+        name = "read" if rate["read"] < HALF * rate["store"] else "store"
+        cure = "a cache on this machine's disk (data.cache)" if remote else "a faster disk"
+        return name, f"{name}: {comes:.0f} images/s come, {works:.0f} could be decoded and cropped; use {cure}{smaller}"
+    name = "decode" if rate["decode"] < rate["crop"] else "crop"
+    free = cores - processes
+    cure = f"more of the {cores} cores (data.workers)" if free > 0 else "more cores, or fewer or smaller views"
+    return name, (
+        f"{name}: a core decodes and crops {core:.0f} images/s, {comes:.0f} images/s come; use {cure}{smaller}"
+    )

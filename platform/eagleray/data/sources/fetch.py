@@ -1,0 +1,31 @@
+"""The bytes of items, whatever holds them."""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from eagleray.data.ahead import ahead
+from eagleray.data.ranges import Span, content
+from eagleray.data.sources import parquet
+from eagleray.data.sources.item import Item
+
+
+def fetch(items: pa.Table, column: str) -> Iterator[tuple[Item, bytes | memoryview]]:
+    """Items with their bytes, in the order of the table; where the source has none, they are empty."""
+    rows = [Item(**row) for row in items.to_pylist()]
+    if column:
+        return _cells(rows, column)
+    return zip(rows, ahead(lambda i: content(Span(i.key, i.url, i.offset, i.size)), rows), strict=True)
+
+
+def _cells(rows: list[Item], column: str) -> Iterator[tuple[Item, bytes]]:
+    """Every row group is read once, and only what is wanted of it is kept."""
+    wanted: dict[tuple[str, int], list[int]] = {}
+    for position, item in enumerate(rows):
+        wanted.setdefault((item.url, item.group), []).append(position)
+    held = [b""] * len(rows)
+    for (url, group), positions in wanted.items():
+        cells = parquet.read(url, group, column)
+        for position in positions:
+            held[position] = cells[rows[position].offset] or b""
+    return zip(rows, held, strict=True)
