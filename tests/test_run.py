@@ -94,6 +94,17 @@ def test_stopping_and_continuing_equals_no_stop(
     assert [(r["step"], r["loss"], r["lr"]) for r in a] == [(r["step"], r["loss"], r["lr"]) for r in b]
 
 
+def test_credentials_are_nowhere_in_a_run(small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secrets = {"AWS_ACCESS_KEY_ID": "AKIDinthewild", "AWS_SECRET_ACCESS_KEY": "secretinthewild"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    launch.pretrain(*split(arguments(small, shards, tmp_path / "out", "max_steps=2", "evaluate.probe_epochs=0")))
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert {"recipe.yaml", "train.log", "mlflow.db", "environment.json"} <= {p.name for p in files}
+    for path in files:
+        assert not any(s.encode() in path.read_bytes() for s in secrets.values()), path
+
+
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make the store stay away from some read of a shard on; until then, it is there."""

@@ -44,7 +44,10 @@ class Loader:
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_quiet,
         )
-        parts_in_turn = [iter(loader)] * max(self.workers, 1)  # one of each worker makes a step
+        readers = iter(loader)
+        if self.workers and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises wherever the main thread happens to be
+        parts_in_turn = [readers] * max(self.workers, 1)  # one of each worker makes a step
         steps = _patiently(zip(*parts_in_turn, strict=False), enough)
         yield from _ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
 
@@ -124,6 +127,8 @@ def _patiently(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T]:
                 continue
             if isinstance(error, StopIteration):
                 return
+            if isinstance(error, OSError | EOFError | RuntimeError):  # what PyTorch says of it depends on the moment
+                raise RuntimeError(f"a loader process died: {' '.join(str(error).split()) or type(error).__name__}")
             if error:
                 raise error
             wanted.release()  # the next one, while this one is worked on
