@@ -9,7 +9,8 @@ ratio_RIVAL_cold       images per second of ours / of the rival; files as they a
 ratio_RIVAL_warm       the same with the node's cache, the rival's being full too
 decoded_ratio_RIVAL    from the server through our decoder and two 224-pixel crops in two loader processes
 bytes_per_epoch_ratio  fetched without a cache / bytes of the tars, the worst of 1, 2 and 4 readers
-first_batch_block_reads[_RIVAL]   the first batch of files from the middle of an epoch, in times of one block's GET
+first_batch_block_reads[_RIVAL]   the first batch of files from the middle of an epoch, in times of one block's GET;
+                       ours with two lanes, as it waits for a block of every lane that a reader owns
 """
 
 import io

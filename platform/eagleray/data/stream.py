@@ -188,7 +188,7 @@ class Stream:
         for i in range(len(turn.order)):
             yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
         for run in turn.runs[turn.run + 1 :] + turn.runs[: turn.run]:
-            block = Block(place.block.fetcher, run)
+            block = Block(place.block.fetcher, run, epoch=turn.epoch)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
 
@@ -233,7 +233,7 @@ class _Walk:
         """Ask for the next block, where there is one."""
         turn = next(self.turns, None)
         if turn:
-            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run])))
+            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run], epoch=turn.epoch)))
         return turn is not None
 
     def __next__(self) -> _Place:
