@@ -135,3 +135,21 @@ def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> Non
     assert {line["name"] for line in lines} == names
     assert {line["status"] for line in lines} == {"ok"}, lines
     assert all(name in done.stdout for name in names)
+
+
+def test_big_index(environment: dict[str, str]) -> None:
+    out = result(environment, "big_index.py", "--images", "8192", "--shards", "4", "--lanes", "8", "--batch", "64")
+    assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))
+
+
+def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
+    figure = tmp_path / "memory.png"
+    out = result(environment, "loader_memory.py", "--images", "64", "--batch", "8", "--figure", figure)
+    assert 0 < out["peak_pss_mib"] < out["peak_rss_mib"] < out["bound_mib"]
+    assert figure.exists()
+
+
+def test_streaming_says_how_to_install_its_rival(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(environment | {"XDG_CACHE_HOME": str(tmp_path)}, BENCHMARKS / "streaming.py", rc=2)
+    assert done.stderr.count("\n") == 1
+    assert "-m pip install mosaicml-streaming" in done.stderr

@@ -7,9 +7,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from eagleray.views.crop import MODES, centre_crop, corners, crop
+from eagleray.views.crop import centre_crop, corners, crop
 from eagleray.views.draw import COLUMNS, Views, crops, photometrics, uniforms
 from eagleray.views.photometric import MEAN, STD, apply
 from eagleray.views.view import View
@@ -39,7 +40,8 @@ def test_crops_equal_torchvisions_bit_for_bit(interpolation: Any, height: int, w
     out = [torch.empty(3, v.size, v.size, dtype=torch.uint8) for v in views.views]
     crop(image, boxes, views.views, out)
     for box, view, got in zip(boxes.tolist(), views.views, out, strict=True):
-        assert torch.equal(got, F.resized_crop(image, *box, [view.size] * 2, MODES[interpolation], antialias=True))
+        mode = InterpolationMode(interpolation)
+        assert torch.equal(got, F.resized_crop(image, *box, [view.size] * 2, mode, antialias=True))
 
 
 def test_interpolations_differ() -> None:

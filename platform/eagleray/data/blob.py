@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNIT = 2**20  # bytes; buffers come in multiples of it
-SPARE = 4  # buffers kept for the next block
+SPARE = 16  # buffers at most that wait for the next block; never more than there were blocks
 
 
 @dataclass(frozen=True, slots=True)

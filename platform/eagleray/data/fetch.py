@@ -72,7 +72,11 @@ class Block:
         rows = fetcher.index.rows(self.first, self.first + run.last - run.first)
         self.blob = rows.blob
         self.places = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
+        self.labels = rows.label.tolist()
         self.range = fetcher.pool.submit(lambda: fetcher.cached(run) if fetcher.cache else fetcher.read(rows))
+
+    def label(self, sample: int) -> int:
+        return self.labels[sample - self.first]  # type: ignore[no-any-return]
 
     def bytes(self, sample: int) -> memoryview:
         """An image's bytes as they were indexed. Raises BadImage where the store has others by now."""

@@ -4,8 +4,9 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,8 +96,8 @@ class Stream:
         for _ in itertools.count() if stop is None else range(start, stop):
             part = self._empty(rows)
             try:
-                for row, place in enumerate(next(steps)):
-                    self._fill(part, row, place)
+                drawn = [self._fill(part, row, place) for row, place in enumerate(next(steps))]
+                self._note(part, drawn)
             except (UserError, Outage) as e:
                 part.error = e
             yield part
@@ -149,35 +150,40 @@ class Stream:
             epoch += 1
 
     def _empty(self, rows: int) -> Part:
-        v = len(self.views.views)
+        nothing = torch.empty(0)
         return Part(
             pixels=[torch.empty(n, rows, 3, size, size, dtype=torch.uint8) for n, size in groups(self.views)],
-            params=torch.empty(v, rows, len(draw.COLUMNS)),
-            boxes=torch.empty(v, rows, 4),
+            params=nothing,
+            boxes=nothing,
             index=torch.empty(rows, dtype=torch.long),
             label=torch.empty(rows, dtype=torch.long),
         )
 
-    def _fill(self, part: Part, row: int, place: "_Place") -> None:
+    def _fill(self, part: Part, row: int, place: "_Place") -> "_Drawn":
         """Decode and crop one sample into its row."""
-        sample, image = self._decode(part, place)
+        sample, block, image = self._decode(part, place)
         turn = place.turn
         # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
         key = int(turn.order[place.at]) + turn.copy * len(self.index)
         u = draw.uniforms(len(self.views.views), seed=self.seed, epoch=turn.epoch, sample=key)
         height, width = image.shape[1:]
-        boxes, params = draw.crops(self.views, u, height, width), draw.photometrics(self.views, u)
+        boxes = draw.crops(self.views, u, height, width)
         crop(image, boxes, self.views.views, [view[row] for group in part.pixels for view in group])
-        part.params[:, row] = torch.from_numpy(params)
-        part.boxes[:, row] = torch.from_numpy(corners(boxes, params[:, 0], height, width))
-        part.index[row] = sample
-        part.label[row] = int(self.index.rows(sample, sample + 1).label[0])
+        part.index[row], part.label[row] = sample, block.label(sample)
+        return _Drawn(u, boxes, height, width)
 
-    def _decode(self, part: Part, place: "_Place") -> tuple[int, Tensor]:
+    def _note(self, part: Part, drawn: Sequence["_Drawn"]) -> None:
+        """What is still to be done to the crops, and where they are from."""
+        u, boxes, height, width = (np.array(x) for x in zip(*drawn, strict=True))
+        params = draw.photometrics(self.views, u)  # (b, V, 13)
+        places = corners(boxes, params[..., 0], height[:, None], width[:, None])  # (b, V, 4)
+        part.params, part.boxes = (torch.from_numpy(x.swapaxes(0, 1).copy()) for x in (params, places))
+
+    def _decode(self, part: Part, place: "_Place") -> tuple[int, Block, Tensor]:
         """The sample, or the next good one of its block, or of the lane's other blocks."""
         for sample, block in self._candidates(place):
             try:
-                return sample, decode(block.bytes(sample))
+                return sample, block, decode(block.bytes(sample))
             except BadImage as e:
                 part.bad.append(self.index.named(sample, str(e)))
         last = part.bad[-1]
@@ -191,6 +197,15 @@ class Stream:
             block = Block(place.block.fetcher, run, epoch=turn.epoch)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
+
+
+class _Drawn(NamedTuple):
+    """Of one sample."""
+
+    u: NDArray[np.float64]  # (V, WIDTH)
+    boxes: NDArray[np.int64]  # (V, 4)
+    height: int
+    width: int
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
@@ -10,22 +11,28 @@ from torchvision.transforms.v2 import functional as F
 
 from eagleray.views.view import View
 
-MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+# What torchvision's antialiased resize comes down to, with a place to write to.
+RESIZE = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
 
 
 def crop(image: Tensor, boxes: NDArray[np.int64], views: Sequence[View], out: Sequence[Tensor]) -> None:
     """Resized crops of an image (3, H, W) into `out`, V x (3, S, S); boxes (V, 4) are top, left, height, width."""
     for (top, left, h, w), view, place in zip(boxes.tolist(), views, out, strict=True):
-        part = image[:, top : top + h, left : left + w]
-        place.copy_(F.resize_image(part, [view.size, view.size], MODES[view.interpolation], antialias=True))
+        part = image[None, :, top : top + h, left : left + w]
+        RESIZE[view.interpolation](part, [view.size, view.size], False, None, None, out=place[None])
 
 
-def corners(boxes: NDArray[np.int64], flip: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
-    """Crop corners x0 y0 x1 y1 (V, 4) as shares of the image; a mirrored view runs from right to left."""
-    top, left, h, w = boxes.T
+def corners(
+    boxes: NDArray[np.int64], flip: NDArray[np.float32], height: NDArray[np.int64] | int, width: NDArray[np.int64] | int
+) -> NDArray[np.float32]:
+    """Crop corners x0 y0 x1 y1 (..., V, 4) as shares of the image; a mirrored view runs from right to left."""
+    top, left, h, w = np.moveaxis(boxes, -1, 0)
     x0, x1 = left / width, (left + w) / width
     x0, x1 = np.where(flip > 0, (x1, x0), (x0, x1))
-    return np.stack([x0, top / height, x1, (top + h) / height], 1).astype(np.float32)
+    return np.stack([x0, top / height, x1, (top + h) / height], -1).astype(np.float32)
 
 
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:

@@ -96,16 +96,22 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 
 
 def photometrics(v: Views, u: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Parameters of the photometric operations (V, 13), columns as in COLUMNS; sigma 0 means no blur."""
-    happens = u[:, [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance
-    flip, jitter, gray, blur, solarize = happens.T
-    hue = v.strength[:, 3]
+    """Parameters of the photometric operations (..., V, 13) from uniforms (..., V, WIDTH), columns as in COLUMNS; sigma
+    0 means no blur."""
+    flip, jitter, gray, blur, solarize = np.moveaxis(u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance, -1, 0)
     low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
-    factors = low + (high - low) * u[:, BRIGHTNESS : SATURATION + 1]
-    shift = hue * (2 * u[:, HUE] - 1)
-    order = ORDERS[(u[:, ORDER] * len(ORDERS)).astype(np.int64)]
-    sigma = np.where(blur, v.sigma[:, 0] + (v.sigma[:, 1] - v.sigma[:, 0]) * u[:, SIGMA], 0)
-    return np.column_stack([flip, jitter, order, factors, shift, gray, sigma, solarize]).astype(np.float32)
+    factors = low + (high - low) * u[..., BRIGHTNESS : SATURATION + 1]
+    shift = v.strength[:, 3] * (2 * u[..., HUE] - 1)
+    order = ORDERS[(u[..., ORDER] * len(ORDERS)).astype(np.int64)]
+    sigma = np.where(blur, v.sigma[:, 0] + (v.sigma[:, 1] - v.sigma[:, 0]) * u[..., SIGMA], 0)
+    columns = (
+        flip[..., None],
+        jitter[..., None],
+        order,
+        factors,
+        *(x[..., None] for x in (shift, gray, sigma, solarize)),
+    )
+    return np.concatenate(columns, -1).astype(np.float32)
 
 
 def between(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
