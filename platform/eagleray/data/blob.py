@@ -26,12 +26,22 @@ def room(length: int) -> memoryview:
     costs more time than the bytes that go into it, and malloc would scatter it further with every epoch."""
     if length < UNIT:
         return memoryview(bytearray(length))
-    try:
-        base = _spare.popleft()
-    except IndexError:
-        base = np.empty(0, np.uint8)
-    if not length <= len(base) <= 2 * length:
+    base = _fitting(length)
+    if base is None:
         base = np.empty(-(-length // UNIT) * UNIT, np.uint8)
     view = base[:length]
     weakref.finalize(view, _spare.append, base).atexit = False
     return memoryview(view)  # type: ignore[arg-type]
+
+
+def _fitting(length: int) -> NDArray[np.uint8] | None:
+    """One of the spare buffers; other threads may take and give back some meanwhile."""
+    for _ in range(len(_spare)):
+        try:
+            base = _spare.popleft()
+        except IndexError:
+            return None
+        if length <= len(base) <= 2 * length:
+            return base
+        _spare.append(base)
+    return None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from eagleray.data.cache import Cache
 from eagleray.data.decode import BadImage, decode
@@ -52,6 +53,15 @@ def groups(views: Views) -> list[tuple[int, int]]:
         else:
             out.append((1, view.size))
     return out
+
+
+def pixels(*shape: int) -> Tensor:
+    """Room for uint8 pixels; in a loader process in memory that the main process sees too, where anything else would
+    be copied when it is handed over."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as PyTorch's own collation does
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,7 @@ class Stream:
     def _empty(self, rows: int) -> Part:
         nothing = torch.empty(0)
         return Part(
-            pixels=[torch.empty(n, rows, 3, size, size, dtype=torch.uint8) for n, size in groups(self.views)],
+            pixels=[pixels(n, rows, 3, size, size) for n, size in groups(self.views)],
             params=nothing,
             boxes=nothing,
             index=torch.empty(rows, dtype=torch.long),
