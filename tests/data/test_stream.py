@@ -170,7 +170,7 @@ def needed(s: Stream, epoch: int, skip: int, count: int | None) -> list[int]:
     out = np.zeros(SAMPLES, int)
     laid = Epoch.of(s.index.block_sizes, seed=s.seed, epoch=epoch)
     for lane in range(LANES):
-        runs = laid.lane(lane, lanes=LANES, batch=BATCH)
+        runs = list(laid.lane(lane, lanes=LANES, batch=BATCH))
         ends = np.cumsum([r.last - r.first for r in runs])
         for run in runs[int(np.searchsorted(ends, skip, "right")) :][:count]:
             out[s.index.starts[run.block] + np.arange(run.first, run.last)] += 1

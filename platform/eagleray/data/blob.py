@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-UNIT = 2**20  # bytes; buffers come in multiples of it
+SMALL = 2**20  # bytes; what is smaller is malloc's business
+UNIT = 20 * SMALL  # bytes; buffers come in multiples of it: one serves any usual block, and costs what is used of it
 SPARE = 16  # buffers at most that wait for the next block; never more than there were blocks
 
 
@@ -24,7 +25,7 @@ _spare: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
 def room(length: int) -> memoryview:
     """Bytes to be written over. When nobody holds those of a block any more they serve the next one: fresh memory
     costs more time than the bytes that go into it, and malloc would scatter it further with every epoch."""
-    if length < UNIT:
+    if length < SMALL:
         return memoryview(bytearray(length))
     base = _fitting(length)
     if base is None:
@@ -41,7 +42,7 @@ def _fitting(length: int) -> NDArray[np.uint8] | None:
             base = _spare.popleft()
         except IndexError:
             return None
-        if length <= len(base) <= 2 * length:
+        if length <= len(base) <= max(UNIT, 2 * length):
             return base
         _spare.append(base)
     return None

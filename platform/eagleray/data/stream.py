@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from eagleray.data.cache import Cache
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.fetch import Block, Fetcher
 from eagleray.data.index import Index
-from eagleray.data.order import Epoch, Run, lane_length
+from eagleray.data.order import Epoch, Lane, lane_length
 from eagleray.data.quarantine import Bad
 from eagleray.data.retry import PATIENCE
 from eagleray.errors import Outage, UserError
@@ -145,10 +145,10 @@ class Stream:
         skip, left = step * each, math.inf if stop is None else (stop - start) * each
         while True:
             visits = epochs(epoch).lane(number, lanes=self.lanes, batch=self.batch)
-            before = np.cumsum([v.last - v.first for v in visits])
+            before = np.cumsum(visits.lasts - visits.firsts)
             first = int(np.searchsorted(before, skip, "right"))
             skip -= int(before[first - 1]) if first else 0
-            runs = [Run(int(self.visits[v.block]), v.first, v.last) for v in visits]
+            runs = replace(visits, blocks=self.visits[visits.blocks])
             for i in range(first, len(runs)):
                 if left <= 0:
                     return
@@ -203,7 +203,8 @@ class Stream:
         turn = place.turn
         for i in range(len(turn.order)):
             yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
-        for run in turn.runs[turn.run + 1 :] + turn.runs[: turn.run]:
+        for i in range(1, len(turn.runs)):
+            run = turn.runs[(turn.run + i) % len(turn.runs)]
             block = Block(place.block.fetcher, run, epoch=turn.epoch)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
@@ -223,7 +224,7 @@ class _Turn:
     """A run of a lane."""
 
     epoch: int
-    runs: list[Run]  # of the lane in this epoch
+    runs: Lane
     run: int  # the one that this is
     order: NDArray[np.int64]  # its samples in reading order
     copy: int  # times that they have been read in this epoch, where a source is repeated
