@@ -129,9 +129,9 @@ class Stream:
         try:
             walks = [_Walk(fetcher, self._turns(number, start, stop, epochs), each) for number in lanes]
             for _ in itertools.count() if stop is None else range(start, stop):
+                yield [next(walk) for walk in walks for _ in range(each)]
                 for walk in walks:
                     walk.look_ahead()
-                yield [next(walk) for walk in walks for _ in range(each)]
         finally:
             fetcher.pool.close()
 
@@ -244,7 +244,7 @@ class _Walk:
     """A lane's samples, its next block on the way while this one is read."""
 
     def __init__(self, fetcher: Fetcher, turns: Iterator[_Turn], each: int) -> None:
-        """All lanes ask for what they need for a step, `each` samples, before any looks ahead."""
+        """All lanes ask for what they need for a step, `each` samples, and have it before any looks ahead."""
         self.fetcher, self.turns = fetcher, turns
         self.open: deque[tuple[_Turn, Block]] = deque()
         while each > sum(len(turn.order) - turn.at for turn, _ in self.open) and self._ask():
