@@ -21,6 +21,9 @@ class Server(ThreadingHTTPServer):
 
     asked: list[tuple[str, dict[str, str]]]
 
+    def handle_error(self, *_: object) -> None:
+        """Of a client that has gone."""
+
 
 class Handler(BaseHTTPRequestHandler):
     server: Server
