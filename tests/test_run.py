@@ -131,7 +131,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
 ):
     out = tmp_path / "out"
     args = split(arguments(small, shards, out, "data.patience=0.005"))
-    away(40)
+    away(10)  # eight lanes have their first blocks, and few have the next
     with pytest.raises(
         Outage, match=r"^\S+\.tar: SlowDown: reduce your request rate; given up after \d+ attempts in 0 s$"
     ):
@@ -149,7 +149,7 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
     small: Path, shards: Path, tmp_path: Path, away: Callable[[int], None]
 ):
     out = tmp_path / "out"
-    away(40)
+    away(10)  # eight lanes have their first blocks, and few have the next
 
     def ask() -> None:
         while not read_lines(out / "metrics.jsonl"):
