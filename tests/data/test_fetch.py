@@ -99,7 +99,7 @@ def damage(index: Index, sample: int) -> None:
 
 def test_bytes_that_changed_in_the_store_are_refused_and_only_they(index: Index) -> None:
     damage(index, 3)
-    block = Block(Fetcher(index, cache=None), first_run(index), epoch=0)
+    block = Block(Fetcher(index, cache=None), first_run(index))
     for sample in range(10):
         if sample == 3:
             with pytest.raises(BadImage, match="its bytes have changed since it was indexed: checksum"):
@@ -119,7 +119,7 @@ def test_bytes_that_changed_on_the_way_are_read_again_once(index: Index, monkeyp
         return data
 
     monkeypatch.setattr(LocalStore, "read", read)
-    block = Block(Fetcher(index, cache=None), first_run(index), epoch=0)
+    block = Block(Fetcher(index, cache=None), first_run(index))
     assert all(bytes(block.bytes(s)) == image(index, s) for s in range(10))
     assert reads[1:] == [(int(index.offset[3]), int(index.size[3]))]
 
@@ -127,12 +127,12 @@ def test_bytes_that_changed_on_the_way_are_read_again_once(index: Index, monkeyp
 def test_bytes_that_changed_in_the_cache_are_read_from_the_store(index: Index, tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", 10**7)
     run = first_run(index)
-    Block(Fetcher(index, cache=cache), run, epoch=3).bytes(0)
+    Block(Fetcher(index, cache=cache), run).bytes(0)
     [kept] = (tmp_path / "cache").glob("*.block")
     data = bytearray(kept.read_bytes())
     data[int(index.offset[3] - index.offset[0]) + 9] ^= 1
     kept.write_bytes(data)
-    block = Block(Fetcher(index, cache=cache), run, epoch=3)
+    block = Block(Fetcher(index, cache=cache), run)
     assert all(bytes(block.bytes(s)) == image(index, s) for s in range(run.last))
     assert not kept.exists()  # and is fetched anew the next time
 
@@ -171,8 +171,8 @@ def test_a_reader_holds_two_blocks_of_each_lane_and_no_more(index: Index, monkey
     most = 0
     honest = fetching.Block.__init__
 
-    def init(self: fetching.Block, *given: Any, epoch: int) -> None:
-        honest(self, *given, epoch=epoch)
+    def init(self: fetching.Block, *given: Any) -> None:
+        honest(self, *given)
         alive.add(self)
 
     monkeypatch.setattr(fetching.Block, "__init__", init)

@@ -62,12 +62,11 @@ class _Range(NamedTuple):
 
 
 class Block:
-    """The samples of a run, on their way. Their checksums are compared in the first epoch, and always where the bytes
-    come from a cache: an object that is pinned by its tag seldom changes later, and a sum costs 4 % of a read."""
+    """The samples of a run, on their way. Checksums are compared at every read: what was replaced in one epoch must not
+    come back in the next."""
 
-    def __init__(self, fetcher: "Fetcher", run: Run, *, epoch: int) -> None:
+    def __init__(self, fetcher: "Fetcher", run: Run) -> None:
         self.fetcher, self.run = fetcher, run
-        self.checked = epoch == 0 or fetcher.cache is not None
         self.first = int(fetcher.index.starts[run.block]) + run.first
         rows = fetcher.index.rows(self.first, self.first + run.last - run.first)
         self.blob = rows.blob
@@ -83,7 +82,7 @@ class Block:
         offset, size, crc = self.places[sample - self.first]
         begin, data = self.range.result()
         data = data[offset - begin : offset - begin + size]
-        if not self.checked or crc32(data) == crc:
+        if crc32(data) == crc:
             return data
         data = self.fetcher.again(self.run, self.blob, offset, size)  # it may have happened on the way
         if crc32(data) == crc:

@@ -205,7 +205,7 @@ class Stream:
             yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
         for i in range(1, len(turn.runs)):
             run = turn.runs[(turn.run + i) % len(turn.runs)]
-            block = Block(place.block.fetcher, run, epoch=turn.epoch)
+            block = Block(place.block.fetcher, run)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
 
@@ -259,7 +259,7 @@ class _Walk:
         """Ask for the next block, where there is one."""
         turn = next(self.turns, None)
         if turn:
-            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run], epoch=turn.epoch)))
+            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run])))
         return turn is not None
 
     def __next__(self) -> _Place:
