@@ -72,7 +72,14 @@ class Block:
         self.blob = rows.blob
         self.places = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
         self.labels = rows.label.tolist()
-        self.range = fetcher.pool.submit(lambda: fetcher.cached(run) if fetcher.cache else fetcher.read(rows))
+        self.range = fetcher.pool.submit(
+            lambda: self._checked(fetcher.cached(run) if fetcher.cache else fetcher.read(rows))
+        )
+
+    def _checked(self, found: _Range) -> tuple[_Range, set[int]]:
+        """With the offsets of images whose sums differ; done where it is fetched, beside what uses the images."""
+        begin, data = found
+        return found, {at for at, size, crc in self.places if crc32(data[at - begin : at - begin + size]) != crc}
 
     def label(self, sample: int) -> int:
         return self.labels[sample - self.first]  # type: ignore[no-any-return]
@@ -80,10 +87,9 @@ class Block:
     def bytes(self, sample: int) -> memoryview:
         """An image's bytes as they were indexed. Raises BadImage where the store has others by now."""
         offset, size, crc = self.places[sample - self.first]
-        begin, data = self.range.result()
-        data = data[offset - begin : offset - begin + size]
-        if crc32(data) == crc:
-            return data
+        (begin, data), wrong = self.range.result()
+        if offset not in wrong:
+            return data[offset - begin : offset - begin + size]
         data = self.fetcher.again(self.run, self.blob, offset, size)  # it may have happened on the way
         if crc32(data) == crc:
             return data
