@@ -107,9 +107,9 @@ def timed(
     common.wait(feed.device)
     clock.spans.clear()
     feed.waited, begin = 0.0, time.perf_counter()
-    [(_, values)] = deque(steps, maxlen=1)
+    [last] = deque(steps, maxlen=1)
     common.wait(feed.device)
-    return time.perf_counter() - begin, values["loss"]
+    return time.perf_counter() - begin, last.values["loss"]
 
 
 class Feed:

@@ -49,9 +49,9 @@ def train(rank: int, rows: tuple[int, ...], port: int, recipe: Path, out: Path) 
 
     method.before_step = before_step  # of these two methods' own there is none without frozen layers
     losses = []
-    for _, values in fit(method, batches(), optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.1, wrap=world.wrap):
+    for taken in fit(method, batches(), optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.1, wrap=world.wrap):
         share = rows[rank] / sum(rows)
-        losses.append(world.agree(float(values["loss"]) * share)[0])
+        losses.append(world.agree(float(taken.values["loss"]) * share)[0])
     if rank == 0:
         torch.save({"state": method.state_dict(), "losses": losses, "gradient": first}, out)
     if len(rows) > 1:

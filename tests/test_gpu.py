@@ -116,8 +116,8 @@ def steps(r: Recipe, device: torch.device, count: int) -> Iterator[tuple[Method,
         weight_decay=lambda _: 0.05,
         clip=3.0,
     )
-    for _, values in fit:
-        yield method, values
+    for taken in fit:
+        yield method, taken.values
 
 
 @on_both

@@ -55,6 +55,24 @@ def total_with_grad(x: Tensor) -> Tensor:
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: tuple[int, ...]) -> Tensor:
+        ctx.rows = rows
+        return gather(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        start = offset(ctx.rows)
+        return total(grads[0])[start : start + ctx.rows[rank()]], None
+
+
+def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """(B, ...) on each rank to (sum of rows, ...) on all; a rank's gradient is what all ranks' losses say about its
+    rows."""
+    return _Gather.apply(x, tuple(rows)) if size() > 1 else x  # type: ignore[no-any-return]
+
+
 def objects(x: Any) -> list[Any]:
     """Any picklable thing of every rank, in rank order, on all; for rare and small things."""
     if size() == 1:

@@ -62,9 +62,13 @@ class Data:
 class Optim:
     name: Literal["adamw", "lars"] = "adamw"
     batch: Positive = 1024  # images per step over all ranks; no rank count changes it
+    micro_batch: Positive | None = (
+        None  # images in the backbone at once on each rank, with the gradient of all; None: all
+    )
     epochs: Positive = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
     lr_images: Positive | None = None  # lr.value is meant for a batch of this size and scales linearly; None: as it is
+    constant_lr: tuple[str, ...] = ()  # parts of the method whose rate stays at lr.value (SimSiam's predictor)
     weight_decay: Schedule = Schedule(value=0.04, end=0.4)
     decay: Literal["all", "matrices"] = "matrices"  # matrices: biases and other vectors are not decayed
     clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
@@ -111,7 +115,15 @@ class Recipe:
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate")
-OPERATION += ("data.workers", "data.bad_limit", "data.test", "data.cache", "data.cache_size", "data.patience")
+OPERATION += (
+    "optim.micro_batch",
+    "data.workers",
+    "data.bad_limit",
+    "data.test",
+    "data.cache",
+    "data.cache_size",
+    "data.patience",
+)
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:

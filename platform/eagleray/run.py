@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagleray import checkpoint, config, dist, optim
 from eagleray import recipe as recipes
@@ -103,6 +103,9 @@ def build(recipe: Recipe) -> Method:
         freeze_patch=n.freeze_patch,
         options=n.options,
     )
+    backbone.micro_batch = recipe.optim.micro_batch
+    if backbone.micro_batch and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in backbone.modules()):
+        raise UserError(f"optim.micro_batch={recipe.optim.micro_batch}: {n.name} its batch norm needs the whole batch")
     return recipe.method.build(backbone)  # type: ignore[no-any-return]
 
 
@@ -129,7 +132,9 @@ def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] |
     with Folder(Path(recipe.out or ""), world.rank, tracking, config.flat(config.plain(recipe))) as folder:
         dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         p = plan(recipe, patience=60 * recipe.data.patience)
-        method = build(recipe).to(world.device)
+        method = build(recipe)
+        method.begin(len(p.index))
+        method.to(world.device)
         world.synchronise(method)
         optimizer = optim.make(recipe.optim.name, method, decay=recipe.optim.decay)
         state = restore(folder, recipe, method, optimizer)
@@ -179,9 +184,9 @@ def train(
         seed=recipe.seed,
         wrap=world.wrap,
     )
-    for at, values in steps:
-        step = at.step + 1
-        meter.values.append(values)
+    for taken in steps:
+        at, step = taken.at, taken.at.step + 1
+        meter.values.append(taken.values)
         every = recipe.evaluate.every * p.stream.steps_per_epoch
         look = bool(every) and step % every == 0 and step < p.steps
         if step % recipe.log_steps == 0 or look or step == p.steps:

@@ -1,6 +1,7 @@
 """The training loop: plain PyTorch, one optimiser step per iteration, nothing about where it runs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +9,18 @@ from torch import Tensor, nn
 from eagleray import dist
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
+from eagleray.models.memory import Memory
 from eagleray.schedule import Progress
 
-Step = tuple[Progress, dict[str, Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimiser step that was taken. P trainable tensors."""
+
+    at: Progress
+    batch: Batch
+    values: dict[str, Tensor]  # scalars of this rank: the method's own, `grad_norm` before clipping, and `skipped`
+    norms: Tensor  # (P,) of each gradient before clipping; 0 where there is none
 
 
 def fit(
@@ -27,18 +37,18 @@ def fit(
 ) -> Iterator[Step]:
     """Train on `batches`, yielding after each optimiser step; the caller logs, saves and evaluates.
 
-    Yields scalars of this rank: the method's own, `grad_norm` before clipping, and `skipped`, which is 1 where the
-    gradient was not finite and the step changed nothing.
+    A step whose gradient is not finite changes nothing; its `skipped` is 1.
     """
     model = wrap(method)
     device = next(method.parameters()).device
     params = [p for p in method.parameters() if p.requires_grad]
+    small = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
     for at, batch in batches:
         method.train()
         for group in optimizer.param_groups:
-            group["lr"] = lr(at)
+            group["lr"] = group.get("constant_lr") or lr(at)
             group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
-        before = [b.clone() for b in method.buffers()]
+        before = [b.clone() for b in small]  # centres, batch norm
         torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path, the same after a restart
 
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -46,26 +56,31 @@ def fit(
         share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
         (out["loss"] * share).backward()
 
-        norm = clip_([p.grad for p in params if p.grad is not None], clip, each=clip_each)
+        live = [i for i, p in enumerate(params) if p.grad is not None]
+        norms = clip_([params[i].grad for i in live], clip, each=clip_each)  # type: ignore[misc]
+        norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
         optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # on the device: nobody waits for it
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         method.after_step(at)
-        for buffer, old in zip(method.buffers(), before, strict=True):  # centres, queues, batch norm
+        for buffer, old in zip(small, before, strict=True):
             buffer.copy_(torch.where(skipped, old, buffer))
 
-        yield at, {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": skipped.float()}
+        values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": skipped.float()}
+        if len(live) < len(params):
+            norms = norms.new_zeros(len(params)).index_copy(0, torch.tensor(live, device=device), norms)
+        yield Step(at, batch, values, norms)
 
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
     """Scale gradients down, in place, to a norm of `limit`: that of each tensor on its own (DINO), or of all together.
-    Returns the norm of all before."""
+    Returns the norms before."""
     norms = torch.stack(torch._foreach_norm(list(grads)))
-    norm = torch.linalg.vector_norm(norms)
     if limit is not None:
+        norm = torch.linalg.vector_norm(norms)
         factors = (limit / ((norms if each else norm.expand_as(norms)) + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(list(grads), list(factors.unbind()))
-    return norm
+    return norms

@@ -1,10 +1,19 @@
 """What every pretraining method is."""
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor, nn
 
 from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone
 from eagleray.schedule import Progress
+
+# Ranges of what a method's recipe section may hold.
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Method(nn.Module):
@@ -15,8 +24,14 @@ class Method(nn.Module):
 
     views: tuple[int, int]  # the fewest and the most it works with
 
+    def begin(self, images: int) -> None:
+        """Called once before training, with the number of training images: memory with a row for each is made here."""
+
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Scalars by name, each a mean over this rank's rows; `loss` is minimised, the rest is logged beside it."""
+        """Scalars by name, each a mean over this rank's rows; `loss` is minimised, the rest is logged beside it.
+
+        `entropy` and `usage`, where there is a softmax to learn from, are shares of the largest possible: the entropy
+        of a row's distribution, and that of the mean distribution of all rows."""
         raise NotImplementedError
 
     def before_step(self, at: Progress) -> None:

@@ -13,6 +13,7 @@ from timm.layers import build_sincos2d_pos_embed
 from torch import Tensor, nn
 
 from eagleray.errors import UserError
+from eagleray.models.parts import by_parts
 
 Head = TypeVar("Head", bound=nn.Module)
 
@@ -42,6 +43,7 @@ class Backbone(nn.Module):
     """A timm model without its classifier. Raises UserError for a name or an option that timm does not know."""
 
     model: Any  # whatever timm made
+    micro_batch: int | None = None  # images that go through together while training; None: all
 
     def __init__(
         self,
@@ -71,6 +73,14 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor) -> Features:
         """(B, 3, H, W) to features."""
+        return Features(*by_parts(self._features, images, self.micro_batch if self.training else None))
+
+    def pooled(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, D), for those who need no patches: they are not kept."""
+        out: Tensor = by_parts(lambda x: self._features(x).pooled, images, self.micro_batch if self.training else None)
+        return out
+
+    def _features(self, images: Tensor) -> Features:
         out: Tensor = self.model.forward_features(images)
         pooled = self.model.forward_head(out, pre_logits=True)
         if out.ndim == 4:
@@ -118,7 +128,7 @@ class Encoder(nn.Module, Generic[Head]):
                 same[-1].append(x)
             else:
                 same.append([x])
-        out: Tensor = self.head(torch.cat([self.backbone(torch.cat(xs)).pooled for xs in same]))
+        out: Tensor = self.head(torch.cat([self.backbone.pooled(torch.cat(xs)) for xs in same]))
         return out
 
 

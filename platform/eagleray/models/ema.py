@@ -1,6 +1,7 @@
 """Momentum copies of a network."""
 
 import copy
+import weakref
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ def ema_copy(net: M) -> M:
     """A frozen copy that starts where `net` is. It stays in train mode, as the authors' do (batch statistics are its
     own), but drops nothing."""
     out = copy.deepcopy(net).requires_grad_(False)
+    out.online = weakref.ref(net)  # type: ignore[assignment]  # for those who ask how far the two are apart
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0

@@ -1,0 +1,48 @@
+"""What a method remembers of earlier batches: a queue of keys (MoCo), one vector per image (InstDisc)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Memory(nn.Module):
+    """Rows that outlive a step. They are too many to copy at every step in case it must be undone, so only finite
+    rows are written."""
+
+
+class Queue(Memory):
+    """The last K keys, unit vectors of C channels, the oldest overwritten first; random at the start."""
+
+    keys: Tensor  # (C, K)
+    next: Tensor  # () column to write next
+
+    def __init__(self, dim: int, length: int) -> None:
+        super().__init__()
+        self.register_buffer("keys", F.normalize(torch.randn(dim, length), dim=0))
+        self.register_buffer("next", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def push(self, k: Tensor) -> None:
+        """Write keys (B, C) of all ranks; more than fit keep the last K."""
+        length = self.keys.shape[1]
+        k = k[-length:].to(self.keys.dtype)
+        at = (self.next + torch.arange(len(k), device=k.device)) % length
+        self.keys[:, at] = torch.where(torch.isfinite(k).all(1), k.T, self.keys[:, at])
+        self.next.copy_((self.next + len(k)) % length)
+
+
+class Bank(Memory):
+    """One vector of C channels for each of n images."""
+
+    rows: Tensor  # (n, C)
+
+    def __init__(self, images: int, dim: int) -> None:
+        super().__init__()
+        bound = (3 / dim) ** 0.5  # of unit length on average
+        self.register_buffer("rows", torch.empty(images, dim).uniform_(-bound, bound))
+
+    @torch.no_grad()
+    def write(self, index: Tensor, v: Tensor) -> None:
+        """Rows (B,) become v (B, C)."""
+        v = v.to(self.rows.dtype)
+        self.rows[index] = torch.where(torch.isfinite(v).all(1, keepdim=True), v, self.rows[index])
