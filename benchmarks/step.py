@@ -26,7 +26,7 @@ import common
 import torch
 from clock import PARTS, Clock, patched
 
-from eagleray import optim, recipe, run, train
+from eagleray import recipe, run, train
 from eagleray.cluster.world import local
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
@@ -69,7 +69,7 @@ def usual() -> str:
 def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
     method = run.build(r).to(world.device)
-    optimizer = optim.make(r.optim.name, method, decay=r.optim.decay)
+    optimizer = run.make_optimizer(r, method)
     feed = Feed(r, world.device, synthetic=args.synthetic)
     clock = Clock(world.device)
     with patched(clock, method, optimizer):

@@ -35,6 +35,33 @@ workers: 0
 """
 
 
+# Every method at the size of a test: what its section and its views add to SMALL.
+PAIR = "{size: 16, scale: [0.3, 1.0], solarize: 0.1}, {size: 16, scale: [0.3, 1.0], blur: 0.5}"
+CROPS = f"[{PAIR}, {{size: 8, count: 2, scale: [0.1, 0.4]}}]"
+METHODS = {
+    "barlow_twins": "dim: 12, hidden: 16",
+    "byol": "dim: 16, hidden: 32",
+    "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
+    "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
+    "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
+    "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
+    "mocov3": "dim: 16, hidden: 32",
+    "simclr": "dim: 12, hidden: 16",
+    "simsiam": "dim: 24, hidden: 8",
+    "swav": "dim: 12, hidden: 16, prototypes: 20, queue: 40, queue_start: 0.1, freeze_prototypes: 1",
+    "vicreg": "dim: 12, hidden: 16",
+}
+VIEWS = {"dino": CROPS, "swav": CROPS, "instdisc": "[{size: 16, scale: [0.3, 1.0]}]"}
+
+
+def small_recipe(method: str) -> str:
+    """The text of a recipe of a method that trains in seconds."""
+    text = SMALL.replace(
+        "method: {name: mocov3, dim: 16, hidden: 32}", f"method: {{name: {method}, {METHODS[method]}}}"
+    )
+    return text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A recipe that trains in seconds: 10 steps an epoch on `shards`."""
@@ -53,3 +80,38 @@ def small_dino(tmp_path: Path) -> Path:
         .replace("blur: 0.5}]", "blur: 0.5}, {size: 8, count: 2, scale: [0.1, 0.4]}]")
     )
     return path
+
+
+class Table:
+    """Numbers by method and column, printed when all tests are through."""
+
+    def __init__(self) -> None:
+        self.cells: dict[str, dict[str, float]] = {}
+
+    def add(self, row: str, column: str, value: float) -> None:
+        self.cells.setdefault(row, {})[column] = value
+
+    def lines(self) -> list[str]:
+        columns = sorted({c for cells in self.cells.values() for c in cells})
+        width = max(map(len, self.cells), default=0)
+        head = " " * width + "".join(f"  {c}" for c in columns)
+        rows = [
+            f"{row:<{width}}"
+            + "".join(f"  {cells[c]:>{len(c)}.1e}" if c in cells else " " * (len(c) + 2) for c in columns)
+            for row, cells in sorted(self.cells.items())
+        ]
+        return [head, *rows]
+
+
+TABLE = Table()
+
+
+@pytest.fixture(scope="session")
+def table() -> Table:
+    return TABLE
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if TABLE.cells:
+        terminalreporter.section("relative difference of the gradient from that of one process and the whole batch")
+        terminalreporter.write_line("\n".join(TABLE.lines()))

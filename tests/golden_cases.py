@@ -25,6 +25,8 @@ FAMILIES = (
     *("moco_v2_infonce", "moco_v2_queue_step", "densecl_loss", "instdisc_nce", "instdisc_softmax"),
     *("instdisc_proximal_formula", "simclr_ntxent", "byol_loss", "swav_loss", "swav_queue"),
     *("simsiam_heads", "simsiam_loss", "barlow_twins", "vicreg"),
+    *("esvit_swin", "esvit_vil", "esvit_cvt"),
+    *("cvt_forward", "t2t_vit_forward"),
 )
 
 

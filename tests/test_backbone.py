@@ -11,6 +11,8 @@ from eagleray.models.backbone import TESTED, Backbone
 from eagleray.models.ema import ema_copy
 from eagleray.recipe import Network
 
+STRIDE_16 = ("vit", "deit", "cvt_13", "t2t")
+
 
 @pytest.mark.parametrize("name", TESTED)
 def test_any_crop_size(name: str):
@@ -19,7 +21,7 @@ def test_any_crop_size(name: str):
         f = backbone(torch.randn(2, 3, size, size))
         assert f.pooled.shape == (2, backbone.dim)
         assert f.patches.shape == (2, f.grid[0] * f.grid[1], backbone.dim)
-        assert abs(f.grid[0] - size / (32 if "vit" not in name and "deit" not in name else 16)) < 1
+        assert abs(f.grid[0] - size / (16 if name.startswith(STRIDE_16) else 32)) < 1
     f.pooled.square().mean().backward()
     assert all(p.grad is not None for n, p in backbone.named_parameters() if "cls_token" not in n)
 
@@ -52,7 +54,7 @@ def test_a_momentum_copy_never_drops():
     assert not any(p.requires_grad for p in copy.parameters())
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50", "vil_tiny"])
 def test_exports_load_in_timm(name: str, tmp_path: Path):
     backbone = Backbone(name)
     with torch.no_grad():

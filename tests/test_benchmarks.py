@@ -101,6 +101,14 @@ def test_step_names_the_wrong_key(environment: dict[str, str]) -> None:
     assert "did you mean 'epochs'" in done.stderr
 
 
+def test_backbones(environment: dict[str, str]) -> None:
+    out = result(environment, "backbones.py", "deit_s", "pvt_s", "--batch", "1", "--rounds", "1")
+    assert out["deit_s"]["gmacs"] == pytest.approx(4.6, abs=0.01)
+    assert out["pvt_s"]["params_m"] == pytest.approx(23.97)
+    assert out["pvt_s"]["images_per_s"] > 0
+    assert out["pvt_s"]["published_speed"] == pytest.approx(851 / 1007, rel=1e-3)
+
+
 def test_resume(environment: dict[str, str]) -> None:
     out = result(environment, "resume.py", *RESUME, "--workers", "2")
     assert all(out[f"first_batch_s_{place}"] > 0 for place in (0, 50, 99))

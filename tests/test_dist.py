@@ -1,12 +1,15 @@
 """Several processes compute what one does, also when they hold different numbers of rows."""
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from conftest import METHODS, Table, small_recipe
 
 from eagleray import config, optim, run
 from eagleray.cluster.world import World
@@ -14,76 +17,100 @@ from eagleray.data.batch import Batch
 from eagleray.recipe import Recipe
 from eagleray.train import fit
 
-BATCH, STEPS = 24, 3
+BATCH, STEPS = 24, 4
+SPLITS = [(12, 12), (15, 9)]
 
 
-def global_batch(step: int, views: int) -> list[torch.Tensor]:
+def global_batch(step: int, recipe: Recipe) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    sizes = [16, 16, *[8] * (views - 2)]
+    sizes = [v.size for v in recipe.views for _ in range(v.count)]
     return [torch.randn(BATCH, 3, s, s, generator=generator) for s in sizes]
 
 
-def train(rank: int, rows: tuple[int, ...], port: int, recipe: Path, out: Path) -> None:
-    """One rank's run; rank 0 saves weights, buffers and the mean losses."""
-    torch.set_num_threads(1)
-    if len(rows) > 1:
-        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(rows))
+def train(rank: int, rows: tuple[int, ...], recipe: Recipe) -> dict[str, Any]:
+    """One rank's run: weights, buffers, the mean losses, and the first step's gradient."""
     world = World(torch.device("cpu"))
-    r = config.load(Recipe, recipe, ["data.train=none", "backbone.drop_path=0"])
-    method = run.build(r)
+    method = run.build(recipe)
+    method.begin(100)
     world.synchronise(method)
     # Not Adam: it turns the rounding of gradients that are zero in truth, such as a key bias's, into whole steps.
-    optimizer = torch.optim.SGD(optim.param_groups(method, decay="all"), momentum=0.9, fused=True)
+    optimizer = optim.make("sgd", method, decay="all")
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
 
-    def batches():
+    def batches() -> Iterator[tuple[run.Progress, Batch]]:
         for step in range(STEPS):
-            views = [v[mine] for v in global_batch(step, sum(v.count for v in r.views))]
-            yield run.Progress(step, 10, 2), Batch(views, torch.empty(0), torch.arange(1), torch.zeros(1), rows)
+            views = [v[mine] for v in global_batch(step, recipe)]
+            index = torch.arange(BATCH)[mine] + step
+            yield run.Progress(step, 10, 2), Batch(views, torch.empty(0), index, torch.zeros(1), rows)
 
     first: dict[str, torch.Tensor] = {}
+    own = method.before_step
 
     def before_step(at: run.Progress) -> None:
         if not first:
             first.update({n: p.grad.clone() for n, p in method.named_parameters() if p.grad is not None})
+        own(at)
 
-    method.before_step = before_step  # of these two methods' own there is none without frozen layers
+    method.before_step = before_step
     losses = []
-    for taken in fit(method, batches(), optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.1, wrap=world.wrap):
+    for taken in fit(method, batches(), optimizer, lr=lambda _: 0.02, weight_decay=lambda _: 0.1, wrap=world.wrap):
         share = rows[rank] / sum(rows)
         losses.append(world.agree(float(taken.values["loss"]) * share)[0])
+    return {"state": method.state_dict(), "losses": losses, "gradient": first}
+
+
+def rank_of(rank: int, rows: tuple[int, ...], port: int, folder: Path) -> None:
+    """All methods' runs in one process; rank 0 saves them."""
+    torch.set_num_threads(1)
+    if len(rows) > 1:
+        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(rows))
+    found = {}
+    for method in METHODS:
+        (path := folder / f"{rank}.yaml").write_text(small_recipe(method))
+        found[method] = train(rank, rows, config.load(Recipe, path, ["data.train=none"]))
     if rank == 0:
-        torch.save({"state": method.state_dict(), "losses": losses, "gradient": first}, out)
+        torch.save(found, folder / "found.pt")
     if len(rows) > 1:
         torch.distributed.destroy_process_group()
 
 
-def spread(rows: tuple[int, ...], recipe: Path, folder: Path) -> dict:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Any]:
+    """What one process and two found, by the rows of each rank and by method."""
+    out = {}
+    for rows in [(BATCH,), *SPLITS]:
+        folder = tmp_path_factory.mktemp("-".join(map(str, rows)))
+        if len(rows) == 1:
+            rank_of(0, rows, 0, folder)
+        else:
+            mp.spawn(rank_of, (rows, free_port(), folder), nprocs=len(rows))
+        out[rows] = torch.load(folder / "found.pt")
+    return out
+
+
+@pytest.mark.parametrize("rows", SPLITS, ids=["even", "uneven"])
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_equal_one(method: str, rows: tuple[int, ...], runs: dict[tuple[int, ...], Any], table: Table):
+    one, two = runs[(BATCH,)][method], runs[rows][method]
+    error = difference(two["gradient"], one["gradient"])
+    table.add(method, f"two processes, {' + '.join(map(str, rows))} rows", error)
+    assert error < 1e-5
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=2e-5, atol=1e-5)
+    for name, want in one["state"].items():
+        torch.testing.assert_close(two["state"][name], want, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def difference(ours: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """|ours - want| / |want| of gradients by name, each side as one vector."""
+    assert ours.keys() == want.keys()
+    away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
+    return float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())
+
+
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    out = folder / f"{'-'.join(map(str, rows))}.pt"
-    if len(rows) == 1:
-        train(0, rows, port, recipe, out)
-    else:
-        mp.spawn(train, (rows, port, recipe, out), nprocs=len(rows))
-    return torch.load(out)
-
-
-@pytest.mark.parametrize("rows", [(12, 12), (15, 9)], ids=["even", "uneven"])
-@pytest.mark.parametrize("method", ["small", "small_dino"])
-def test_two_processes_equal_one(method: str, rows: tuple[int, ...], request: pytest.FixtureRequest, tmp_path: Path):
-    recipe = request.getfixturevalue(method)
-    one, two = spread((BATCH,), recipe, tmp_path), spread(rows, recipe, tmp_path)
-    np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
-    assert two["gradient"].keys() == one["gradient"].keys()
-    whole, difference = (
-        torch.cat([x.flatten().double() for x in parts]).norm()
-        for parts in (one["gradient"].values(), [two["gradient"][n] - g for n, g in one["gradient"].items()])
-    )
-    assert difference < 1e-5 * whole
-    for name, want in one["state"].items():
-        torch.testing.assert_close(two["state"][name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        return int(s.getsockname()[1])
 
 
 def _gather(rank: int, port: int, out: Path) -> None:
@@ -94,20 +121,20 @@ def _gather(rank: int, port: int, out: Path) -> None:
     x = torch.full((rows[rank], 2), float(rank + 1), requires_grad=True)
     whole = dist.gather(x, rows)
     assert not whole.requires_grad
+    z = torch.full((rows[rank], 2), float(rank + 1), requires_grad=True)
+    (dist.gather_with_grad(z, rows).sum(1) * torch.arange(4.0) * (rank + 1)).sum().backward()
     y = torch.tensor([rank + 1.0], requires_grad=True)
     (dist.total_with_grad(y) * (rank + 1)).sum().backward()  # losses of weight 1 and 2
-    torch.save((whole, dist.offset(rows), dist.total(torch.ones(1)), y.grad), out / f"{rank}.pt")
+    torch.save((whole, dist.offset(rows), dist.total(torch.ones(1)), y.grad, z.grad), out / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 def test_collectives(tmp_path: Path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_gather, (port, tmp_path), nprocs=2)
+    mp.spawn(_gather, (free_port(), tmp_path), nprocs=2)
     for rank in range(2):
-        whole, offset, total, grad = torch.load(tmp_path / f"{rank}.pt")
+        whole, offset, total, grad, rows = torch.load(tmp_path / f"{rank}.pt")
         assert whole[:, 0].tolist() == [1, 1, 1, 2]
         assert offset == 3 * rank
         assert total == 2
         assert grad == 3
+        assert rows[:, 0].tolist() == ([0, 3, 6], [9])[rank]  # its place in the whole, for the losses of both ranks

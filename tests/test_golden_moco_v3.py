@@ -10,7 +10,6 @@ from eagleray import dist
 from eagleray.data.batch import Batch
 from eagleray.methods.mocov3 import MoCoV3, ctr
 from eagleray.models.ema import ema_update
-from eagleray.models.heads import mlp
 from eagleray.optim import LARS
 from eagleray.schedule import Progress, Schedule
 
@@ -131,9 +130,11 @@ def test_ema(case: Case) -> None:
 
 @cases("moco_v3_heads")
 def test_heads(case: Case) -> None:
+    h = case.hyper
+    method = MoCoV3(vit(8, 8, h["in_dim"], depth=0, heads=1), heads=h["arch"], dim=h["out_dim"], hidden=h["hidden"])
     # In float64, which leaves no rounding but the vector's: batch norm makes much of it in the gradient.
-    projector = head(case, "projector", case.hyper["in_dim"]).double()
-    predictor = head(case, "predictor", case.hyper["out_dim"]).double()
+    projector = with_weights(method.base_encoder.head, case, "projector").double()
+    predictor = with_weights(method.predictor, case, "predictor").double()
     x = case["x"].double().requires_grad_()
     z = projector(x)
     p = predictor(z)
@@ -146,15 +147,12 @@ def test_heads(case: Case) -> None:
             case.check(value, f"{name}.{key}")
 
 
-def head(case: Case, name: str, dim: int) -> nn.Sequential:
+def with_weights(net: nn.Sequential, case: Case, name: str) -> nn.Sequential:
     """With the weights of the case; its running statistics are those after the forward."""
-    h = case.hyper
-    widths = [dim] + [h["hidden"]] * (h[f"{name}_layers"] - 1) + [h["out_dim"]]
-    net = mlp(widths, norm=True, last_norm=h[f"{name}_last_bn"] == "affine-free")
     weights = case.under(f"{name}.")
     assert net.state_dict().keys() == weights.keys()
     net.load_state_dict({n: weights[n] if n.endswith((".weight", ".bias")) else v for n, v in net.state_dict().items()})
-    assert all(m.eps == h["bn_eps"] for m in net if isinstance(m, nn.BatchNorm1d))
+    assert all(m.eps == case.hyper["bn_eps"] for m in net if isinstance(m, nn.BatchNorm1d))
     return net
 
 

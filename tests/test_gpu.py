@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagleray import optim, recipe, run, train
+from eagleray import recipe, run, train
 from eagleray.data.batch import Batch
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader
@@ -111,7 +111,7 @@ def steps(r: Recipe, device: torch.device, count: int) -> Iterator[tuple[Method,
     fit = train.fit(
         method,
         ((Progress(step, 10, 10), batch) for step in range(20, 20 + count)),
-        optim.make(r.optim.name, method, decay=r.optim.decay),
+        run.make_optimizer(r, method),
         lr=lambda _: 1e-3,
         weight_decay=lambda _: 0.05,
         clip=3.0,

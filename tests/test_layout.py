@@ -1,6 +1,7 @@
 """Rules of the tree, kept as tests."""
 
 import ast
+import itertools
 import subprocess
 import sys
 import zipfile
@@ -23,14 +24,17 @@ LEVELS = [
     {"console"},
     {"cluster.ray_train", "cluster.ray_map"},
     {"run"},
-    {"folder", "export", "evals"},
+    {"meter"},
+    {"folder", "monitor"},
+    {"export", "evals", "health"},
     {"cluster", "cluster.world"},
     {"recipe"},
     {"train", "track", "checkpoint", "optim"},
     {"methods"},
+    {"losses"},
     {"models", "data"},
     {"views"},
-    {"dist", "config", "schedule"},
+    {"dist", "config", "schedule", "measures", "spikes"},
     {"errors"},
 ]
 OWNERS = {
@@ -121,7 +125,9 @@ def test_every_recipe_loads_says_what_it_is_and_builds(name: str, tmp_path: Path
 
     text = recipe.find(name).read_text()
     assert text.startswith("# ")
-    assert "Published:" in text.partition("\nmethod")[0], "a header states the published number"
+    header = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    for label in ("Published:", "Cost:", "Ours:"):
+        assert label in header, f"a header states {label}"
     r = recipe.load(name)
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(r))

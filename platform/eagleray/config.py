@@ -146,7 +146,8 @@ def part_of(package: str) -> Any:
         if name not in parts(package):
             raise _PartError([f".name: unknown {name!r}{nearest(name, parts(package))}"])
         target = part(package, name)
-        hints, params = get_type_hints(target.__init__), inspect.signature(target).parameters.values()  # type: ignore[misc]
+        hints = get_type_hints(target.__init__, include_extras=True)  # type: ignore[misc]
+        params = inspect.signature(target).parameters.values()
         fields: Any = {
             p.name: (hints[p.name], ... if p.default is p.empty else p.default)
             for p in params

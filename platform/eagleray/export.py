@@ -1,4 +1,5 @@
-"""A backbone as a file that others load: safetensors for timm, read back and compared before it counts."""
+"""A backbone as a file that others load: safetensors, for timm where it can build the backbone, read back and compared
+before it counts."""
 
 import copy
 import json
@@ -8,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from eagleray.errors import UserError
+from eagleray.models import vit
 from eagleray.models.backbone import Backbone
 
 if TYPE_CHECKING:
@@ -20,53 +23,84 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # relative to the largest output
 
 CHECK = """
-import json, sys, timm, torch
-name, options, weights, probe = sys.argv[1:]
+import sys, torch
+module, line, probe = sys.argv[1:]
 torch.set_num_threads(1)
-model = timm.create_model(name, num_classes=0, checkpoint_path=weights, **json.loads(options)).eval()
+exec(f"import {module}")
+model = eval(line).eval()
 x, want = torch.load(probe, weights_only=True)
 with torch.inference_mode():
-    print(float((model(x) - want).abs().max() / want.abs().max()))
+    out = model(x)
+    print(float((getattr(out, "pooled", out) - want).abs().max() / want.abs().max()))
 """
 
 
 def to_timm(backbone: Backbone, network: "Network", folder: Path) -> Path:
-    """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. A fresh process loads it
-    with plain timm and must get the same outputs. Raises UserError when it does not."""
+    """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. A fresh process loads it as
+    `snippet` says, with plain timm wherever timm can build it, and must get the same outputs. Raises UserError when it
+    does not."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "backbone.safetensors"
     state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
     part = path.with_name(".part.safetensors")
     save_file(state, part)
-    difference = compare(backbone, network.name, network.options, part)
+    description = describe(network)
+    difference = compare(backbone, description, part)
     if not difference <= TOLERANCE:
         raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
     part.replace(path)
-    description = {"timm": network.name, "options": network.options, "features": backbone.dim, "difference": difference}
+    description |= {"features": backbone.dim, "difference": difference}
     (folder / "backbone.json").write_text(json.dumps(description, indent=1))
     return path
 
 
-def compare(backbone: Backbone, name: str, options: dict[str, Any], weights: Path) -> float:
-    """The largest difference of timm's outputs, in a fresh process, relative to the largest output."""
+def describe(network: "Network") -> dict[str, Any]:
+    """A `timm` model's name and options, or what `load` needs for a network that timm has no name for."""
+    ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
+    if network.norm == network.stem == "timm" and not ours:
+        asked = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
+        return {"timm": network.name, "options": {**asked[0], **asked[1], **network.options}}
+    keys = ("name", "position", "pool", "norm", "stem", "options")
+    return {"backbone": {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}}
+
+
+def load(weights: str | Path, **network: Any) -> Backbone:
+    """The exported backbone; `network` are keys of a recipe's backbone section."""
+    backbone = Backbone(**network)
+    backbone.model.load_state_dict(load_file(weights))
+    return backbone.eval()
+
+
+def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> float:
+    """The largest difference of the loaded model's outputs, in a fresh process, relative to the largest output."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    line = loads(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
         want = copy.deepcopy(backbone).cpu().eval()(x).pooled
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         done = subprocess.run(
-            [sys.executable, "-c", CHECK, name, json.dumps(options), str(weights), str(probe)],
+            [sys.executable, "-c", CHECK, line.partition("(")[0].rpartition(".")[0], line, str(probe)],
             capture_output=True,
             text=True,
         )
     if done.returncode:
-        raise UserError(f"{weights}: timm cannot load it: {done.stderr.strip().splitlines()[-1]}")
+        raise UserError(f"{weights}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
     return float(done.stdout.split()[-1])
 
 
 def snippet(folder: Path) -> str:
     """One line of Python that loads an export."""
-    about = json.loads((folder / "backbone.json").read_text())
-    options = "".join(f", {k}={v!r}" for k, v in about["options"].items())
-    file = str(folder / "backbone.safetensors")
-    return f"timm.create_model({about['timm']!r}, num_classes=0, checkpoint_path={file!r}{options})"
+    return loads(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
+
+
+def loads(description: dict[str, Any], file: Path) -> str:
+    """The same for a file and a description of it."""
+
+    def keywords(args: dict[str, Any]) -> str:
+        return "".join(f", {k}={v!r}" for k, v in args.items())
+
+    if "timm" in description:
+        start = f"timm.create_model({description['timm']!r}, num_classes=0, checkpoint_path={str(file)!r}"
+        return start + keywords(description["options"]) + ")"
+    return f"eagleray.export.load({str(file)!r}" + keywords(description["backbone"]) + ")"

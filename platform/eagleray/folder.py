@@ -5,14 +5,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from eagleray import checkpoint
 from eagleray.errors import Outage, UserError
-from eagleray.track import JsonLines, MLflow
+from eagleray.health import KINDS, Finding, words
+from eagleray.track import JsonLines, MLflow, read_lines
 
 log = logging.getLogger(__name__)
 PATIENCE = 60  # seconds to wait for the last process of a killed run to let go of its folder
@@ -73,6 +74,7 @@ class Folder:
             with (self.path / "starts.jsonl").open("a") as f:
                 f.write(json.dumps({"step": step, "time": round(time.time(), 1)}) + "\n")
             self.metrics = JsonLines(self.path / "metrics.jsonl", step=step)
+            self.findings = JsonLines(self.path / "health.jsonl", step=step)
             self.mlflow = MLflow(self.path, self.tracking, self.params)
             if step:
                 log.info("continuing from step %d", step)
@@ -98,6 +100,16 @@ class Folder:
             with (self.path / "skipped.jsonl").open("a") as f:
                 f.write(json.dumps({"step": step, "keys": keys}, ensure_ascii=False) + "\n")
 
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far, on rank 0."""
+        return read_lines(self.path / "metrics.jsonl") if self.rank == 0 else []
+
+    def note_findings(self, findings: Sequence[Finding]) -> None:
+        """Say what is wrong, and what may help."""
+        for found in findings if self.rank == 0 else ():
+            log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
+            self.findings.log(found.as_dict())
+
     def end(self, summary: dict[str, Any]) -> None:
         """Write the summary and hand the run's results to MLflow. Fills in restarts and bad samples."""
         if self.rank != 0:
@@ -106,6 +118,9 @@ class Folder:
         bad = self.path / "quarantine.jsonl"
         summary["restarts"] = len(starts) - 1
         summary["bad_samples"] = len(bad.read_text().splitlines()) if bad.exists() else 0
+        found = read_lines(self.path / "health.jsonl")
+        summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
+        log.info("health: %s", words(found))
         checkpoint.replace(self.path / "summary.json", json.dumps(summary, indent=1))
         assert self.mlflow is not None
         self.mlflow.log({"step": summary["steps"] + 1} | summary)

@@ -165,6 +165,7 @@ def load(path: Path) -> tuple[Recipe, Method, Path]:
             raise UserError(f"{path}: is not a checkpoint of this program ({type(e).__name__})") from None
     recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), str(path))
     method = run.build(recipe)
+    method.begin(state["images"])
     method.load_state_dict(state["method"])
     return recipe, method, folder
 

@@ -1,29 +1,60 @@
-"""Optimisers by name and the parameter groups of the papers."""
+"""Optimisers by name and the parameter groups of the papers. A step with `found_inf` set to one, as GradScaler sets it,
+changes nothing, and no step waits for the device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-def make(name: str, method: nn.Module, *, decay: str) -> torch.optim.Optimizer:
-    """`adamw` with PyTorch's defaults, fused; or `lars` as in MoCo v3."""
-    groups = param_groups(method, decay=decay)
-    return LARS(groups) if name == "lars" else torch.optim.AdamW(groups, fused=True)
+from eagleray.errors import UserError
 
 
-def param_groups(method: nn.Module, *, decay: str) -> list[dict[str, Any]]:
+def make(
+    name: str,
+    method: nn.Module,
+    *,
+    decay: str,
+    momentum: float = 0.9,
+    constant: Sequence[str] = (),
+    constant_lr: float = 0.0,
+) -> torch.optim.Optimizer:
+    """`adamw` and `sgd` are PyTorch's, fused; `lars` is that of MoCo v3. SwAV's LARC is not `lars`: it divides by
+    |g| + wd * |p| and scales and decays vectors too. Raises UserError for a `constant` part that there is not."""
+    groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr)
+    if name == "lars":
+        return LARS(groups, momentum=momentum)
+    if name == "lamb":
+        return LAMB(groups)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, fused=True)
+    assert name == "sgd", name
+    sgd = torch.optim.SGD(groups, momentum=momentum, fused=True)
+    for p in (p for group in groups for p in group["params"]):
+        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # left uninitialised by a first step that is skipped
+    return sgd
+
+
+def param_groups(
+    method: nn.Module, *, decay: str, constant: Sequence[str] = (), constant_lr: float = 0.0
+) -> list[dict[str, Any]]:
     """Decayed and undecayed trainable parameters. `all` decays everything (MoCo v3), `matrices` leaves out biases and
-    other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too)."""
+    other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too).
+    The parts of the method in `constant` get the same two groups of their own, marked with their rate."""
+    for part in constant:
+        if part not in (parts := [n for n, _ in method.named_children()]):
+            raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
     decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias")) for n, p in named]
+    stills = [n.split(".")[0] in constant for n, _ in named]
     return [
         {
-            "params": [p for (_, p), d in zip(named, decayed, strict=True) if d == keep],
+            "params": [p for (_, p), d, s in zip(named, decayed, stills, strict=True) if (d, s) == (keep, still)],
             "decay": keep,
             "weight_decay": 0.0,
         }
+        | ({"constant_lr": constant_lr} if still else {})
+        for still in ((False, True) if constant else (False,))
         for keep in (True, False)
     ]
 
@@ -44,32 +75,89 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter with a gradient; none where `found_inf` was set to one, as GradScaler does."""
-        if bool(getattr(self, "found_inf", 0)):
-            return
+        """One step of every parameter with a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            grads = self._scaled(params, group)
             for p in params:
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
-            momenta = [self.state[p]["momentum"] for p in params]
-            torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_add_(momenta, grads)
-            torch._foreach_add_(params, momenta, alpha=-group["lr"])
+            torch._fused_sgd_(
+                params,
+                by_trust(params, [p.grad for p in params], group["weight_decay"], group["trust"]),
+                [self.state[p]["momentum"] for p in params] if group["momentum"] else [],
+                weight_decay=0.0,
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                found_inf=getattr(self, "found_inf", None),
+            )
 
-    def _scaled(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """The gradients, those of matrices decayed and brought to their trust ratio."""
-        grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
-        wide = [i for i, p in enumerate(params) if p.ndim > 1]
-        if wide:
-            p, g = [params[i] for i in wide], [grads[i] for i in wide]
-            g = list(torch._foreach_add(g, p, alpha=group["weight_decay"]))
-            size, slope = torch.stack(torch._foreach_norm(p)), torch.stack(torch._foreach_norm(g))
-            ratio = torch.where((size > 0) & (slope > 0), group["trust"] * size / slope, 1.0)
-            torch._foreach_mul_(g, list(ratio.unbind()))
-            for i, scaled in zip(wide, g, strict=True):
-                grads[i] = scaled
-        return grads
+
+class LAMB(torch.optim.Optimizer):
+    """Adam, each matrix's step a decayed and scaled by |p| / |a + wd * p|; vectors are neither scaled nor decayed. You
+    et al. 2020, arXiv:1904.00962, algorithm 2; timm's clips the gradient too, and takes steps that must be skipped."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+    ) -> None:
+        # `fused` keeps the counts of steps on the device when they are loaded.
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter with a gradient."""
+        found = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"step": torch.zeros((), device=p.device)}
+                    self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+            means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
+            torch._foreach_add_(steps, 1 if found is None else 1 - found)
+            moves = torch._foreach_mul(params, 0.0)  # from zero, Adam's own kernel gives the step
+            torch._fused_adam_(
+                moves,
+                [p.grad for p in params],
+                means,
+                squares,
+                [],
+                steps,
+                lr=1.0,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=0.0,
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                found_inf=found,
+            )
+            scaled = by_trust(params, moves, -group["weight_decay"], 1.0)
+            torch._foreach_mul_(scaled, group["lr"] if found is None else group["lr"] * (1 - found))
+            torch._foreach_add_(params, scaled)
+
+
+def by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
+    """The steps, those of matrices decayed and brought to trust * |p|; as they are where one of the two is zero."""
+    wide = [i for i, p in enumerate(params) if p.ndim > 1]
+    if not wide:
+        return list(steps)
+    p = [params[i] for i in wide]
+    s = torch._foreach_add([steps[i] for i in wide], p, alpha=weight_decay)
+    size, length = torch.stack(torch._foreach_norm(p)), torch.stack(torch._foreach_norm(s))
+    ratio = torch.where((size > 0) & (length > 0), trust * size / length, 1.0)
+    torch._foreach_mul_(s, list(ratio.unbind()))
+    scaled = dict(zip(wide, s, strict=True))
+    return [scaled.get(i, step) for i, step in enumerate(steps)]

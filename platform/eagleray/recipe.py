@@ -35,7 +35,13 @@ class Network:
     name: str = "vit_small_patch16_224"
     drop_path: Share = 0.0  # of the student; momentum copies never drop
     init: Literal["timm", "moco"] = "timm"
-    position: Literal["timm", "sincos", "dino"] = "timm"  # how a ViT places its patches at any crop size
+    # How a ViT places its patches at any crop size: a trained table resampled as in timm or DINO, a fixed one, none.
+    position: Literal["timm", "sincos", "dino", "none"] = "timm"
+    # A ViT's vector. mean: of its patches, with neither class token nor final norm; norm_mean: of its patches after the
+    # final norm, without class token.
+    pool: Literal["timm", "mean", "norm_mean"] = "timm"
+    norm: Literal["timm", "batch"] = "timm"  # batch: in front of a ViT's MLPs, over images and tokens (ViT-BN)
+    stem: Literal["timm", "conv"] = "timm"  # conv: four 3x3 convolutions instead of the projection of 16-pixel patches
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
     options: dict[str, Any] = field(default_factory=dict)  # handed to timm.create_model
 
@@ -60,7 +66,8 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optim:
-    name: Literal["adamw", "lars"] = "adamw"
+    name: Literal["adamw", "lars", "lamb", "sgd"] = "adamw"
+    momentum: Share = 0.9  # of lars and sgd
     batch: Positive = 1024  # images per step over all ranks; no rank count changes it
     micro_batch: Positive | None = (
         None  # images in the backbone at once on each rank, with the gradient of all; None: all
@@ -91,6 +98,16 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Watch:
+    """How the run watches itself: see docs/health.md."""
+
+    every: Positive = 50  # steps between looks
+    bank: Positive | None = None  # newest training crops that the kNN monitor votes with; None: a tenth of the images
+    k: Positive = 200
+    temperature: Annotated[float, Field(gt=0)] = 0.07
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Checkpoint:
     steps: Positive | None = None  # between checkpoints
     minutes: Annotated[float, Field(gt=0)] = 10.0  # between checkpoints, whichever comes first
@@ -106,6 +123,7 @@ class Recipe:
     data: Data = Data()
     optim: Optim = Optim()
     evaluate: Evaluate = Evaluate()
+    monitor: Watch = Watch()
     checkpoint: Checkpoint = Checkpoint()
     log_steps: Positive = 10  # between lines of metrics.jsonl
     out: str | None = None  # folder of the run; None: runs/<recipe name>
@@ -114,7 +132,7 @@ class Recipe:
 
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
-OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate")
+OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += (
     "optim.micro_batch",
     "data.workers",

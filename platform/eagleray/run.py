@@ -2,41 +2,39 @@
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eagleray import checkpoint, config, dist, optim
 from eagleray import recipe as recipes
 from eagleray.cluster.world import World
 from eagleray.data import store
-from eagleray.data.batch import Batch
 from eagleray.data.cache import Cache
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader, rows
-from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.data.quarantine import Quarantine
 from eagleray.data.retry import PATIENCE
 from eagleray.data.source import Source
 from eagleray.data.stream import Stream
-from eagleray.errors import Outage, UserError
+from eagleray.errors import UserError
 from eagleray.evals.protocols import Sets, evaluate
 from eagleray.export import to_timm
 from eagleray.folder import Folder
+from eagleray.meter import Meter
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
+from eagleray.monitor import Monitor
 from eagleray.recipe import Recipe
-from eagleray.schedule import Progress
+from eagleray.schedule import Progress, Schedule
 from eagleray.train import fit
 from eagleray.views.draw import Views
 
 log = logging.getLogger(__name__)
-
-SKIPS = 3  # steps in a row without a finite gradient that end the run
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,11 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: fl
     views = Views.of(recipe.views)
     if not least <= len(views.views) <= most:
         raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
-    rows(recipe.data.lanes, recipe.optim.batch, ranks=max(recipe.workers, 1), workers=recipe.data.workers)
+    ranks = max(recipe.workers, 1)
+    shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
+    group = recipe.method.args.get("norm_group")
+    if group and any(n % group for n in shares):
+        raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
     index = open_index(recipe.data.train, out, note=note, patience=patience)
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
     for key, labels in ("data.test", test), ("data.train", index):
@@ -94,25 +96,19 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: fl
 def build(recipe: Recipe) -> Method:
     """The method with fresh weights, the same wherever it is built. Raises UserError."""
     torch.manual_seed(recipe.seed)
-    n = recipe.backbone
-    backbone = Backbone(
-        n.name,
-        drop_path=n.drop_path,
-        init=n.init,
-        position=n.position,
-        freeze_patch=n.freeze_patch,
-        options=n.options,
-    )
-    backbone.micro_batch = recipe.optim.micro_batch
-    if backbone.micro_batch and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in backbone.modules()):
-        raise UserError(f"optim.micro_batch={recipe.optim.micro_batch}: {n.name} its batch norm needs the whole batch")
+    backbone = Backbone(**asdict(recipe.backbone))
+    backbone.micro_batch = size = recipe.optim.micro_batch
+    if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in backbone.modules()):
+        raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     return recipe.method.build(backbone)  # type: ignore[no-any-return]
 
 
 def try_sizes(recipe: Recipe) -> None:
-    """Raises UserError when the backbone cannot be built, or cannot take a size that the recipe asks for."""
+    """Raises UserError when the method cannot be built, or its backbone cannot take a size that the recipe asks for."""
     with torch.device("meta"):
-        backbone = build(recipe).export()
+        method = build(recipe)
+        optim.param_groups(method, decay=recipe.optim.decay, constant=recipe.optim.constant_lr)
+        backbone = method.export()
         for size in sorted({v.size for v in recipe.views} | {recipe.evaluate.size}):
             try:
                 found = backbone(torch.empty(2, 3, size, size)).pooled.shape[1]
@@ -136,13 +132,13 @@ def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] |
         method.begin(len(p.index))
         method.to(world.device)
         world.synchronise(method)
-        optimizer = optim.make(recipe.optim.name, method, decay=recipe.optim.decay)
-        state = restore(folder, recipe, method, optimizer)
+        optimizer = make_optimizer(recipe, method)
+        state = restore(folder, recipe, parts := Parts(method, optimizer, watching(p, method, optimizer)))
         started = time.monotonic() - state["seconds"]
         step = folder.begin(state["step"])
         log.info("%s", describe(p, method, world))
         if step < p.steps:
-            step = train(p, world, folder, method, optimizer, step=step, started=started)
+            step = train(p, world, folder, parts, step=step, started=started)
         if step < p.steps:
             log.info("stopped at step %d of %d; the same command continues", step, p.steps)
             return None
@@ -151,16 +147,23 @@ def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] |
         return summary
 
 
-def train(
-    p: Plan,
-    world: World,
-    folder: Folder,
-    method: Method,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    started: float,
-) -> int:
+class Parts(NamedTuple):
+    """What a checkpoint holds beside numbers."""
+
+    method: Method
+    optimizer: torch.optim.Optimizer
+    monitor: Monitor
+
+
+def watching(p: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
+    m = p.recipe.monitor
+    bank = m.bank or max(len(p.index) // 10, 1)
+    return Monitor(
+        method, optimizer, every=m.every, bank=bank, labelled=p.index.labelled, k=m.k, temperature=m.temperature
+    )
+
+
+def train(p: Plan, world: World, folder: Folder, parts: Parts, *, step: int, started: float) -> int:
     """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop.
 
     Raises UserError or Outage, after a checkpoint, when the data cannot be read any more.
@@ -170,7 +173,9 @@ def train(
     samples = len(p.index) + len(p.index.bad)
     quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=samples, limit=recipe.data.bad_limit)
     quarantine.add(p.index.bad, write=world.rank == 0)
-    meter = Meter(p, world, folder, quarantine)
+    method, optimizer, monitor = parts
+    monitor.step = step
+    meter = Meter(p, world, folder, quarantine, monitor)
     lr = scaled(recipe)
     saved, kept = time.monotonic(), step
     steps = fit(
@@ -186,7 +191,7 @@ def train(
     )
     for taken in steps:
         at, step = taken.at, taken.at.step + 1
-        meter.values.append(taken.values)
+        meter.add(taken)
         every = recipe.evaluate.every * p.stream.steps_per_epoch
         look = bool(every) and step % every == 0 and step < p.steps
         if step % recipe.log_steps == 0 or look or step == p.steps:
@@ -199,41 +204,43 @@ def train(
         minutes = (time.monotonic() - saved) / 60
         due = step % (recipe.checkpoint.steps or step + 1) == 0 or minutes > recipe.checkpoint.minutes
         if due or step == p.steps:
-            save(folder, recipe, method, optimizer, step, time.monotonic() - started)
+            save(folder, p, parts, step, time.monotonic() - started)
             saved, kept = time.monotonic(), step
     if meter.values:  # the steps ended early
         folder.log(meter.flush(p.at(step - 1), lr(p.at(step - 1))))
     if kept < step:
-        save(folder, recipe, method, optimizer, step, time.monotonic() - started)
+        save(folder, p, parts, step, time.monotonic() - started)
     if meter.problem:
         raise meter.problem
     return step
 
 
-def scaled(recipe: Recipe) -> Callable[[Progress], float]:
+def make_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
+    o, lr = recipe.optim, scaled(recipe).value
+    return optim.make(o.name, method, decay=o.decay, momentum=o.momentum, constant=o.constant_lr, constant_lr=lr)
+
+
+def scaled(recipe: Recipe) -> Schedule:
     """The learning rate, linear in the batch where the recipe says what batch it is meant for."""
     lr, images = recipe.optim.lr, recipe.optim.lr_images
     return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr
 
 
-def save(
-    folder: Folder, recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer, step: int, seconds: float
-) -> None:
+def save(folder: Folder, p: Plan, parts: Parts, step: int, seconds: float) -> None:
     """Rank 0 saves for all: every rank holds the same weights, centres and moments."""
     if dist.rank() == 0:
         state = {
             "step": step,
             "seconds": seconds,
-            "digest": recipes.digest(recipe),
-            "recipe": config.dump(recipe),
-            "method": method.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
-        checkpoint.save(folder.path / "checkpoints", step, state, keep=recipe.checkpoint.keep)
+            "digest": recipes.digest(p.recipe),
+            "recipe": config.dump(p.recipe),
+            "images": len(p.index),
+        } | {name: part.state_dict() for name, part in parts._asdict().items()}
+        checkpoint.save(folder.path / "checkpoints", step, state, keep=p.recipe.checkpoint.keep)
         log.debug("saved step %d", step)
 
 
-def restore(folder: Folder, recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def restore(folder: Folder, recipe: Recipe, parts: Parts) -> dict[str, Any]:
     """Put the newest checkpoint back. Returns step and seconds so far, zero for a new run."""
     state = checkpoint.newest(folder.path / "checkpoints")
     if len(set(dist.objects(state and state["step"]))) > 1:
@@ -242,8 +249,8 @@ def restore(folder: Folder, recipe: Recipe, method: Method, optimizer: torch.opt
         return {"step": 0, "seconds": 0.0}
     if state["digest"] != recipes.digest(recipe):
         raise UserError(f"{folder.path}: its checkpoints are of another recipe")
-    method.load_state_dict(state["method"])
-    optimizer.load_state_dict(state["optimizer"])
+    for name, part in parts._asdict().items():
+        part.load_state_dict(state[name])
     return state
 
 
@@ -271,83 +278,3 @@ def describe(p: Plan, method: Method, world: World) -> str:
         f"{'s' * (world.size > 1)} on {world.device.type}; {len(p.index)} images in {len(p.index.shards)} shards, "
         f"{p.steps} steps of {p.stream.batch} ({p.stream.steps_per_epoch} an epoch)"
     )
-
-
-class Meter:
-    """What happens between two lines of metrics.jsonl; the device is asked for its numbers only then."""
-
-    def __init__(self, p: Plan, world: World, folder: Folder, quarantine: Quarantine) -> None:
-        self.p, self.world, self.folder, self.quarantine = p, world, folder, quarantine
-        self.rows: tuple[int, ...] = ()  # images per step of every rank
-        self.values: list[dict[str, Tensor]] = []
-        self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
-        self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
-        self.problem: UserError | Outage | None = None  # why there are no more batches; the same on all ranks
-
-    def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
-        self.rows = loader.rows
-        batches = loader.batches(start, self.p.steps, enough=self.folder.asked)
-        for step in range(start, self.p.steps):
-            asked = time.perf_counter()
-            batch, bad = self._next(batches)
-            self.waited += time.perf_counter() - asked
-            if not self._agreed(bad, stop=batch is None) or batch is None:
-                return
-            self.indices.append(batch.index)
-            yield self.p.at(step), batch
-
-    def _next(self, batches: Iterator[tuple[Batch, list[Bad]]]) -> tuple[Batch | None, list[Bad]]:
-        try:
-            return next(batches, (None, []))
-        except (UserError, Outage) as e:
-            self.problem = e
-            return None, []
-
-    def _agreed(self, bad: list[Bad], *, stop: bool) -> bool:
-        """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
-        stops, broken, failed = self.world.agree(stop or self.folder.stopping(), len(bad), self.problem is not None)
-        if failed:
-            self.problem = next(e for e in dist.objects(self.problem) if e)
-        if broken:
-            found = [b for part in dist.objects(bad) for b in part]
-            try:
-                self.quarantine.add(found, write=self.world.rank == 0)
-            except UserError as e:
-                self.problem = e
-        return not (stops or self.problem)
-
-    def flush(self, at: Progress, lr: float) -> dict[str, Any]:
-        """Means over the steps since the last time and over all ranks."""
-        names = list(self.values[0])
-        table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
-        share = self.rows[dist.rank()] / sum(self.rows)
-        table = dist.total(table * share).cpu()
-        self._check(at, table[:, names.index("skipped")].tolist())
-        good = table[table[:, names.index("skipped")] < 0.5]
-        means = dict(zip(names, (good if len(good) else table).mean(0).tolist(), strict=True))
-        del means["skipped"]
-        seconds = time.perf_counter() - self.since
-        record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
-        record["images_per_s"] = round(len(self.values) * self.p.stream.batch / seconds, 2)
-        record["data_wait"] = round(self.waited / seconds, 4)
-        record["bad_samples"] = len(self.quarantine)
-        self.values, self.waited, self.since = [], 0.0, time.perf_counter()
-        return record
-
-    def _check(self, at: Progress, skipped: list[float]) -> None:
-        """Note the batches of skipped steps. Raises UserError when there are too many in a row."""
-        first = at.step + 1 - len(skipped)
-        for i, skip in enumerate(skipped):
-            self.skips = self.skips + 1 if skip > 0.5 else 0
-            if skip > 0.5:
-                keys = [k for part in dist.objects(self._keys(self.indices[i - len(skipped)])) for k in part]
-                self.folder.note_skip(first + i + 1, keys)
-            if self.skips == SKIPS:
-                raise UserError(
-                    f"step {first + i + 1}: no finite gradient in {SKIPS} steps in a row; a lower optim.lr.value or an "
-                    f"optim.clip may help; {self.folder.path / 'skipped.jsonl'} lists the images"
-                )
-
-    def _keys(self, index: Tensor) -> list[str]:
-        return [self.p.index.key(i) for i in index.tolist()]

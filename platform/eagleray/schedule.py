@@ -19,14 +19,20 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Linear from `warmup_from` to `value` over `warmup` epochs, then half a cosine to `end`, if given."""
+    """Linear from `warmup_from` to `value` over `warmup` epochs, then half a cosine to `end`, or a tenth at each of
+    `drops`, if given. Raises ValueError for both."""
 
     value: float
     warmup_from: float = 0.0
     warmup: float = 0.0  # epochs
     end: float | None = None
+    drops: tuple[float, ...] = ()  # epochs
     inclusive: bool = False  # the last warm-up step is at `value` already (DINO), not the first after it (MoCo v3)
     per_epoch: bool = False  # moves between epochs only
+
+    def __post_init__(self) -> None:
+        if self.drops and self.end is not None:
+            raise ValueError(f"drops={list(self.drops)} and end={self.end}: expected one of them")
 
     def __call__(self, at: Progress) -> float:
         ticks = 1 if self.per_epoch else at.steps_per_epoch  # in one epoch
@@ -35,7 +41,7 @@ class Schedule:
         if now < warm:
             return self.warmup_from + (self.value - self.warmup_from) * now / max(warm - self.inclusive, 1)
         if self.end is None:
-            return self.value
+            return self.value * 0.1 ** sum(at.epoch >= drop for drop in self.drops)
         left = max(at.epochs * ticks - warm, 1)  # after warm-up
         # Multiplied before divided, as in DINO: 1 + cos loses digits near pi, and those that it keeps depend on this.
         return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - warm, left) / left))

@@ -25,9 +25,14 @@ def knn(train: Labelled, test: Labelled, *, k: int, temperature: float) -> dict[
 
 
 def scores(x: Tensor, bank: Tensor, labels: Tensor, *, classes: int, k: int, temperature: float) -> Tensor:
-    """Votes (n, C) for unit features x (n, D): each of the k nearest rows of the bank (m, D) adds exp(cosine / T) to
-    its class."""
-    near = (x @ bank.T).topk(min(k, len(bank)), dim=1)
-    return torch.zeros(len(x), classes, device=x.device).scatter_add_(
+    """Votes (n, C) for unit features x (n, D) from the rows of a bank (m, D)."""
+    return vote(x @ bank.T, labels, classes=classes, k=k, temperature=temperature)
+
+
+def vote(cosine: Tensor, labels: Tensor, *, classes: int, k: int, temperature: float) -> Tensor:
+    """Votes (n, C): each of the k nearest rows of the bank, by their cosines (n, m), adds exp(cosine / T) to its
+    class."""
+    near = cosine.topk(min(k, len(labels)), dim=1)
+    return torch.zeros(len(cosine), classes, device=cosine.device).scatter_add_(
         1, labels[near.indices], (near.values / temperature).exp()
     )

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from eagleray import dist
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method
+from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead
+from eagleray.models.spread import entropy, usage
 from eagleray.schedule import Progress, Schedule
 
 
@@ -25,14 +26,14 @@ class DINO(Method):
         self,
         backbone: Backbone,
         *,
-        prototypes: int = 65536,
-        hidden: int = 2048,
-        bottleneck: int = 256,
+        prototypes: Positive = 65536,
+        hidden: Positive = 2048,
+        bottleneck: Positive = 256,
         free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
-        student_temp: float = 0.1,
+        student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
-        center_momentum: float = 0.9,
+        center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # epochs
     ) -> None:
         super().__init__()
@@ -47,11 +48,13 @@ class DINO(Method):
         s = self.student(batch.views).chunk(len(batch.views))  # V x (B, K)
         with torch.no_grad():
             t = self.teacher(batch.views[:2]).chunk(2)  # 2 x (B, K)
-        loss = cross_entropy(t, s, self.center, self.teacher_temp(at), self.student_temp)
+        tau_t = self.teacher_temp(at)
+        loss = cross_entropy(t, s, self.center, tau_t, self.student_temp)
+        p = F.softmax((torch.cat(t) - self.center) / tau_t, dim=-1)  # (2 * B, K)
         # After the loss, which uses the old centre; over the images of all ranks, where the paper has the batch.
         mean = dist.total(torch.cat(t).float().sum(0)) / (2 * sum(batch.rows))
         self.center.lerp_(mean, 1 - self.center_momentum)
-        return {"loss": loss}
+        return {"loss": loss, "entropy": entropy(p), "usage": usage(p)}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:

@@ -30,8 +30,9 @@ class Method(nn.Module):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         """Scalars by name, each a mean over this rank's rows; `loss` is minimised, the rest is logged beside it.
 
-        `entropy` and `usage`, where there is a softmax to learn from, are shares of the largest possible: the entropy
-        of a row's distribution, and that of the mean distribution of all rows."""
+        What health.py judges, where it applies. `entropy` and `usage` of what is learnt from, as shares of ln K: the
+        entropy of a row's distribution over K prototypes, and that of all rows' mean. `gain` of a contrastive loss:
+        ln K less the cross-entropy in nats, 0 for a uniform guess among K candidates."""
         raise NotImplementedError
 
     def before_step(self, at: Progress) -> None:

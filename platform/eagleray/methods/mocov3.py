@@ -1,12 +1,15 @@
 """MoCo v3: Chen, Xie and He 2021, arXiv:2104.02057, algorithm 1."""
 
+import math
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagleray import dist
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method
+from eagleray.methods.method import Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
@@ -22,17 +25,24 @@ class MoCoV3(Method):
         self,
         backbone: Backbone,
         *,
-        dim: int = 256,
-        hidden: int = 4096,
-        temperature: float = 0.2,
+        dim: Positive = 256,
+        hidden: Positive = 4096,
+        # The authors' code gives a ResNet a projector of two layers and a predictor without norm at its end, where the
+        # paper says three layers and norms everywhere; a key, as no backbone's name says which heads are meant.
+        heads: Literal["vit", "r50"] = "vit",
+        norm: bool = True,  # batch norm in both heads
+        predictor: bool = True,
+        temperature: PositiveFloat = 0.2,
         momentum: Schedule = Schedule(
             value=0.99, end=1.0
         ),  # the paper says 0.99; the released ViT recipe ramps it to 1
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum
-        self.base_encoder = Encoder(backbone, mlp([backbone.dim, hidden, hidden, dim], norm=True, last_norm=True))
-        self.predictor = mlp([dim, hidden, dim], norm=True, last_norm=True)
+        vit = heads == "vit"
+        widths = [backbone.dim, hidden, hidden, dim] if vit else [backbone.dim, hidden, dim]
+        self.base_encoder = Encoder(backbone, mlp(widths, norm=norm, last_norm=norm))
+        self.predictor = mlp([dim, hidden, dim], norm=norm, last_norm=norm and vit) if predictor else nn.Identity()
         self.momentum_encoder = ema_copy(self.base_encoder)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
@@ -44,7 +54,7 @@ class MoCoV3(Method):
             ema_update(self.momentum_encoder, self.base_encoder, self.momentum(at))
             k1, k2 = self.momentum_encoder([x1]), self.momentum_encoder([x2])  # (B, C)
         loss = ctr(q1, k2, self.temperature, batch.rows) + ctr(q2, k1, self.temperature, batch.rows)
-        return {"loss": loss}
+        return {"loss": loss, "gain": math.log(sum(batch.rows)) - loss / (4 * self.temperature)}
 
     def export(self) -> Backbone:
         return self.base_encoder.backbone

@@ -1,7 +1,6 @@
 """One face for every timm backbone: a pooled vector and a grid of patch vectors."""
 
 import difflib
-import math
 import types
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -9,10 +8,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import build_sincos2d_pos_embed
 from torch import Tensor, nn
 
 from eagleray.errors import UserError
+from eagleray.models import cvt13, cvt_esvit, pvt, swin, t2t, vil, vit  # noqa: F401  timm shall know their models
 from eagleray.models.parts import by_parts
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -28,6 +27,7 @@ TESTED = (
     "deit_small_patch16_224",
     "swin_tiny_patch4_window7_224",
     "resnet50",
+    *("esvit_swin_tiny_w7", "vil_tiny", "cvt_tiny_esvit", "pvt_small", "cvt_13", "t2t_vit_14"),
 )
 
 
@@ -40,7 +40,8 @@ class Features(NamedTuple):
 
 
 class Backbone(nn.Module):
-    """A timm model without its classifier. Raises UserError for a name or an option that timm does not know."""
+    """A timm model without its classifier, changed as a recipe's backbone section says. Raises UserError for a name or
+    an option that timm does not know, and for keys that do not go together."""
 
     model: Any  # whatever timm made
     micro_batch: int | None = None  # images that go through together while training; None: all
@@ -52,23 +53,25 @@ class Backbone(nn.Module):
         drop_path: float = 0.0,
         init: str = "timm",
         position: str = "timm",
+        pool: str = "timm",
+        norm: str = "timm",
+        stem: str = "timm",
         freeze_patch: bool = False,
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.model = create(name, drop_path, init, options or {})
+        keys = {"init": init, "position": position, "pool": pool, "norm": norm, "stem": stem}
+        self.model = create(name, keys, {"drop_path_rate": drop_path}, options or {})
         self.dim: int = self.model.num_features
-        if position != "timm" and getattr(self.model, "pos_embed", None) is None:
-            raise UserError(f"backbone.position={position}: {name} has no position table")
-        if freeze_patch and not hasattr(self.model, "patch_embed"):
-            raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
-        if position == "sincos":
-            set_sincos(self.model)
-        elif position == "dino":
-            self.model._pos_embed = types.MethodType(_dino_position, self.model)
-        if init == "moco":
-            init_patch(self.model.patch_embed)
+        if position in ("sincos", "dino"):
+            set_position(self.model, name, position)
+        if init == "moco" and stem == "timm":  # the authors leave a stem of convolutions at PyTorch's start
+            vit.init_patch(self.model.patch_embed.proj)
         if freeze_patch:
+            if not hasattr(self.model, "patch_embed"):
+                raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
+            if stem == "conv":  # which the authors' code trains, whatever it is told
+                raise UserError("backbone.freeze_patch=true: there is no patch projection with backbone.stem=conv")
             self.model.patch_embed.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Features:
@@ -132,7 +135,8 @@ class Encoder(nn.Module, Generic[Head]):
         return out
 
 
-def create(name: str, drop_path: float, init: str, options: dict[str, Any]) -> Any:
+def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
+    """timm's model; `keys` of the recipe's backbone section become arguments of a ViT. Raises UserError."""
     base = name.partition(".")[0]
     if not timm.is_model(base):
         close = difflib.get_close_matches(base, timm.list_models(), 1)
@@ -140,30 +144,34 @@ def create(name: str, drop_path: float, init: str, options: dict[str, Any]) -> A
             f"backbone.name={name}: timm has no such model" + (f"; did you mean {close[0]}?" if close else "")
         )
     family = timm.model_entrypoint(base).__module__.rpartition(".")[2]
-    given: dict[str, Any] = {**ANY_SIZE.get(family, {}), **options}
-    if init == "moco":
-        given["weight_init"] = "moco"
+    given: dict[str, Any] = {**ANY_SIZE.get(family, {}), **settings}
+    for key, value in keys.items():
+        asked = vit.ARGUMENTS.get((key, value), {})
+        if asked and family != "vision_transformer":
+            raise UserError(f"backbone.{key}={value}: {name} is not one of timm's plain vision transformers")
+        if twice := sorted(asked.keys() & options.keys()):
+            raise UserError(f"backbone.options.{twice[0]}: backbone.{key}={value} says it too")
+        given |= asked
     try:
-        model = timm.create_model(base, num_classes=0, drop_path_rate=drop_path, **given)
+        model = timm.create_model(base, num_classes=0, **{**given, **options})
     except (TypeError, ValueError, AssertionError, RuntimeError) as e:
         raise UserError(f"backbone.name={name} backbone.options={options}: {' '.join(str(e).split())}") from None
     return model
 
 
-def set_sincos(model: Any) -> None:
-    """Fixed 2-D sine-cosine positions, as MoCo v3: not trained, zero for the class token."""
-    grid, prefix = model.patch_embed.grid_size, model.num_prefix_tokens
-    table = build_sincos2d_pos_embed(grid, model.embed_dim, interleave_sin_cos=True)
-    table = torch.cat([torch.zeros(prefix, model.embed_dim), table])
-    model.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
-
-
-def init_patch(patch_embed: Any) -> None:
-    """Uniform, bounded as for a linear layer on flat patches (MoCo v3); timm's `moco` leaves the convolution out."""
-    weight = patch_embed.proj.weight
-    bound = math.sqrt(6 / (math.prod(weight.shape[1:]) + weight.shape[0]))
-    nn.init.uniform_(weight, -bound, bound)
-    nn.init.zeros_(patch_embed.proj.bias)
+def set_position(model: Any, name: str, position: str) -> None:
+    """Another table or another way to resample it. Raises UserError."""
+    if getattr(model, "pos_embed", None) is None:
+        raise UserError(f"backbone.position={position}: {name} has no position table")
+    if position == "dino":
+        if model.num_prefix_tokens != 1 or model.cls_token is None:
+            raise UserError(f"backbone.position=dino: {name} has no class token, or more than that")
+        model._pos_embed = types.MethodType(_dino_position, model)
+        return
+    try:
+        vit.set_sincos(model)
+    except ValueError as e:
+        raise UserError(f"backbone.position=sincos: {name} {e}") from None
 
 
 def _dino_position(self: Any, x: Tensor) -> Tensor:

@@ -15,13 +15,20 @@ def ema_copy(net: M) -> M:
     """A frozen copy that starts where `net` is. It stays in train mode, as the authors' do (batch statistics are its
     own), but drops nothing."""
     out = copy.deepcopy(net).requires_grad_(False)
-    out.online = weakref.ref(net)  # type: ignore[assignment]  # for those who ask how far the two are apart
+    out.follows = weakref.ref(net)  # type: ignore[assignment]  # see online_of
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0
         elif isinstance(module, nn.Dropout):
             module.p = 0.0
     return out
+
+
+def online_of(target: nn.Module) -> nn.Module:
+    """The network that a momentum copy follows."""
+    online = target.follows()  # type: ignore[operator]
+    assert isinstance(online, nn.Module), "the network is gone"
+    return online
 
 
 @torch.no_grad()

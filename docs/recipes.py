@@ -1,0 +1,47 @@
+#!/usr/bin/env python
+"""Rewrites the tables of docs/recipes.md from the headers of pipelines/*.yaml."""
+
+import itertools
+import re
+from pathlib import Path
+
+from eagleray import recipe
+
+PAGE = Path(__file__).with_name("recipes.md")
+MARK = "<!-- from here on written by docs/recipes.py -->\n"
+LABELS = ("Published", "Cost", "Ours")
+COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", *LABELS)
+DATA = {"in1k": "ImageNet-1k", "cifar10": "CIFAR-10", "shapes": "drawn shapes"}
+
+
+def page(written: str) -> str:
+    """What people wrote of the page, then a table for each method."""
+    out = written.partition(MARK)[0] + MARK
+    for method, names in itertools.groupby(recipe.names(), key=lambda name: recipe.load(name).method.name):
+        out += f"\n### `{method}`\n\n" + row(*COLUMNS) + row(*["---"] * len(COLUMNS))
+        out += "".join(row(*cells(name)) for name in names)
+    return out
+
+
+def row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def cells(name: str) -> list[object]:
+    r, data = recipe.load(name), next(title for short, title in DATA.items() if f"_{short}_" in name)
+    numbers = [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch]
+    return [*numbers, *header(recipe.find(name).read_text())]
+
+
+def header(text: str) -> list[str]:
+    """What the comment that a recipe begins with says under each label. Raises ValueError for a missing label."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    words = " ".join(line.removeprefix("#").strip() for line in lines)
+    found = re.search(" ".join(rf"\b{label}: (.+)\." for label in LABELS) + "$", words)
+    if not found:
+        raise ValueError(f"{words!r}: expected it to end with {' '.join(f'{label}: ...' for label in LABELS)}")
+    return list(found.groups())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

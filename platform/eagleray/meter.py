@@ -1,0 +1,119 @@
+"""What happens between two lines of metrics.jsonl: batches asked for and waited for, steps taken, what was seen."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagleray import dist
+from eagleray.cluster.world import World
+from eagleray.data.batch import Batch
+from eagleray.data.loader import Loader
+from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.errors import Outage, UserError
+from eagleray.folder import Folder
+from eagleray.health import Health
+from eagleray.monitor import Monitor
+from eagleray.schedule import Progress
+from eagleray.train import Step
+
+if TYPE_CHECKING:
+    from eagleray.run import Plan
+
+SKIPS = 3  # steps in a row without a finite gradient that end the run
+
+
+class Meter:
+    """The device is asked for its numbers only when a line is written."""
+
+    def __init__(self, p: "Plan", world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor) -> None:
+        self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
+        self.health = Health(monitor.layers)
+        for record in folder.records():
+            self.health.look(record)  # what was told before a restart is not told again
+        self.rows: tuple[int, ...] = ()  # images per step of every rank
+        self.values: list[dict[str, Tensor]] = []
+        self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
+        self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
+        self.problem: UserError | Outage | None = None  # why there are no more batches; the same on all ranks
+
+    def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
+        """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
+        self.rows = loader.rows
+        batches = loader.batches(start, self.p.steps, enough=self.folder.asked)
+        for step in range(start, self.p.steps):
+            asked = time.perf_counter()
+            batch, bad = self._next(batches)
+            self.waited += time.perf_counter() - asked
+            if not self._agreed(bad, stop=batch is None) or batch is None:
+                return
+            self.indices.append(batch.index)
+            yield self.p.at(step), batch
+
+    def add(self, taken: Step) -> None:
+        """A step was taken."""
+        self.values.append(taken.values)
+        self.monitor.watch(taken)
+
+    def _next(self, batches: Iterator[tuple[Batch, list[Bad]]]) -> tuple[Batch | None, list[Bad]]:
+        try:
+            return next(batches, (None, []))
+        except (UserError, Outage) as e:
+            self.problem = e
+            return None, []
+
+    def _agreed(self, bad: list[Bad], *, stop: bool) -> bool:
+        """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
+        stops, broken, failed = self.world.agree(stop or self.folder.stopping(), len(bad), self.problem is not None)
+        if failed:
+            self.problem = next(e for e in dist.objects(self.problem) if e)
+        if broken:
+            found = [b for part in dist.objects(bad) for b in part]
+            try:
+                self.quarantine.add(found, write=self.world.rank == 0)
+            except UserError as e:
+                self.problem = e
+        return not (stops or self.problem)
+
+    def flush(self, at: Progress, lr: float) -> dict[str, Any]:
+        """Means over the steps since the last time and over all ranks."""
+        names = list(self.values[0])
+        table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
+        share = self.rows[dist.rank()] / sum(self.rows)
+        table = dist.total(table * share).cpu()
+        self._check(at, table[:, names.index("skipped")].tolist())
+        good = table[table[:, names.index("skipped")] < 0.5]
+        means = dict(zip(names, (good if len(good) else table).mean(0).tolist(), strict=True))
+        del means["skipped"]
+        seconds = time.perf_counter() - self.since
+        record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
+        record["images_per_s"] = round(len(self.values) * self.p.stream.batch / seconds, 2)
+        record["data_wait"] = round(self.waited / seconds, 4)
+        record["bad_samples"] = len(self.quarantine)
+        record["skipped_steps"] = len(table) - len(good)
+        seen, norms = self.monitor.flush()
+        record |= seen
+        findings = self.health.gradients(at.step + 2 - len(norms), norms) + self.health.look(record)
+        self.folder.note_findings(findings)
+        self.values, self.waited, self.since = [], 0.0, time.perf_counter()
+        return record
+
+    def _check(self, at: Progress, skipped: list[float]) -> None:
+        """Note the batches of skipped steps. Raises UserError when there are too many in a row."""
+        first = at.step + 1 - len(skipped)
+        for i, skip in enumerate(skipped):
+            self.skips = self.skips + 1 if skip > 0.5 else 0
+            if skip > 0.5:
+                keys = [k for part in dist.objects(self._keys(self.indices[i - len(skipped)])) for k in part]
+                self.folder.note_skip(first + i + 1, keys)
+            if self.skips == SKIPS:
+                raise UserError(
+                    f"step {first + i + 1}: no finite gradient in {SKIPS} steps in a row; a lower optim.lr.value or an "
+                    f"optim.clip may help; {self.folder.path / 'skipped.jsonl'} lists the images"
+                )
+
+    def _keys(self, index: Tensor) -> list[str]:
+        return [self.p.index.key(i) for i in index.tolist()]

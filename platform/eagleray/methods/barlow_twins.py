@@ -1,0 +1,57 @@
+"""Barlow Twins: Zbontar, Jing, Misra, LeCun and Deny 2021, arXiv:2103.03230, algorithm 1."""
+
+import torch
+from torch import Tensor
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.heads import mlp
+from eagleray.schedule import Progress
+
+
+class BarlowTwins(Method):
+    """Two views whose cross-correlation over the batch of all ranks is drawn to the identity."""
+
+    views = (2, 2)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 8192,
+        hidden: Positive = 8192,
+        off_diagonal: PositiveFloat = 0.0051,  # lambda of the authors' code; the paper rounds it to 0.005
+    ) -> None:
+        super().__init__()
+        self.off_diagonal = off_diagonal
+        self.encoder = Encoder(backbone, mlp([backbone.dim, hidden, hidden, dim], norm=True))
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        # One forward per view: batch norm must not mix the two.
+        z1, z2 = self.encoder([x1]), self.encoder([x2])  # (B, C)
+        return {"loss": barlow(z1, z2, self.off_diagonal, batch.rows)}
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+@torch.autocast("cuda", enabled=False)  # near 1, where the diagonal goes, bfloat16 has steps of 1/256
+def barlow(z1: Tensor, z2: Tensor, lambd: float, rows: tuple[int, ...], eps: float = 1e-5) -> Tensor:
+    """Equation 1 for projections (B, C), N rows on all ranks: the loss of them all, the same on every rank. `eps` is
+    added to the variances."""
+    n = sum(rows)
+    z1, z2 = standardise(z1.float(), n, eps), standardise(z2.float(), n, eps)
+    c = dist.total_with_grad(z1.T @ z2) / n  # (C, C)
+    on = (1 - c.diagonal()).square().sum()
+    off = c.square().sum() - c.diagonal().square().sum()
+    return on + lambd * off
+
+
+def standardise(z: Tensor, n: int, eps: float) -> Tensor:
+    """Channels of z (B, C) with mean 0 and variance 1 over the n rows of all ranks."""
+    z = z - dist.total_with_grad(z.sum(0)) / n
+    var = dist.total_with_grad(z.square().sum(0)) / n
+    return z * torch.rsqrt(var + eps)

@@ -1,0 +1,52 @@
+"""BYOL, bootstrap your own latent: Grill et al. 2020, arXiv:2006.07733, algorithm 1."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import mlp
+from eagleray.schedule import Progress, Schedule
+
+
+class BYOL(Method):
+    """Two views; the online network predicts what its momentum copy makes of the other view. No negatives."""
+
+    views = (2, 2)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 256,
+        hidden: Positive = 4096,
+        momentum: Schedule = Schedule(value=0.996, end=1.0),
+    ) -> None:
+        super().__init__()
+        self.momentum = momentum
+        # Batch norm in the hidden layers only, as in the paper: the outputs have none.
+        self.online = Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=True))
+        self.predictor = mlp([dim, hidden, dim], norm=True)
+        self.target = ema_copy(self.online)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        # One forward per view: batch norm must not mix the two.
+        p1, p2 = self.predictor(self.online([x1])), self.predictor(self.online([x2]))  # (B, C)
+        with torch.no_grad():
+            z1, z2 = self.target([x1]), self.target([x2])  # (B, C)
+        return {"loss": distance(p1, z2) + distance(p2, z1)}
+
+    def after_step(self, at: Progress) -> None:
+        ema_update(self.target, self.online, self.momentum(at))
+
+    def export(self) -> Backbone:
+        return self.online.backbone
+
+
+def distance(p: Tensor, z: Tensor) -> Tensor:
+    """Equation 2: squared distance of predictions to targets (B, C), both at unit length; the mean over rows."""
+    return 2 - 2 * F.cosine_similarity(p, z.detach(), dim=1).mean()

@@ -1,0 +1,87 @@
+"""DenseCL, contrast of patches: Wang et al. 2020, arXiv:2011.09157, equations 2 to 4."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.groups import grouped, shuffle
+from eagleray.models.heads import mlp
+from eagleray.models.infonce import infonce, logits
+from eagleray.models.memory import Queue
+from eagleray.schedule import Progress, Schedule
+
+
+class DenseCL(Method):
+    """MoCo v2 on the pooled vector and, with a queue of its own, on every patch. C channels, N patches."""
+
+    views = (2, 2)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 128,
+        hidden: Positive = 2048,
+        temperature: PositiveFloat = 0.2,
+        queue: Positive = 65536,
+        momentum: Schedule = Schedule(value=0.999),
+        dense_weight: Share = 0.5,  # of the patches' loss; the pooled vectors' has the rest
+        norm_group: Positive | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+    ) -> None:
+        super().__init__()
+        self.temperature, self.momentum, self.norm_group = temperature, momentum, norm_group
+        self.dense_weight = dense_weight
+        self.f_q = _Encoder(backbone, *(mlp([backbone.dim, hidden, dim], norm=False) for _ in range(2)))
+        grouped(self.f_q, norm_group)
+        self.f_k = ema_copy(self.f_q)
+        self.queue, self.dense_queue = Queue(dim, queue), Queue(dim, queue)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        q, s, f = self.f_q.both(x1)  # (B, C), (B, N, C), (B, N, D)
+        with torch.no_grad():
+            ema_update(self.f_k, self.f_q, self.momentum(at))
+            x2, unshuffle = shuffle(x2, batch.rows, self.norm_group, seed=at.step)
+            k, t, g = map(unshuffle, self.f_k.both(x2))  # (B, C), (B, N, C), (B, N, D)
+            k, t, mean = unit(k), unit(matched(t, f, g)), unit(t.mean(1))
+        scores = logits(unit(q), k, self.queue.keys, self.temperature)
+        dense = logits(unit(s).flatten(0, 1), t.flatten(0, 1), self.dense_queue.keys, self.temperature)
+        self.queue.push(dist.gather(k, batch.rows))
+        self.dense_queue.push(dist.gather(mean, batch.rows))
+        loss = (1 - self.dense_weight) * infonce(scores) + self.dense_weight * infonce(dense)
+        return {"loss": loss, "gain": math.log(dense.shape[1]) - loss}
+
+    def export(self) -> Backbone:
+        return self.f_q.backbone
+
+
+class _Encoder(Encoder[nn.Sequential]):
+    """A second head, for the patches."""
+
+    def __init__(self, backbone: Backbone, head: nn.Sequential, dense_head: nn.Sequential) -> None:
+        super().__init__(backbone, head)
+        self.dense_head = dense_head
+
+    def both(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 3, H, W) to (B, C) of the pooled vector, (B, N, C) of the patches, and the patches (B, N, D)."""
+        out = self.backbone(images)
+        return self.head(out.pooled), self.dense_head(out.patches), out.patches
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors (..., C) of length one."""
+    return F.normalize(x, dim=-1)
+
+
+def matched(t: Tensor, f: Tensor, g: Tensor) -> Tensor:
+    """For every patch of f (B, N, D), the key in t (B, N, C) at the most similar patch of g (B, N, D)."""
+    # By distance, not cosine: autocast leaves it in float32, and neighbouring patches differ little.
+    nearest = torch.cdist(unit(f), unit(g)).argmin(2, keepdim=True)  # (B, N, 1)
+    return t.take_along_dim(nearest, 1)

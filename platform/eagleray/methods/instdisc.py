@@ -1,0 +1,104 @@
+"""InstDisc, every image a class of its own: Wu, Xiong, Yu and Lin 2018, arXiv:1805.01978."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Count, Method, Positive, PositiveFloat, Share
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.memory import Bank
+from eagleray.schedule import Progress
+
+
+class InstDisc(Method):
+    """One view; a bank remembers a vector of each of the n images. K negatives."""
+
+    views = (1, 1)
+    bank: Bank | None  # from `begin` on
+    Z: Tensor  # () normalising constant of P; 0 until the first batch has given it
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 128,
+        temperature: PositiveFloat = 0.07,
+        momentum: Share = 0.5,  # of a remembered vector; the paper replaces it (0), the released code does not
+        negatives: Count = 4096,  # 0: a softmax over all images
+        proximal: float = 0.0,  # lambda of equation 10, which the released code does not have
+    ) -> None:
+        super().__init__()
+        self.dim, self.temperature, self.momentum = dim, temperature, momentum
+        self.negatives, self.proximal = negatives, proximal
+        self.encoder = Encoder(backbone, nn.Linear(backbone.dim, dim))
+        self.bank = None
+        self.register_buffer("Z", torch.zeros(()))
+
+    def begin(self, images: int) -> None:
+        self.bank = Bank(images, self.dim)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        assert self.bank is not None, "no bank: begin(images) comes before the first step"
+        memory, n = self.bank.rows, len(self.bank.rows)  # (n, C)
+        i, v = batch.index, F.normalize(self.encoder(batch.views), dim=1)  # (B,), (B, C)
+        if self.negatives:
+            others = draw(n, self.negatives, batch.rows, at.step, v.device)  # (B, K)
+            e = likeness(v, memory[torch.cat([i.unsqueeze(1), others], 1)], self.temperature)  # (B, 1 + K)
+            self.Z.copy_(torch.where(self.Z > 0, self.Z, constant(e, n, batch.rows)))
+            loss = nce(e / self.Z, n)
+        else:
+            logits = v @ memory.T / self.temperature  # (B, n)
+            loss = F.cross_entropy(logits, i)
+        if self.proximal:
+            loss = loss + self.proximal * change(v, memory[i])
+        self.seen = dist.gather(i, batch.rows), dist.gather(v, batch.rows)
+        return {"loss": loss}
+
+    def after_step(self, at: Progress) -> None:
+        # Not in `forward`: the gradient of a softmax over all images needs the bank as it was.
+        assert self.bank is not None
+        i, v = self.seen
+        self.bank.write(i, remember(self.bank.rows[i], v, self.momentum))
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+def draw(n: int, negatives: int, rows: tuple[int, ...], step: int, device: torch.device) -> Tensor:
+    """Images (B, K) to tell this rank's rows from, uniform over all n, a row's own among them as in the released code.
+
+    Drawn for the rows of all ranks from the step alone: the same however many ranks there are, and after a restart."""
+    generator = torch.Generator(device).manual_seed(step)
+    drawn = torch.randint(n, (sum(rows), negatives), generator=generator, device=device)
+    return drawn[dist.offset(rows) :][: rows[dist.rank()]]
+
+
+def likeness(v: Tensor, w: Tensor, tau: float) -> Tensor:
+    """exp(v w / tau) (B, 1 + K) of v (B, C) and remembered vectors w (B, 1 + K, C): P of equation 4 without its Z."""
+    return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
+
+
+def constant(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
+    """Z, estimated from the likeness e (B, 1 + K) of all ranks' rows to some of the n images: equation 8."""
+    return n * dist.total(e.sum()) / (sum(rows) * e.shape[1])
+
+
+def nce(P: Tensor, n: int) -> Tensor:
+    """Noise-contrastive loss of probabilities P (B, 1 + K), the positive first, with uniform noise: equation 7."""
+    noise = (P.shape[1] - 1) / n
+    real, false = P[:, 0], P[:, 1:]
+    eps = 1e-7  # the released code's
+    loss = torch.log(real / (real + noise + eps)) + torch.log(noise / (false + noise + eps)).sum(1)
+    return -loss.mean()
+
+
+def change(v: Tensor, old: Tensor) -> Tensor:
+    """Mean squared distance of v (B, C) from what is remembered of the same images: equation 10."""
+    return (v - old).square().sum(1).mean()
+
+
+def remember(old: Tensor, v: Tensor, momentum: float) -> Tensor:
+    """What replaces the remembered vectors (B, C)."""
+    return F.normalize(momentum * old + (1 - momentum) * v, dim=1)

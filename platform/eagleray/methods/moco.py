@@ -1,0 +1,68 @@
+"""MoCo: He et al. 2019, arXiv:1911.05722, algorithm 1; version 2, Chen et al. 2020, arXiv:2003.04297; and v2+, both
+directions, of Chen and He 2020, arXiv:2011.10566."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.groups import grouped, shuffle
+from eagleray.models.heads import mlp
+from eagleray.models.infonce import infonce, logits
+from eagleray.models.memory import Queue
+from eagleray.schedule import Progress, Schedule
+
+
+class MoCo(Method):
+    """Queries of one view, keys of the other; keys of earlier batches are the negatives. C channels, K in a queue."""
+
+    views = (2, 2)
+    queues: list[Queue]
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 128,
+        hidden: Positive | None = 2048,  # None: the head is one linear layer (v1)
+        temperature: PositiveFloat = 0.2,
+        queue: Positive = 65536,
+        momentum: Schedule = Schedule(value=0.999),
+        symmetric: bool = False,  # both directions, each with its own queue (v2+)
+        norm_group: Positive | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+    ) -> None:
+        super().__init__()
+        self.temperature, self.momentum, self.symmetric, self.norm_group = temperature, momentum, symmetric, norm_group
+        self.f_q = Encoder(backbone, mlp([backbone.dim, *([hidden] if hidden else []), dim], norm=False))
+        grouped(self.f_q, norm_group)
+        self.f_k = ema_copy(self.f_q)
+        self.queues = nn.ModuleList(Queue(dim, queue) for _ in range(1 + symmetric))  # type: ignore[assignment]
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        pairs = [(x1, x2), (x2, x1)] if self.symmetric else [(x1, x2)]
+        q = [F.normalize(self.f_q([x]), dim=1) for x, _ in pairs]  # (B, C)
+        with torch.no_grad():
+            # Here, as in the authors' code, not after the optimiser as in the paper's listing: the same sequence.
+            ema_update(self.f_k, self.f_q, self.momentum(at))
+            k = [self.keys(x, batch, at) for _, x in pairs]  # (B, C)
+        scores = [logits(*qkn, self.temperature) for qkn in zip(q, k, [n.keys for n in self.queues], strict=True)]
+        for queue, keys in zip(self.queues, k, strict=True):
+            queue.push(dist.gather(keys, batch.rows))
+        # Directions are summed, as in solo-learn: their mean would halve the step.
+        loss = torch.stack([infonce(s) for s in scores]).sum()
+        return {"loss": loss, "gain": math.log(scores[0].shape[1]) - loss / len(scores)}
+
+    def keys(self, x: Tensor, batch: Batch, at: Progress) -> Tensor:
+        """Unit keys (B, C) of a view, each encoded beside images that its query was not beside."""
+        x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.step)
+        return unshuffle(F.normalize(self.f_k([x]), dim=1))
+
+    def export(self) -> Backbone:
+        return self.f_q.backbone

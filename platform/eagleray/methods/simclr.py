@@ -1,0 +1,57 @@
+"""SimCLR: Chen, Kornblith, Norouzi and Hinton 2020, arXiv:2002.05709, algorithm 1."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.heads import mlp
+from eagleray.schedule import Progress
+
+
+class SimCLR(Method):
+    """Two views; every other crop of the batch of all ranks is a negative. No momentum encoder, no predictor."""
+
+    views = (2, 2)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 128,
+        hidden: Positive = 2048,
+        layers: Positive = 2,  # linear ones in the projector
+        temperature: PositiveFloat = 0.1,
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        widths = [backbone.dim] + [hidden] * (layers - 1) + [dim]
+        # The paper's projector has no batch norm; the authors' code, which its numbers come from, has it in all layers.
+        self.encoder = Encoder(backbone, mlp(widths, norm=True, last_norm=True))
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        # One forward for both views, as the authors: batch norm in the projector sees all crops together.
+        z1, z2 = self.encoder(batch.views).chunk(2)  # (B, C)
+        loss = nt_xent(z1, z2, self.temperature, batch.rows)
+        return {"loss": loss, "gain": math.log(2 * sum(batch.rows) - 1) - loss}
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+def nt_xent(z1: Tensor, z2: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
+    """Equation 1 for anchors (B, C) of two views, N images on all ranks: each against the other 2N - 1 crops."""
+    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    # With gradient: a crop learns as other ranks' negative too.
+    others = torch.cat([dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)])  # (2N, C)
+    n = sum(rows)
+    i = torch.arange(len(z1), device=z1.device) + dist.offset(rows)
+    own, positive = torch.cat([i, i + n]), torch.cat([i + n, i])  # (2B,)
+    logits = torch.cat([z1, z2]) @ others.T / tau  # (2B, 2N)
+    logits = logits.scatter(1, own.unsqueeze(1), -math.inf)
+    return F.cross_entropy(logits, positive)

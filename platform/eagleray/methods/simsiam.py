@@ -1,0 +1,50 @@
+"""SimSiam: Chen and He 2021, arXiv:2011.10566, algorithm 1."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.heads import mlp
+from eagleray.schedule import Progress
+
+
+class SimSiam(Method):
+    """Two views; each predicts the other's projection, which is held still. No negatives, no momentum encoder."""
+
+    views = (2, 2)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 2048,
+        hidden: Positive = 512,  # of the predictor, a bottleneck
+    ) -> None:
+        super().__init__()
+        # The projector is as wide as the backbone, as in the authors' code: 2048, the paper's number, for ResNet-50.
+        widths = [backbone.dim, backbone.dim, backbone.dim, dim]
+        self.encoder = Encoder(backbone, mlp(widths, norm=True, last_norm=True))
+        self.predictor = nn.Sequential(
+            nn.Linear(dim, hidden, bias=False),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, dim),  # a bias, since no batch norm follows: with one training is unstable (Table 3)
+        )
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        # One forward per view: batch norm must not mix the two.
+        z1, z2 = self.encoder([x1]), self.encoder([x2])  # (B, C)
+        p1, p2 = self.predictor(z1), self.predictor(z2)  # (B, C)
+        return {"loss": D(p1, z2) / 2 + D(p2, z1) / 2}
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+def D(p: Tensor, z: Tensor) -> Tensor:
+    """Equation 1: negative cosine of predictions with projections (B, C), the latter without gradient; the mean over
+    rows."""
+    return -F.cosine_similarity(p, z.detach(), dim=1).mean()

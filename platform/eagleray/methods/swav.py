@@ -1,0 +1,89 @@
+"""SwAV, swapped assignments between views: Caron et al. 2020, arXiv:2006.09882, algorithm 1."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Count, Method, Positive, PositiveFloat
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.memory import Queue
+from eagleray.models.sinkhorn import sinkhorn
+from eagleray.models.spread import entropy, usage
+from eagleray.schedule import Progress
+
+
+class SwAV(Method):
+    """The first two views are the full-resolution crops; only they are assigned to the K prototypes."""
+
+    views = (2, 100)
+    queues: Sequence[Queue]  # one for each full-resolution crop, or none
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 128,
+        hidden: Positive = 2048,
+        norm: bool = True,  # batch norm in the projector; MoCo v3's study of ViTs does best without
+        prototypes: Positive = 3000,
+        temperature: PositiveFloat = 0.1,
+        epsilon: PositiveFloat = 0.05,
+        iterations: Positive = 3,
+        queue: Count = 0,  # features kept of either full-resolution crop
+        queue_start: float = 15.0,  # epochs
+        freeze_prototypes: Count = 313,  # steps: the paper's first epoch, of 4096 images a step
+    ) -> None:
+        super().__init__()
+        self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
+        self.queue, self.queue_start, self.freeze_prototypes = queue, queue_start, freeze_prototypes
+        between = [nn.BatchNorm1d(hidden)] * norm + [nn.ReLU(inplace=True)]
+        # Not `mlp`: the authors keep the biases beside the batch norm.
+        projector = nn.Sequential(nn.Linear(backbone.dim, hidden), *between, nn.Linear(hidden, dim))
+        self.encoder = Encoder(backbone, projector)
+        self.prototypes = nn.Linear(dim, prototypes, bias=False)
+        self.queues = nn.ModuleList(Queue(dim, queue) for _ in range(2) if queue)  # type: ignore[assignment]
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.prototypes.weight.copy_(F.normalize(self.prototypes.weight, dim=1))
+        z = F.normalize(self.encoder(batch.views), dim=1)  # (V * B, C)
+        s = self.prototypes(z).chunk(len(batch.views))  # V x (B, K)
+        z1, z2 = z.chunk(len(batch.views))[:2]
+        q = [self.assign(0, z1, s[0], batch.rows, at), self.assign(1, z2, s[1], batch.rows, at)]
+        spread = {"entropy": entropy(torch.cat(q)), "usage": usage(torch.cat(q))}
+        return {"loss": swapped(q, s, self.temperature), **spread}
+
+    @torch.no_grad()
+    def assign(self, i: int, z: Tensor, s: Tensor, rows: tuple[int, ...], at: Progress) -> Tensor:
+        """Assignments (B, K) of the features z (B, C), with scores s (B, K), of full-resolution crop i."""
+        joined = s
+        if self.queue:
+            # As the authors' queue, which begins to fill at `queue_start` and joins once it is full.
+            if (at.step - self.queue_start * at.steps_per_epoch) * sum(rows) >= self.queue:
+                # A share to every rank: all have the same queue, and Sinkhorn adds up what they bring.
+                share = self.queues[i].keys[:, dist.rank() :: dist.size()].T
+                joined = torch.cat([s, self.prototypes(share)])
+            self.queues[i].push(dist.gather(z, rows))
+        return sinkhorn(joined, self.epsilon, self.iterations)[: len(s)]
+
+    def before_step(self, at: Progress) -> None:
+        if at.step < self.freeze_prototypes:
+            self.prototypes.weight.grad = None  # not zero: weight decay and momentum would still move them
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+def swapped(q: Sequence[Tensor], s: Sequence[Tensor], tau: float) -> Tensor:
+    """Mean of H(q_i, softmax(s_v / tau)) over images and pairs i != v, for the assignments q (B, K) of the first views
+    and the scores s (B, K) of all."""
+    log_p = [F.log_softmax(sv / tau, dim=1) for sv in s]
+    loss = torch.zeros((), device=s[0].device)
+    for i, qi in enumerate(q):
+        others = [lv for v, lv in enumerate(log_p) if v != i]
+        loss = loss - (qi * sum(others)).sum(1).mean()
+    return loss / (len(q) * (len(s) - 1))

@@ -1,0 +1,125 @@
+"""CvT-13, convolutions in a vision transformer: Wu et al. 2021, arXiv:2103.15808, in the form DRLoc trains.
+
+The authors' code was not out yet (Liu et al. 2021, arXiv:2106.03746, appendix), so DRLoc's numbers are of a third
+party's CvT: without a class token, the mean of the last grid is the image's vector, and no norm follows the last stage.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+default_cfgs = generate_default_cfgs({"cvt_13": {}})
+
+
+class CvT(nn.Module):
+    """One entry per stage in each list. B images, D channels, a grid of h x w tokens."""
+
+    output_fmt = "NHWC"
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 1000,
+        dims: Sequence[int] = (64, 192, 384),
+        depths: Sequence[int] = (1, 2, 10),
+        heads: Sequence[int] = (1, 3, 6),
+        kernels: Sequence[int] = (7, 3, 3),  # of the token embedding
+        strides: Sequence[int] = (4, 2, 2),
+        head_dim: int = 64,
+        mlp_ratio: int = 4,
+        projection_kernel: int = 3,
+        kv_stride: int = 2,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_features = dims[-1]
+        rates = torch.linspace(0, drop_path_rate, sum(depths)).split(list(depths))
+        stages = []
+        for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):
+            embed = nn.Conv2d(before, dim, kernels[i], strides[i], padding=kernels[i] // 2)
+            blocks = (
+                Block(dim, Attention(dim, heads[i], head_dim, projection_kernel, kv_stride), dim * mlp_ratio, rate)
+                for rate in rates[i].tolist()
+            )
+            stages.append(nn.Sequential(embed, ChannelNorm(dim), *blocks))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(dims[-1], num_classes) if num_classes else nn.Identity()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, h, w, D)."""
+        out: Tensor = self.stages(x)
+        return out.permute(0, 2, 3, 1)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, h, w, D) to (B, D), or to the classes' logits."""
+        x = x.mean((1, 2))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP (two 1 x 1 convolutions), each added to what it read after a norm."""
+
+    def __init__(self, dim: int, attention: nn.Module, hidden: int, drop_path: float) -> None:
+        super().__init__()
+        mlp = nn.Sequential(nn.Conv2d(dim, hidden, 1), nn.GELU(), nn.Conv2d(hidden, dim, 1))
+        self.attention = nn.Sequential(ChannelNorm(dim), attention, DropPath(drop_path))
+        self.mlp = nn.Sequential(ChannelNorm(dim), mlp, DropPath(drop_path))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, D, h, w) to the same."""
+        x = x + self.attention(x)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Attention(nn.Module):
+    """Of every token to a coarser grid of keys and values; all three are convolutional projections."""
+
+    def __init__(self, dim: int, heads: int, head_dim: int, kernel: int, kv_stride: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = projection(dim, heads * head_dim, kernel, stride=1)
+        self.kv = projection(dim, 2 * heads * head_dim, kernel, stride=kv_stride)
+        self.out = nn.Conv2d(heads * head_dim, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, D, h, w) to the same."""
+        q, (k, v) = self.q(x), self.kv(x).chunk(2, dim=1)
+        q, k, v = (t.unflatten(1, (self.heads, -1)).flatten(3).mT for t in (q, k, v))  # (B, heads, tokens, head_dim)
+        y = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.out(y.mT.reshape(len(x), -1, *x.shape[2:]))
+        return out
+
+
+class ChannelNorm(nn.Module):
+    """Layer norm over the channels of each token, dividing by std + 1e-5 where others take sqrt(var + 1e-5)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(dim, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, D, h, w) to the same."""
+        std = x.var(1, correction=0, keepdim=True).sqrt()
+        return (x - x.mean(1, keepdim=True)) / (std + 1e-5) * self.weight + self.bias
+
+
+def projection(dim: int, out: int, kernel: int, stride: int) -> nn.Sequential:
+    """The convolutional projection, depth-wise separable: over the grid, batch norm, over the channels."""
+    grid = nn.Conv2d(dim, dim, kernel, stride, padding=kernel // 2, groups=dim, bias=False)
+    return nn.Sequential(grid, nn.BatchNorm2d(dim), nn.Conv2d(dim, out, 1, bias=False))
+
+
+@register_model
+def cvt_13(pretrained: bool = False, **options: Any) -> nn.Module:
+    return build_model_with_cfg(CvT, "cvt_13", pretrained, kwargs_filter=("in_chans",), **options)

@@ -1,0 +1,119 @@
+"""CvT, convolutional vision transformer: Wu et al. 2021, arXiv:2103.15808, in the windowed four-stage form that EsViT
+trains (Li et al. 2021, arXiv:2106.09785, table 6)."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, DropPath, LayerNorm2d
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+# Without weights to load, but timm warns of a model that has no entry.
+default_cfgs = generate_default_cfgs({"cvt_tiny_esvit": {}})
+
+
+class CvT(nn.Module):
+    """Four stages, each a convolution that halves the grid (the first: quarters it) and blocks of attention in windows.
+    Maps are (B, C, H, W). No positions: the paper's text has relative ones, the released model none."""
+
+    output_fmt = "NHWC"
+
+    def __init__(
+        self,
+        *,
+        in_chans: int = 3,
+        num_classes: int = 0,
+        dims: Sequence[int] = (64, 192, 384, 768),
+        depths: Sequence[int] = (2, 2, 6, 2),
+        heads: Sequence[int] = (1, 3, 6, 12),
+        mlp_ratios: Sequence[float] = (4, 4, 4, 4),
+        windows: Sequence[int] = (7, 7, 7, 7),
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        drop = iter(torch.linspace(0, drop_path_rate, sum(depths), device="cpu").tolist())
+        stages = []
+        for i, (before, dim) in enumerate(itertools.pairwise([in_chans, *dims])):
+            embed = nn.Conv2d(before, dim, 3, 2, 1) if i else nn.Conv2d(before, dim, 7, 4, 2)
+            blocks = [Block(dim, heads[i], mlp_ratios[i], windows[i], next(drop)) for _ in range(depths[i])]
+            stages.append(nn.Sequential(embed, LayerNorm2d(dim, eps=1e-5), *blocks))
+        self.stages = nn.Sequential(*stages)
+        self.num_features = dims[-1]
+        self.norm = nn.LayerNorm(dims[-1], eps=1e-5)
+        self.head = ClassifierHead(dims[-1], num_classes, input_fmt="NHWC")
+        self.apply(init)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, h, w, C)."""
+        out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
+        return out
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """The mean patch, (B, C), or its class scores."""
+        out: Tensor = self.head(x, pre_logits=pre_logits)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, mlp_ratio: float, window: int, drop_path: float) -> None:
+        super().__init__()
+        hidden = int(dim * mlp_ratio)
+        self.norm1, self.attn = LayerNorm2d(dim, eps=1e-5), WindowAttention(dim, heads, window)
+        self.norm2 = LayerNorm2d(dim, eps=1e-5)
+        self.mlp = nn.Sequential(nn.Conv2d(dim, hidden, 1), QuickGELU(), nn.Conv2d(hidden, dim, 1))
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        out: Tensor = x + self.drop_path(self.mlp(self.norm2(x)))
+        return out
+
+
+class WindowAttention(nn.Module):
+    """Attention within windows of s by s, whose queries, keys and values have seen their 3 by 3 neighbours, those in
+    the next window too."""
+
+    def __init__(self, dim: int, heads: int, window: int) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.qkv = nn.Sequential(
+            nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False), nn.BatchNorm2d(dim), nn.Conv2d(dim, 3 * dim, 1)
+        )
+        self.proj = nn.Conv2d(dim, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        s = min(self.window, h, w)
+        # Before the convolution, and unmasked: what it makes of the padding is attended to.
+        x = F.pad(x, (0, -w % s, 0, -h % s))
+        m, n = x.shape[2] // s, x.shape[3] // s
+        qkv = self.qkv(x).view(b, 3, self.heads, -1, m, s, n, s).permute(1, 0, 4, 6, 2, 5, 7, 3)
+        q, k, v = qkv.reshape(3, b * m * n, self.heads, s * s, -1)
+        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # of all channels, as released, not of a head's
+        out = out.view(b, m, n, self.heads, s, s, -1).permute(0, 3, 6, 1, 4, 2, 5).reshape(x.shape)
+        out = self.proj(out[:, :, :h, :w])
+        return out
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def init(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+@register_model
+def cvt_tiny_esvit(pretrained: bool = False, **options: Any) -> CvT:
+    model: CvT = build_model_with_cfg(CvT, "cvt_tiny_esvit", pretrained, **options)
+    return model

@@ -1,0 +1,105 @@
+"""PVT-Small, the pyramid vision transformer: Wang et al. 2021, arXiv:2102.12122, table 1.
+
+EsViT (Li et al. 2022, arXiv:2106.09785, table 4) trains a PVT of 24 M parameters, as many as this one has, and pools
+every pyramid by the mean of its last tokens. So does this one: the paper's class token, which joins in the last stage,
+is left out.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerNorm, trunc_normal_
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.twins import Block
+from torch import Tensor, nn
+
+default_cfgs = generate_default_cfgs({"pvt_small": {}})
+
+
+class PVT(nn.Module):
+    """One entry per stage in each list. B images, D channels, a grid of h x w tokens."""
+
+    output_fmt = "NHWC"
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 1000,
+        img_size: int = 224,
+        patches: Sequence[int] = (4, 2, 2, 2),
+        dims: Sequence[int] = (64, 128, 320, 512),
+        depths: Sequence[int] = (3, 4, 6, 3),
+        heads: Sequence[int] = (1, 2, 5, 8),
+        reductions: Sequence[int] = (8, 4, 2, 1),
+        mlp_ratios: Sequence[int] = (8, 8, 4, 4),
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        """`img_size` sets the size of the position tables; `reductions` are of the grid of keys and values."""
+        super().__init__()
+        self.num_features = dims[-1]
+        rates = torch.linspace(0, drop_path_rate, sum(depths)).split(list(depths))
+        stages, size = [], img_size
+        for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):
+            size //= patches[i]
+            blocks = (
+                Block(dim, heads[i], mlp_ratios[i], drop_path=rate, norm_layer=LayerNorm, sr_ratio=reductions[i], ws=1)
+                for rate in rates[i].tolist()
+            )
+            stages.append(Stage(before, dim, patches[i], size, blocks))
+        self.stages = nn.Sequential(*stages)
+        self.norm = LayerNorm(dims[-1])  # timm's, whose eps is the authors' 1e-6
+        self.head = nn.Linear(dims[-1], num_classes) if num_classes else nn.Identity()
+        self.apply(init)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, h, w, D)."""
+        out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
+        return out
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, h, w, D) to (B, D), or to the classes' logits."""
+        x = x.mean((1, 2))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+class Stage(nn.Module):
+    """Patches become tokens with positions; then transformer blocks with spatial-reduction attention, which are
+    Twins' global blocks (Chu et al. 2021, arXiv:2104.13840), taken over unchanged from PVT."""
+
+    def __init__(self, before: int, dim: int, patch: int, size: int, blocks: Iterable[Block]) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Conv2d(before, dim, patch, patch), nn.LayerNorm(dim)
+        self.position = nn.Parameter(trunc_normal_(torch.empty(1, dim, size, size), std=0.02))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, D', H, W) to (B, D, h, w)."""
+        x = self.embed(x)
+        size = x.shape[2:]
+        x = self.norm(x.flatten(2).mT) + self.positions(size)
+        for block in self.blocks:
+            x = block(x, size)  # (B, N, D)
+        return x.mT.unflatten(2, size)
+
+    def positions(self, size: torch.Size) -> Tensor:
+        """(1, N, D), bilinear at another grid than the table's, as in the authors' code."""
+        same = size == self.position.shape[2:]
+        table = self.position if same else F.interpolate(self.position, size, mode="bilinear")
+        return table.flatten(2).mT
+
+
+def init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+@register_model
+def pvt_small(pretrained: bool = False, **options: Any) -> nn.Module:
+    return build_model_with_cfg(PVT, "pvt_small", pretrained, kwargs_filter=("in_chans",), **options)

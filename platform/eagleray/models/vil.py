@@ -1,0 +1,250 @@
+"""ViL, multi-scale vision longformer: Zhang et al. 2021, arXiv:2103.15358, with the four stages and relative positions
+that EsViT trains (Li et al. 2021, arXiv:2106.09785, table 6)."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, DropPath, Mlp, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+# Without weights to load, but timm warns of a model that has no entry.
+default_cfgs = generate_default_cfgs({"vil_tiny": {}})
+
+Grid = tuple[int, int]  # rows and columns of patches
+
+
+class ViL(nn.Module):
+    """Stages of a patch embedding and blocks. Tokens are (B, G + N, C): G global ones of the stage, then the N = h * w
+    patches, row-major. At `img_size` the relative positions of full attention are as trained, elsewhere resampled."""
+
+    output_fmt = "NHWC"
+
+    def __init__(
+        self,
+        *,
+        img_size: int | Grid = 224,
+        in_chans: int = 3,
+        num_classes: int = 0,
+        patches: Sequence[int] = (4, 2, 2, 2),
+        dims: Sequence[int] = (96, 192, 384, 768),
+        depths: Sequence[int] = (2, 2, 6, 2),
+        # Table 6 has (3, 3, 6, 12); its text says 32 channels a head, and so does the released recipe.
+        heads: Sequence[int] = (3, 6, 12, 24),
+        tokens: Sequence[int] = (1, 1, 1, 0),  # global ones; none in the last stage, which is averaged
+        # None: full attention. Table 6 has windows in all four stages, the released recipe in two.
+        windows: Sequence[int | None] = (7, 7, None, None),
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if tokens[-1]:
+            raise ValueError(f"tokens={list(tokens)}: the last stage is averaged, so it has no global tokens")
+        drop = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
+        grid = to_2tuple(img_size)
+        stages = []
+        for i, (before, dim) in enumerate(itertools.pairwise([in_chans, *dims])):
+            grid = (grid[0] // patches[i], grid[1] // patches[i])
+            attentions = [attention(dim, heads[i], tokens[i], grid, windows[i]) for _ in range(depths[i])]
+            blocks = [Block(dim, attn, rate) for attn, rate in zip(attentions, drop[i].tolist(), strict=True)]
+            stages.append(Stage(before, dim, patches[i], tokens[i], blocks))
+        self.stages = nn.Sequential(*stages)
+        self.num_features = dims[-1]
+        self.norm = nn.LayerNorm(dims[-1], eps=1e-6)
+        self.head = ClassifierHead(dims[-1], num_classes, input_fmt="NHWC")
+        self.apply(init)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, h, w, C)."""
+        out: Tensor = self.norm(self.stages(x.permute(0, 2, 3, 1)))
+        return out
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """The mean patch, (B, C), or its class scores."""
+        out: Tensor = self.head(x, pre_logits=pre_logits)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+class Stage(nn.Module):
+    """Patches of patches, and blocks that see the stage's own global tokens, dropped at its end."""
+
+    def __init__(self, before: int, dim: int, patch: int, tokens: int, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Conv2d(before, dim, patch, patch), nn.LayerNorm(dim, eps=1e-6)
+        self.tokens = parameter(1, tokens, dim) if tokens else None
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, before) to (B, h, w, dim)."""
+        x = self.embed(x.permute(0, 3, 1, 2))
+        grid = x.shape[2:]
+        x = self.norm(x.flatten(2).mT)  # (B, N, C)
+        if self.tokens is not None:
+            x = torch.cat([self.tokens.expand(len(x), -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x, grid)
+        return x[:, -grid.numel() :].unflatten(1, grid)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, attn: nn.Module, drop_path: float) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim, eps=1e-6), attn
+        self.norm2, self.mlp = nn.LayerNorm(dim, eps=1e-6), Mlp(dim, 4 * dim)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), grid))
+        out: Tensor = x + self.drop_path(self.mlp(self.norm2(x)))
+        return out
+
+
+class Attention(nn.Module):
+    """H heads. What is added to the score of a query and a key is learned: for two patches by how far apart they lie,
+    for a global token by which it is."""
+
+    index: Tensor  # rows of the table, for queries and keys
+
+    def __init__(self, dim: int, heads: int, tokens: int, reach: Grid) -> None:
+        """Two patches lie fewer than `reach` rows and columns apart."""
+        super().__init__()
+        self.heads, self.tokens = heads, tokens
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.table = parameter((2 * reach[0] - 1) * (2 * reach[1] - 1), heads)
+        if tokens:
+            self.to_global, self.from_global = parameter(heads, tokens), parameter(heads, tokens)
+            self.among_global = parameter(heads, tokens, tokens)
+
+    def bias_from_global(self, patches: int) -> Tensor:
+        """(H, G, G + N)"""
+        return torch.cat([self.among_global, self.from_global.unsqueeze(2).expand(-1, -1, patches)], 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """Queries (B, ..., Q, C) to the same, for keys and values (B, ..., K, C) and a bias (..., H, Q, K)."""
+        # Windows stand beside heads, not beside images, of which the bias is independent: it is not copied for each.
+        heads = [t.unflatten(-1, (self.heads, -1)).transpose(-2, -3).flatten(1, -3) for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], bias.flatten(0, -3).unsqueeze(0))
+        return out.unflatten(1, (*q.shape[1:-2], self.heads)).transpose(-2, -3).flatten(-2)
+
+
+class FullAttention(Attention):
+    """Every token attends every token."""
+
+    def __init__(self, dim: int, heads: int, tokens: int, grid: Grid) -> None:
+        super().__init__(dim, heads, tokens, grid)
+        at = positions(*grid)
+        self.register_buffer("index", offsets(at, at, grid), persistent=False)  # (N, N)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)  # (B, G + N, C)
+        out: Tensor = self.proj(self.attend(q, k, v, self.bias(grid[0] * grid[1])))
+        return out
+
+    def bias(self, patches: int) -> Tensor:
+        """(H, G + N, G + N)"""
+        bias = self.table[self.index].permute(2, 0, 1)  # (H, N, N), N at the size of construction
+        if patches != bias.shape[1]:
+            # As if patches lay on a line, which mixes rows up; but so the released model saw its small crops.
+            bias = F.interpolate(bias.unsqueeze(0), size=(patches, patches), mode="bicubic").squeeze(0)
+        if self.tokens:
+            to_global = self.to_global.unsqueeze(1).expand(-1, patches, -1)
+            bias = torch.cat([self.bias_from_global(patches), torch.cat([to_global, bias], 2)], 1)
+        return bias
+
+
+class WindowAttention(Attention):
+    """A patch attends the global tokens, its window of s by s and the 8 windows around it; in training a random one of
+    the 8, another at every call. A global token attends every token."""
+
+    def __init__(self, dim: int, heads: int, tokens: int, window: int) -> None:
+        reach = (2 * window, 2 * window)
+        super().__init__(dim, heads, tokens, reach)
+        self.window = window
+        at = positions(window, window)
+        begin = (positions(3, 3) - 1) * window  # of the 3 by 3 windows
+        index = [offsets(at, at + b, reach) for b in begin]
+        self.register_buffer("index", torch.stack(index, 1), persistent=False)  # (s * s, 9, s * s)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        g, s = self.tokens, self.window
+        near = [OWN, AROUND[int(torch.randint(8, (), device="cpu"))]] if self.training else list(range(9))
+        q, k, v = self.qkv(x).chunk(3, -1)  # (B, G + N, C)
+        seen = []  # keys and values, (B, m, n, G + 9 * s * s, C)
+        for t in (k, v):
+            patches = gather(cut(t[:, g:], grid, s), near)
+            seen.append(torch.cat([t[:, None, None, :g].expand(*patches.shape[:3], -1, -1), patches], 3))
+        out = join(self.attend(cut(q[:, g:], grid, s), seen[0], seen[1], self.bias(grid, near)), grid, s)
+        if g:
+            out = torch.cat([self.attend(q[:, :g], k, v, self.bias_from_global(out.shape[1])), out], 1)
+        out = self.proj(out)
+        return out
+
+    def bias(self, grid: Grid, near: list[int]) -> Tensor:
+        """(m, n, H, s * s, G + 9 * s * s), minus infinity for what lies outside the image."""
+        bias = self.table[self.index[:, near].flatten(1)].permute(2, 0, 1)  # (H, s * s, 9 * s * s)
+        inside = torch.ones(1, grid[0] * grid[1], 1, device=bias.device)
+        inside = gather(cut(inside, grid, self.window), near).squeeze(0).mT  # (m, n, 1, 9 * s * s)
+        bias = bias.masked_fill(inside.unsqueeze(2) == 0, -torch.inf)
+        if self.tokens:
+            bias = torch.cat([self.to_global.unsqueeze(1).expand(*bias.shape[:-1], -1), bias], -1)
+        return bias
+
+
+OWN, AROUND = 4, (0, 1, 2, 3, 5, 6, 7, 8)  # of 3 by 3 windows, row-major
+
+
+def cut(x: Tensor, grid: Grid, s: int) -> Tensor:
+    """Patches (B, N, C) in windows (B, m, n, s * s, C); zeros at the bottom and the right fill the last ones."""
+    x = F.pad(x.unflatten(1, grid), (0, 0, 0, -grid[1] % s, 0, -grid[0] % s))
+    return x.unflatten(2, (-1, s)).unflatten(1, (-1, s)).transpose(2, 3).flatten(3, 4)
+
+
+def join(x: Tensor, grid: Grid, s: int) -> Tensor:
+    """Windows (B, m, n, s * s, C) to patches (B, N, C)."""
+    x = x.unflatten(3, (s, s)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return x[:, : grid[0], : grid[1]].flatten(1, 2)
+
+
+def gather(x: Tensor, near: list[int]) -> Tensor:
+    """For each of the windows (B, m, n, L, C) those around it, side by side: (B, m, n, len(near) * L, C)."""
+    m, n = x.shape[1:3]
+    x = F.pad(x, (0, 0, 0, 0, 1, 1, 1, 1))
+    return torch.cat([x[:, i : i + m, j : j + n] for i, j in (divmod(at, 3) for at in near)], 3)
+
+
+def positions(h: int, w: int) -> Tensor:
+    """Row and column of each patch of a grid: (h * w, 2)."""
+    return torch.cartesian_prod(torch.arange(h), torch.arange(w))
+
+
+def offsets(q: Tensor, k: Tensor, reach: Grid) -> Tensor:
+    """Rows (Q, K) of the table for queries at (Q, 2) and keys at (K, 2)."""
+    rows, columns = (q.unsqueeze(1) - k + torch.tensor(reach) - 1).unbind(-1)
+    return rows * (2 * reach[1] - 1) + columns
+
+
+def attention(dim: int, heads: int, tokens: int, grid: Grid, window: int | None) -> Attention:
+    if window is None:
+        return FullAttention(dim, heads, tokens, grid)
+    return WindowAttention(dim, heads, tokens, window)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
+
+
+def init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+@register_model
+def vil_tiny(pretrained: bool = False, **options: Any) -> ViL:
+    model: ViL = build_model_with_cfg(ViL, "vil_tiny", pretrained, **options)
+    return model

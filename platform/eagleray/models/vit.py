@@ -1,0 +1,77 @@
+"""What MoCo v3 changes about a ViT and timm has no argument for: batch norm in front of the MLPs, a convolutional stem,
+fixed positions, the start of the first layer. Chen, Xie and He 2021, arXiv:2104.02057."""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from timm.layers import PatchEmbed, build_sincos2d_pos_embed
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+
+class TokenBatchNorm(nn.Module):
+    """Batch norm of tokens (B, N, D), over images and tokens alike."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x.flatten(0, 1)).view_as(x)
+        return out
+
+
+class BatchNormBlock(Block):  # type: ignore[misc]
+    """A block of ViT-BN (section 6.1): the norm before the MLP is batch norm. Those before attention and at the end of
+    the network stay layer norms: with every one replaced it does not converge."""
+
+    def __init__(self, dim: int, *args: Any, **settings: Any) -> None:
+        super().__init__(dim, *args, **settings)
+        self.norm2 = TokenBatchNorm(dim)
+
+
+class ConvStem(PatchEmbed):  # type: ignore[misc]
+    """Four 3x3 convolutions of stride 2 and a 1x1 instead of one projection (the authors' code; Xiao et al. 2021,
+    arXiv:2106.14881)."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        if self.patch_size != (16, 16):
+            raise ValueError(f"backbone.stem=conv makes patches of 16 pixels, not {self.patch_size[0]}")
+        dim, colours = self.proj.out_channels, self.proj.in_channels
+        layers: list[nn.Module] = []
+        for a, b in itertools.pairwise([colours, dim // 8, dim // 4, dim // 2, dim]):
+            layers += [nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
+        self.proj = nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))  # type: ignore[assignment]
+
+
+MEAN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+# What the keys of a recipe's backbone section say to timm's VisionTransformer.
+ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("init", "moco"): {"weight_init": "moco"},
+    ("position", "none"): {"pos_embed": "none"},
+    ("pool", "mean"): {**MEAN, "final_norm": False},
+    ("pool", "norm_mean"): {**MEAN, "final_norm": True},
+    ("norm", "batch"): {"block_fn": BatchNormBlock},
+    ("stem", "conv"): {"embed_layer": ConvStem},
+}
+
+
+def set_sincos(model: Any) -> None:
+    """Fixed 2-D sine-cosine positions: not trained, zero for the class token. Raises ValueError for an odd width."""
+    if model.embed_dim % 4:
+        raise ValueError(f"needs a width that is a multiple of 4, not {model.embed_dim}")
+    table = build_sincos2d_pos_embed(model.patch_embed.grid_size, model.embed_dim, interleave_sin_cos=True)
+    prefix = model.pos_embed.shape[1] - len(table)
+    table = torch.cat([torch.zeros(prefix, model.embed_dim), table])
+    model.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
+
+
+def init_patch(projection: nn.Conv2d) -> None:
+    """Uniform, bounded as for a linear layer on flat patches; timm's `moco` leaves the convolution out."""
+    bound = math.sqrt(6 / (math.prod(projection.weight.shape[1:]) + projection.weight.shape[0]))
+    nn.init.uniform_(projection.weight, -bound, bound)
+    if projection.bias is not None:
+        nn.init.zeros_(projection.bias)

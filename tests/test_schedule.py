@@ -1,0 +1,29 @@
+"""Numbers that move over training."""
+
+import pytest
+
+from eagleray import config
+from eagleray.errors import UserError
+from eagleray.recipe import Optim
+from eagleray.schedule import Progress, Schedule
+
+
+def test_drops_divide_by_ten_at_their_epochs():
+    lr = Schedule(value=0.03, drops=(120, 160))
+    at = [0, 1199, 1200, 1599, 1600, 1999]
+    assert [lr(Progress(step, 10, 200)) for step in at] == pytest.approx([0.03, 0.03, 3e-3, 3e-3, 3e-4, 3e-4])
+
+
+def test_drops_come_after_the_warm_up():
+    lr = Schedule(value=1.0, warmup=10, drops=(5, 20))
+    assert lr(Progress(50, 10, 40)) == 0.5
+    assert lr(Progress(100, 10, 40)) == pytest.approx(0.1)
+    assert lr(Progress(200, 10, 40)) == pytest.approx(0.01)
+
+
+def test_drops_or_a_cosine():
+    with pytest.raises(ValueError, match=r"drops=\[60\] and end=0.0: expected one of them"):
+        Schedule(value=1.0, end=0.0, drops=(60,))
+    with pytest.raises(UserError, match=r"lr: .*drops=.* and end="):
+        config.check(Optim, {"lr": {"value": 0.03, "drops": [120, 160], "end": 0}}, "r")
+    assert config.check(Optim, {"lr": {"value": 0.03, "drops": [120, 160]}}, "r").lr.drops == (120, 160)
