@@ -84,7 +84,6 @@ class Meter:
         table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
         share = self.rows[dist.rank()] / sum(self.rows)
         table = dist.total(table * share).cpu()
-        self._check(at, table[:, names.index("skipped")].tolist())
         good = table[table[:, names.index("skipped")] < 0.5]
         means = dict(zip(names, (good if len(good) else table).mean(0).tolist(), strict=True))
         del means["skipped"]
@@ -96,8 +95,8 @@ class Meter:
         record["skipped_steps"] = len(table) - len(good)
         seen, norms = self.monitor.flush()
         record |= seen
-        findings = self.health.gradients(at.step + 2 - len(norms), norms) + self.health.look(record)
-        self.folder.note_findings(findings)
+        self.folder.note_findings(self.health.gradients(at.step + 2 - len(norms), norms) + self.health.look(record))
+        self._check(at, table[:, names.index("skipped")].tolist())
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
         return record
 

@@ -68,7 +68,8 @@ class Monitor:
         """After an optimiser step, on every rank."""
         self.step = taken.at.step + 1
         b, rows = len(taken.batch.index), taken.batch.rows
-        pooled, projected = (torch.cat(xs)[: 2 * b].float() for xs in zip(*self._seen, strict=True))
+        # What is not finite is another's business; here it would stay in the bank.
+        pooled, projected = (torch.cat(xs)[: 2 * b].float().nan_to_num(0, 0, 0) for xs in zip(*self._seen, strict=True))
         self._seen.clear()
         self._norms.append(taken.norms)
         newest = dist.gather(F.normalize(pooled[:b], dim=1), rows)

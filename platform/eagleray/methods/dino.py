@@ -1,19 +1,18 @@
 """DINO, self-distillation with no labels: Caron et al. 2021, arXiv:2104.14294, algorithm 1."""
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray import dist
 from eagleray.data.batch import Batch
+from eagleray.losses.prototypes import cross_entropy, match, mean_scores, probabilities
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead
 from eagleray.models.spread import entropy, usage
 from eagleray.schedule import Progress, Schedule
+
+SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
 
 
 class DINO(Method):
@@ -45,15 +44,15 @@ class DINO(Method):
         self.register_buffer("center", torch.zeros(prototypes))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        s = self.student(batch.views).chunk(len(batch.views))  # V x (B, K)
+        s = self.student(batch.views)  # (V * B, d) what the prototypes are held against
         with torch.no_grad():
-            t = self.teacher(batch.views[:2]).chunk(2)  # 2 x (B, K)
-        tau_t = self.teacher_temp(at)
-        loss = cross_entropy(t, s, self.center, tau_t, self.student_temp)
-        p = F.softmax((torch.cat(t) - self.center) / tau_t, dim=-1)  # (2 * B, K)
+            t = self.teacher(batch.views[:2])  # (2 * B, d)
+        w_s, w_t, tau_t = self.student.head.last.weight, self.teacher.head.last.weight, self.teacher_temp(at)
+        pairs = match(s.unsqueeze(1).chunk(len(batch.views)), t.unsqueeze(1).chunk(2))  # every view with every other
+        loss = cross_entropy(t, s, w_t, w_s, self.center, pairs, tau_t=tau_t, tau_s=self.student_temp)
+        p = probabilities(t[:SEEN], w_t, self.center, tau_t)  # (SEEN, K)
         # After the loss, which uses the old centre; over the images of all ranks, where the paper has the batch.
-        mean = dist.total(torch.cat(t).float().sum(0)) / (2 * sum(batch.rows))
-        self.center.lerp_(mean, 1 - self.center_momentum)
+        self.center.lerp_(mean_scores(t, w_t, 2 * sum(batch.rows)), 1 - self.center_momentum)
         return {"loss": loss, "entropy": entropy(p), "usage": usage(p)}
 
     def before_step(self, at: Progress) -> None:
@@ -66,13 +65,3 @@ class DINO(Method):
 
     def export(self) -> Backbone:
         return self.teacher.backbone
-
-
-def cross_entropy(t: Sequence[Tensor], s: Sequence[Tensor], center: Tensor, tau_t: float, tau_s: float) -> Tensor:
-    """Mean of H(t_i, s_j) over images and pairs i != j, for scores (B, K) of teacher views t and student views s."""
-    t_hat = [F.softmax((ti - center) / tau_t, dim=-1) for ti in t]  # centre, then sharpen
-    loss = torch.zeros((), device=center.device)
-    for j, sj in enumerate(s):
-        others = [ti for i, ti in enumerate(t_hat) if i != j]
-        loss = loss - (sum(others) * F.log_softmax(sj / tau_s, dim=-1)).sum(-1).mean()
-    return loss / (len(t) * (len(s) - 1))

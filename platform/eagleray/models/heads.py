@@ -51,6 +51,5 @@ class PrototypeHead(nn.Module):
         scale.requires_grad_(free_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, dim) to prototype scores (B, K)."""
-        out: Tensor = self.last(F.normalize(self.mlp(x), dim=-1))
-        return out
+        """(B, dim) to unit vectors z (B, bottleneck); scores (B, K) would be `last(z)`, which no loss has at once."""
+        return F.normalize(self.mlp(x), dim=-1)
