@@ -14,11 +14,13 @@ from conftest import METHODS, Table, small_recipe
 from eagleray import config, optim, run
 from eagleray.cluster.world import World
 from eagleray.data.batch import Batch
+from eagleray.monitor import Monitor
 from eagleray.recipe import Recipe
 from eagleray.train import fit
 
 BATCH, STEPS = 24, 4
 SPLITS = [(12, 12), (15, 9)]
+OWN = {"health/input_mean", "health/input_std", "health/same_views"}  # of this rank's images alone
 
 
 def global_batch(step: int, recipe: Recipe) -> list[torch.Tensor]:
@@ -52,11 +54,13 @@ def train(rank: int, rows: tuple[int, ...], recipe: Recipe) -> dict[str, Any]:
         own(at)
 
     method.before_step = before_step
+    monitor = Monitor(method, optimizer, every=STEPS)
     losses = []
     for taken in fit(method, batches(), optimizer, lr=lambda _: 0.02, weight_decay=lambda _: 0.1, wrap=world.wrap):
+        monitor.watch(taken)
         share = rows[rank] / sum(rows)
         losses.append(world.agree(float(taken.values["loss"]) * share)[0])
-    return {"state": method.state_dict(), "losses": losses, "gradient": first}
+    return {"state": method.state_dict(), "losses": losses, "gradient": first, "seen": monitor.flush()[0]}
 
 
 def rank_of(rank: int, rows: tuple[int, ...], port: int, folder: Path) -> None:
@@ -96,6 +100,8 @@ def test_two_processes_equal_one(method: str, rows: tuple[int, ...], runs: dict[
     table.add(method, f"two processes, {' + '.join(map(str, rows))} rows", error)
     assert error < 1e-5
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=2e-5, atol=1e-5)
+    for name in two["seen"].keys() - OWN:
+        assert two["seen"][name] == pytest.approx(one["seen"][name], rel=2e-3, abs=1e-5), name
     for name, want in one["state"].items():
         torch.testing.assert_close(two["state"][name], want, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 

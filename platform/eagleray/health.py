@@ -49,6 +49,7 @@ class Health:
         self.told: set[str] = set()
         self.looks = 0
         self.curve: list[float] = []  # of the kNN monitor
+        self.low = False  # in a dip
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
         """The norms by layer (steps, L) of steps from `first` on."""
@@ -63,7 +64,7 @@ class Health:
             found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
         if "update" in r:
             self.looks += 1
-            held = dict(conditions(r)) if self.looks > GRACE else {}
+            held = {k: text for k, text in conditions(r) if k in AT_ONCE or self.looks > GRACE}
             self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
             found += [(k, text) for k, text in held.items() if self.rows[k] >= (1 if k in AT_ONCE else LOOKS)]
         if "monitor/knn" in r and (dip := self._dip(r["monitor/knn"])):
@@ -81,12 +82,13 @@ class Health:
         changes = [abs(b - a) for a, b in itertools.pairwise(before)]
         noise = max(1.5 * median(changes), 1.0)
         usual = median(before)
-        if usual - top1 > 3 * noise:
+        was, self.low = self.low, usual - top1 > 3 * noise
+        if self.low and not was:
             return f"the kNN monitor fell from {usual:.1f} to {top1:.1f} %, its noise is {noise:.1f}"
         return None
 
 
-AT_ONCE = {"inputs", "same views"}
+AT_ONCE = {"inputs", "same views", "too large steps"}
 REPEATED = {"non-finite", "kNN dip"}
 
 
@@ -111,6 +113,8 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
         found.append(("uniform output", f"the loss is stuck at ln K, that of a guess (gain {r['gain']:.3f} nats)"))
     if r["update"] > 0.05:
         found.append(("too large steps", f"one step moves the encoder by {100 * r['update']:.0f} % of its weights"))
+    if r["growth"] > 2:
+        found.append(("too large steps", f"the encoder's weights grew {r['growth']:.1f} times since the last look"))
     if r["update"] < 1e-9 and r["lr"] > 0:
         found.append(("frozen encoder", "the encoder's weights do not move"))
     if "ema_distance" in r and r["update"] > 0 and r["ema_distance"] < 1.5 * r["update"]:
@@ -121,7 +125,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
 def words(findings: Sequence[Mapping[str, Any]]) -> str:
     """A line for the end of a run."""
     if not findings:
-        return "healthy: nothing found"
+        return "nothing found"
     kinds = {f["kind"]: [g["step"] for g in findings if g["kind"] == f["kind"]] for f in findings}
     parts = [
         f"{kind} (step {steps[0]}" + (f", {len(steps)} times)" if len(steps) > 1 else ")")

@@ -39,5 +39,9 @@ def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     """|a - b| / |b| of two lists of tensors, each as one vector."""
-    away = torch.stack(torch._foreach_norm(torch._foreach_sub(list(a), list(b))))
-    return torch.linalg.vector_norm(away) / torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(b))))
+    return size(torch._foreach_sub(list(a), list(b))) / size(b)
+
+
+def size(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of a list of tensors as one vector."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))

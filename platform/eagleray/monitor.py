@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagleray import dist
 from eagleray.evals.knn import vote
-from eagleray.measures import alignment, distance, effective_rank, input_moments, spread, uniformity
+from eagleray.measures import alignment, distance, effective_rank, input_moments, size, spread, uniformity
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Encoder
 from eagleray.models.ema import online_of
@@ -57,6 +57,7 @@ class Monitor:
         self._look: dict[str, Tensor] = {}
         self._before: list[Tensor] = []
         self._update = torch.zeros((), device=device)
+        self._size = size(self.trunk).detach()
 
     def state_dict(self) -> dict[str, Any]:
         return self.bank.state_dict()
@@ -94,7 +95,9 @@ class Monitor:
             "input_mean": mean,
             "input_std": std,
             "update": self._update,
+            "growth": (now := size(self.trunk)) / self._size,
         }
+        self._size = now
         if len(z) > 1:
             found["alignment"] = alignment(z[0], z[1])
         if len(views) > 1 and views[0].shape == views[1].shape:

@@ -1,0 +1,93 @@
+"""What records mean."""
+
+import pytest
+
+from eagleray.health import KINDS, LOOKS, Finding, Health, words
+
+GOOD = {
+    "lr": 1e-3,
+    "skipped_steps": 0,
+    "health/update": 2e-3,
+    "health/input_mean": 0.1,
+    "health/input_std": 1.1,
+    "health/projector_std": 0.8,
+    "health/projector_rank": 20.0,
+    "health/backbone_std": 0.4,
+    "health/backbone_rank": 12.0,
+    "health/same_views": 0.01,
+    "health/ema_distance": 0.01,
+    "gain": 1.5,
+    "entropy": 0.6,
+    "usage": 0.8,
+    "health/growth": 1.01,
+}
+
+
+def told(*changes: dict[str, float], looks: int = 12) -> list[Finding]:
+    """What is found in `looks` records that are GOOD but for the changes, the last of which stays."""
+    health, found = Health(["patch_embed"]), []
+    for i in range(looks):
+        changed = changes[min(i, len(changes) - 1)] if changes else {}
+        found += health.look(GOOD | changed | {"step": 10 * (i + 1)})
+    return found
+
+
+def test_a_healthy_run_is_left_alone():
+    assert told() == []
+    assert words([]) == "nothing found"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"health/projector_std": 0.01}, "collapse"),
+        ({"health/projector_rank": 1.1}, "collapse"),
+        ({"usage": 0.02}, "collapse"),
+        ({"entropy": 0.9999}, "uniform output"),
+        ({"gain": 0.001}, "uniform output"),
+        ({"health/update": 0.3, "health/ema_distance": 3.0}, "too large steps"),
+        ({"health/growth": 3.0}, "too large steps"),
+        ({"health/update": 0.0}, "frozen encoder"),
+        ({"health/ema_distance": 0.002}, "no momentum"),
+        ({"health/input_mean": 120.0, "health/input_std": 60.0}, "inputs"),
+        ({"health/same_views": 1.0}, "same views"),
+        ({"skipped_steps": 2}, "non-finite"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, float], kind: str):
+    found = told(change)
+    assert {f.kind for f in found} == {kind}
+    assert kind in KINDS
+    if kind != "non-finite":  # each time it happens
+        assert len(found) == 1
+
+
+def test_a_passing_look_is_no_finding():
+    bad = {"health/projector_std": 0.01}
+    assert told(*[bad, {}] * 6) == []
+    assert told({}, {}, {}, {}, *[bad] * (LOOKS - 1), {}) == []
+    assert told({}, {}, {}, {}, *[bad] * LOOKS, {}) != []
+
+
+def test_records_between_looks_change_nothing():
+    health = Health(["patch_embed"])
+    record = {k: v for k, v in GOOD.items() if not k.startswith("health/")} | {"step": 1, "entropy": 0.9999}
+    assert not any(health.look(record) for _ in range(50))
+
+
+CURVE = [20.0, 21, 20.5, 22, 23, 22.5, 24, 24.5, 25, 24.8, 26]
+
+
+def dips(curve: list[float]) -> list[int]:
+    health, found = Health([]), []
+    for i, top1 in enumerate(curve):
+        found += health.look({"step": i, "monitor/knn": top1})
+    return [f.step for f in found]
+
+
+def test_dips_of_the_knn_curve_are_found_beyond_its_noise():
+    assert dips(CURVE) == []
+    assert dips([*CURVE, 15, 16, 24, 26]) == [len(CURVE)]  # once, where it falls
+    noisy = [30, 20, 32, 18, 31, 22, 29, 19, 33, 21, 30, 18]
+    assert dips(noisy) == []
+    assert dips([top1 * 0.3 for top1 in CURVE]) == []  # a small change in points
