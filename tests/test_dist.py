@@ -43,7 +43,7 @@ def train(rank: int, rows: tuple[int, ...], recipe: Recipe) -> dict[str, Any]:
         for step in range(STEPS):
             views = [v[mine] for v in global_batch(step, recipe)]
             index = torch.arange(BATCH)[mine] + step
-            yield run.Progress(step, 10, 2), Batch(views, torch.empty(0), index, torch.zeros(1), rows)
+            yield run.Progress(step, 10, 2), Batch(views, torch.empty(0), index, torch.zeros(BATCH)[mine], rows)
 
     first: dict[str, torch.Tensor] = {}
     own = method.before_step
