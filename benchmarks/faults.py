@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -97,9 +98,16 @@ def spoiled(how: str) -> Iterator[None]:
         yield
 
 
-def trained(name: str, fault: Fault, args: argparse.Namespace) -> dict[str, Any]:
+def cases() -> dict[str, Fault]:
+    """All there are by name, the healthy runs of all methods last."""
+    methods = [name.removesuffix(SMALL) for name in recipe.names() if name.endswith(SMALL)]
+    return FAULTS | {f"healthy {method}": Fault(method, ()) for method in methods}
+
+
+def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run, and what it said of itself."""
     torch.set_num_threads(1)
+    fault = cases()[name]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         if fault.spoil:
             stack.enter_context(spoiled(fault.spoil))
@@ -144,18 +152,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--keep", type=Path, help="folder for the metrics of every run")
     args = parser.parse_args()
-    healthy = {
-        f"healthy {n.removesuffix(SMALL)}": Fault(n.removesuffix(SMALL), ()) for n in recipe.names() if SMALL in n
-    }
-    cases = FAULTS | healthy
-    if args.only:
-        cases = {name: f for name, f in cases.items() if name.removeprefix("healthy ") in args.only}
+    names = [name for name in cases() if not args.only or name.removeprefix("healthy ") in args.only]
     with tempfile.TemporaryDirectory() as folder:
         if not args.data:
             args.data = f"{folder}/drawn"
             write_shards(pictures(0, 4000), args.data, size=2**20)
         with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-            for row in pool.map(trained, cases, cases.values(), [args] * len(cases)):
+            for row in pool.map(partial(trained, args=args), names):
                 show(row, as_json=args.json)
 
 

@@ -11,7 +11,14 @@ PAGE = Path(__file__).with_name("recipes.md")
 MARK = "<!-- from here on written by docs/recipes.py -->\n"
 LABELS = ("Published", "Cost", "Ours")
 COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", *LABELS)
-DATA = {"in1k": "ImageNet-1k", "cifar10": "CIFAR-10", "shapes": "drawn shapes"}
+DATA = {
+    "in1k": "ImageNet-1k",
+    "in22k": "ImageNet-22k",
+    "openimages": "OpenImages-v4",
+    "webvision": "WebVision-v1",
+    "cifar10": "CIFAR-10",
+    "shapes": "drawn shapes",
+}
 
 
 def page(written: str) -> str:

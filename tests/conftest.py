@@ -41,17 +41,23 @@ CROPS = f"[{PAIR}, {{size: 8, count: 2, scale: [0.1, 0.4]}}]"
 METHODS = {
     "barlow_twins": "dim: 12, hidden: 16",
     "byol": "dim: 16, hidden: 32",
+    "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
+    "esvit": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1, region_from: 0.15",
     "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
+    "moby": "dim: 12, hidden: 16, queue: 64",
     "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
     "mocov3": "dim: 16, hidden: 32",
+    "selfpatch": "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, heads: 2, freeze_last: 0.1",
+    "selfpatch_moby": "dim: 12, hidden: 16, queue: 64, patch_prototypes: 32, patch_hidden: 8, heads: 2, freeze_last: 0",
     "simclr": "dim: 12, hidden: 16",
     "simsiam": "dim: 24, hidden: 8",
     "swav": "dim: 12, hidden: 16, prototypes: 20, queue: 40, queue_start: 0.1, freeze_prototypes: 1",
     "vicreg": "dim: 12, hidden: 16",
 }
-VIEWS = {"dino": CROPS, "swav": CROPS, "instdisc": "[{size: 16, scale: [0.3, 1.0]}]"}
+VIEWS = dict.fromkeys(("dino", "esvit", "selfpatch", "swav"), CROPS)
+VIEWS |= {"instdisc": "[{size: 16, scale: [0.3, 1.0]}]"}
 
 
 def small_recipe(method: str) -> str:

@@ -28,6 +28,8 @@ FAMILIES = (
     *("simsiam_heads", "simsiam_loss", "barlow_twins", "vicreg"),
     *("esvit_swin", "esvit_vil", "esvit_cvt"),
     *("cvt_forward", "t2t_vit_forward"),
+    *("moby_contrastive_loss", "moby_full_steps", "moby_loss", "moby_schedules"),
+    *("selfpatch_aggregation", "selfpatch_cosine_schedule", "selfpatch_dinohead", "selfpatch_neighbour_index"),
 )
 
 

@@ -208,6 +208,8 @@ def known(kind: Any, path: Sequence[Any]) -> list[str]:
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """A hint that ends an error message: the word that was probably meant, or all there are."""
+    """A hint that ends an error message: the word that was probably meant, or all there are, if they are few."""
     close = difflib.get_close_matches(word, words, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(words)}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(words)}" if len(words) <= 20 else ""

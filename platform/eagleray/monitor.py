@@ -60,10 +60,11 @@ class Monitor:
         self._size = size(self.trunk).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.bank.state_dict()
+        return self.bank.state_dict() | {"size": self._size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bank.load_state_dict(state)
+        self._size.copy_(state["size"])
 
     def watch(self, taken: Step) -> None:
         """After an optimiser step, on every rank."""
@@ -78,7 +79,7 @@ class Monitor:
         if self.step % self.every == 0:
             z = [dist.gather(v, rows)[:ROWS] for v in F.normalize(projected, dim=1).split(b)]
             self._look = {f"health/{name}": value for name, value in self.look(taken, z).items()}
-            if self.labelled and self.bank.filled >= 2 * ROWS:
+            if self.labelled and self.bank.filled >= min(2 * ROWS, len(self.bank.labels)):
                 self._look["monitor/knn"] = self.knn()
 
     @torch.no_grad()
@@ -113,10 +114,14 @@ class Monitor:
         new = self.bank.newest(min(2 * ROWS, self.bank.filled // 4))
         old = self.bank.newest(self.bank.filled, skip=len(new.labels))
         # A crop's own image, where the bank reaches back into the last epoch, is no neighbour.
-        cosine = (new.features @ old.features.T).masked_fill(new.images.unsqueeze(1) == old.images, -1.0)
-        classes = int(torch.maximum(old.labels.max(), new.labels.max())) + 1
-        votes = vote(cosine, old.labels, classes=classes, k=self.k, temperature=self.temperature)
-        return 100 * (votes.argmax(1) == new.labels).float().mean()
+        silent = (new.images.unsqueeze(1) == old.images) | (old.labels < 0)
+        cosine = (new.features @ old.features.T).masked_fill(silent, -1.0)
+        labels, classes = (
+            old.labels.clamp(min=0),
+            int(torch.maximum(old.labels.max(), new.labels.max()).clamp(min=0)) + 1,
+        )
+        votes = vote(cosine, labels, classes=classes, k=self.k, temperature=self.temperature)
+        return 100 * (votes.argmax(1) == new.labels).sum() / (new.labels >= 0).sum().clamp(min=1)
 
     def flush(self) -> tuple[dict[str, float], list[list[float]]]:
         """The newest look, if there was one since the last flush, with the largest gradient norm of each layer; and the

@@ -133,15 +133,9 @@ class Recipe:
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
-OPERATION += (
-    "optim.micro_batch",
-    "data.workers",
-    "data.bad_limit",
-    "data.test",
-    "data.cache",
-    "data.cache_size",
-    "data.patience",
-)
+OPERATION += ("optim.micro_batch", "data.workers", "data.bad_limit", "data.test")
+OPERATION += ("data.cache", "data.cache_size", "data.patience")
+OPERATION += ("method.region_from",)  # regions may join a run of EsViT that began without them
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:

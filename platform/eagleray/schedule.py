@@ -29,6 +29,9 @@ class Schedule:
     drops: tuple[float, ...] = ()  # epochs
     inclusive: bool = False  # the last warm-up step is at `value` already (DINO), not the first after it (MoCo v3)
     per_epoch: bool = False  # moves between epochs only
+    # As timm's scheduler asked after each step (MoBY): a step behind, so the first two are alike, and a cosine counted
+    # from the start of training, so `value` is never quite reached.
+    timm: bool = False
 
     def __post_init__(self) -> None:
         if self.drops and self.end is not None:
@@ -36,12 +39,13 @@ class Schedule:
 
     def __call__(self, at: Progress) -> float:
         ticks = 1 if self.per_epoch else at.steps_per_epoch  # in one epoch
-        now = int(at.epoch) if self.per_epoch else at.step
+        now = max((int(at.epoch) if self.per_epoch else at.step) - self.timm, 0)
         warm = self.warmup * ticks
         if now < warm:
             return self.warmup_from + (self.value - self.warmup_from) * now / max(warm - self.inclusive, 1)
         if self.end is None:
             return self.value * 0.1 ** sum(at.epoch >= drop for drop in self.drops)
-        left = max(at.epochs * ticks - warm, 1)  # after warm-up
+        begin = 0 if self.timm else warm
+        left = max(at.epochs * ticks - begin, 1)
         # Multiplied before divided, as in DINO: 1 + cos loses digits near pi, and those that it keeps depend on this.
-        return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - warm, left) / left))
+        return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - begin, left) / left))

@@ -25,8 +25,7 @@ class Side(NamedTuple):
 
 def side(features: list[Tensor], head: PrototypeHead) -> Side:
     """The head on all views at once, (B, N_v, D) each."""
-    z = head.mlp(torch.cat([x.flatten(0, 1) for x in features]))
-    return Side(features, F.normalize(z, dim=-1), head.last.weight)
+    return Side(features, head(torch.cat([x.flatten(0, 1) for x in features])), head.last.weight)
 
 
 def sampled(x: Tensor, tokens: int | None) -> Tensor:
@@ -61,17 +60,10 @@ def unit_scores(z: Tensor, w: Tensor) -> Tensor:
     return z / ((z @ (w.T @ w)) * z).sum(1, keepdim=True).sqrt()
 
 
-def likest(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
-    """Each student token with the teacher token of the largest cosine."""
-    # Neighbours differ by less than bfloat16 can tell.
-    with torch.autocast(s[0].device.type, enabled=False):
-        return match([x.float() for x in s], [y.float() for y in t])
-
-
 def transported(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
     """Each student token with the teacher token that gets most of its mass in the optimal transport between the two
     views of the image (Cuturi 2013, arXiv:1306.0895), in which every token gives or gets the same."""
-    teacher, weight = likest(s, t)
+    teacher, weight = match(s, t)
     tokens = t[0].shape[1]
     to = torch.cat([torch.stack([plan(x, y).argmax(-1) for y in t], -1).flatten(0, 1) for x in s])  # (n, Q)
     return Match(torch.where(teacher < 0, -1, teacher // tokens * tokens + to), weight)
@@ -88,7 +80,7 @@ def plan(x: Tensor, y: Tensor) -> Tensor:
     return log_q.exp()
 
 
-MATCHINGS = {"argmax": likest, "sinkhorn": transported}
+MATCHINGS = {"argmax": match, "sinkhorn": transported}
 
 
 def follow(center: Tensor, t: Side, rows: Sequence[int], momentum: float) -> None:

@@ -40,7 +40,7 @@ class PVT(nn.Module):
         """`img_size` sets the size of the position tables; `reductions` are of the grid of keys and values."""
         super().__init__()
         self.num_features = dims[-1]
-        rates = torch.linspace(0, drop_path_rate, sum(depths)).split(list(depths))
+        rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
         stages, size = [], img_size
         for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):
             size //= patches[i]

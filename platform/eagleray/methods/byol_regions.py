@@ -1,0 +1,94 @@
+"""BYOL with EsViT's region task: Li et al. 2022, arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020,
+arXiv:2006.07733, algorithm 1."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray.data.batch import Batch
+from eagleray.losses.prototypes import match
+from eagleray.losses.regions import Side, follow, side, softmax_loss, squared_loss
+from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.models.backbone import Backbone, Encoder, Features
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import PrototypeHead, mlp
+from eagleray.schedule import Progress, Schedule
+
+
+class BYOLRegions(Method):
+    """Two views. The pooled vectors are learnt from as in BYOL, the tokens as in EsViT: K prototypes."""
+
+    views = (2, 2)
+    region_center: Tensor  # (K,)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 256,
+        hidden: Positive = 4096,
+        momentum: Schedule = Schedule(value=0.996, end=1.0),
+        prototypes: Positive = 65536,
+        region_hidden: Positive = 2048,
+        bottleneck: Positive = 256,
+        student_temp: PositiveFloat = 0.1,
+        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
+        center_momentum: Share = 0.9,
+        region_weight: PositiveFloat = 1.0,
+        region_loss: Literal["softmax", "mse"] = "softmax",
+    ) -> None:
+        super().__init__()
+        self.momentum, self.center_momentum = momentum, center_momentum
+        self.student_temp, self.teacher_temp = student_temp, teacher_temp
+        self.region_weight, self.region_loss = region_weight, region_loss
+        region_head = PrototypeHead(
+            backbone.dim, prototypes, hidden=region_hidden, bottleneck=bottleneck, free_scale=True
+        )
+        self.online = _Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=True), region_head)
+        self.predictor = mlp([dim, hidden, dim], norm=True)
+        self.target = ema_copy(self.online)
+        self.register_buffer("region_center", torch.zeros(prototypes))
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        f1, f2 = self.online.backbone(x1), self.online.backbone(x2)
+        # One forward per view: batch norm must not mix the two.
+        p1, p2 = self.predictor(self.online.head(f1.pooled)), self.predictor(self.online.head(f2.pooled))  # (B, C)
+        with torch.no_grad():
+            g1, g2 = self.target.backbone(x1), self.target.backbone(x2)
+            z1, z2 = self.target.head(g1.pooled), self.target.head(g2.pooled)  # (B, C)
+            t = self.target.regions(g1, g2)
+        l_v = distance(p1, z2) + distance(p2, z1)
+        l_r = self.loss_of_regions(t, self.online.regions(f1, f2), self.teacher_temp(at))
+        follow(self.region_center, t, batch.rows, self.center_momentum)
+        return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
+
+    def loss_of_regions(self, t: Side, s: Side, tau_t: float) -> Tensor:
+        matched = match(s.features, t.features)
+        if self.region_loss == "mse":
+            return squared_loss(t, s, matched)
+        return softmax_loss(t, s, matched, self.region_center, tau_t, self.student_temp)
+
+    def after_step(self, at: Progress) -> None:
+        ema_update(self.target, self.online, self.momentum(at))
+
+    def export(self) -> Backbone:
+        return self.online.backbone
+
+
+class _Encoder(Encoder[nn.Sequential]):
+    """A second head, for the tokens."""
+
+    def __init__(self, backbone: Backbone, head: nn.Sequential, region_head: PrototypeHead) -> None:
+        super().__init__(backbone, head)
+        self.region_head = region_head
+
+    def regions(self, *views: Features) -> Side:
+        return side([x.patches for x in views], self.region_head)
+
+
+def distance(p: Tensor, z: Tensor) -> Tensor:
+    """BYOL's equation 2: squared distance of predictions to targets (B, C), both at unit length; the mean over rows."""
+    return 2 - 2 * F.cosine_similarity(p, z, dim=1).mean()
