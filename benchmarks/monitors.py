@@ -56,7 +56,7 @@ def turns(r: Recipe, *, watch: bool) -> Callable[[], float]:
     method.to(device)
     optimizer = run.make_optimizer(r, method)
     monitor = Monitor(method, optimizer, every=r.monitor.every, bank=IMAGES // 10, labelled=True) if watch else None
-    health = Health(monitor.layers if monitor else [])
+    health = Health(monitor.layers if monitor else [], run.scaled(r).value)
     batch = replace(made_up(r, device), label=torch.randint(1000, (r.optim.batch,), device=device))
 
     def feed() -> Iterator[tuple[run.Progress, Batch]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagleray.health import KINDS, LOOKS, Finding, Health, words
+from eagleray.health import GRACE, KINDS, LATE, LOOKS, Finding, Health, words
 
 GOOD = {
     "lr": 1e-3,
@@ -12,6 +12,7 @@ GOOD = {
     "health/input_std": 1.1,
     "health/projector_std": 0.8,
     "health/projector_rank": 20.0,
+    "health/uniformity": -2.0,
     "health/backbone_std": 0.4,
     "health/backbone_rank": 12.0,
     "health/same_views": 0.01,
@@ -42,6 +43,7 @@ def test_a_healthy_run_is_left_alone():
     [
         ({"health/projector_std": 0.01}, "collapse"),
         ({"health/projector_rank": 1.1}, "collapse"),
+        ({"health/uniformity": -0.1}, "collapse"),
         ({"usage": 0.02}, "collapse"),
         ({"entropy": 0.9999}, "uniform output"),
         ({"gain": 0.001}, "uniform output"),
@@ -60,6 +62,24 @@ def test_what_is_wrong_is_named(change: dict[str, float], kind: str):
     assert kind in KINDS
     if kind != "non-finite":  # each time it happens
         assert len(found) == 1
+
+
+def test_nothing_is_judged_before_anything_can_have_been_learnt():
+    """In a warm-up of epochs features are still what the random weights made them."""
+    health = Health(["patch_embed"], lr=1.0)
+    stuck = GOOD | {"gain": 0.0, "health/projector_std": 0.01}
+    assert not [f for i in range(50) for f in health.look(stuck | {"step": i, "lr": 0.1})]
+    assert {f.kind for i in range(LOOKS) for f in health.look(stuck | {"step": i, "lr": 0.3})} == {
+        *("uniform output", "collapse")
+    }
+
+
+def test_features_that_were_spread_are_sooner_called_collapsed():
+    bad = {"health/projector_std": 0.01, "health/uniformity": -0.01, "health/projector_rank": 1.1}
+    [never] = told(bad, looks=30)
+    [after] = told({}, {}, {}, bad, looks=30)
+    assert never.step == 10 * (GRACE + LATE)
+    assert after.step == 10 * (3 + LOOKS)
 
 
 def test_a_passing_look_is_no_finding():

@@ -10,6 +10,8 @@ from typing import Any
 from eagleray.spikes import Spikes
 
 LOOKS = 3  # in a row before what may pass is called a problem
+LATE = 10  # in a row before features that were never spread are called collapsed
+SETTLED = 0.2  # of the highest learning rate: below, nothing may have been learnt yet, or nothing more is
 GRACE = 2  # looks at the start at which features may still be as the random weights made them
 
 
@@ -43,13 +45,16 @@ KINDS = {
 class Health:
     """Fed every record of metrics.jsonl in order, it says what is new in it."""
 
-    def __init__(self, layers: Sequence[str]) -> None:
+    def __init__(self, layers: Sequence[str], lr: float = 0.0) -> None:
+        """`lr` is the highest of the run."""
+        self.lr = lr
         self.spikes = Spikes(layers)
         self.rows: dict[str, int] = {}  # looks in a row at which a condition held
         self.told: set[str] = set()
         self.looks = 0
         self.curve: list[float] = []  # of the kNN monitor
         self.low = False  # in a dip
+        self.spread = False  # projections were not all alike at some look
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
         """The norms by layer (steps, L) of steps from `first` on."""
@@ -64,14 +69,22 @@ class Health:
             found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
         if "update" in r:
             self.looks += 1
-            held = {k: text for k, text in conditions(r) if k in AT_ONCE or self.looks > GRACE}
+            self.spread |= r["projector_rank"] > 5 and r["uniformity"] < -0.5
+            settled = self.looks > GRACE and r["lr"] >= SETTLED * self.lr
+            held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
             self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
-            found += [(k, text) for k, text in held.items() if self.rows[k] >= (1 if k in AT_ONCE else LOOKS)]
+            found += [(k, text) for k, text in held.items() if self.rows[k] >= self._enough(k)]
         if "monitor/knn" in r and (dip := self._dip(r["monitor/knn"])):
             found.append(("kNN dip", dip))
         new = [(k, t) for k, t in found if k not in self.told or k in REPEATED]
         self.told |= {k for k, _ in new}
         return [Finding(int(record["step"]), kind, text) for kind, text in new]
+
+    def _enough(self, kind: str) -> int:
+        """Looks in a row that make a finding. Features that were never spread may only be about to be."""
+        if kind in AT_ONCE:
+            return 1
+        return LOOKS if kind != "collapse" or self.spread else LATE
 
     def _dip(self, top1: float) -> str | None:
         """A fall beyond the running noise: below the median of the last looks by four times their usual change."""
@@ -101,10 +114,9 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
         )
     if r.get("same_views", 0) > 0.95:
         found.append(("same views", f"{100 * r['same_views']:.0f} % of the pixels of views 1 and 2 are equal"))
-    if r["projector_std"] < 0.1 or r["projector_rank"] < 1.5:
-        found.append(
-            ("collapse", f"all images are projected to about one vector (spread {r['projector_std']:.2g} of 1)")
-        )
+    if r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.2:
+        rank, even = r["projector_rank"], r["uniformity"]
+        found.append(("collapse", f"images are projected to about one vector (rank {rank:.1f}, uniformity {even:.2f})"))
     elif r.get("usage", 1) < 0.1:
         found.append(("collapse", f"all images choose the same prototypes (usage {r['usage']:.2g} of 1)"))
     if r.get("entropy", 0) > 0.995:

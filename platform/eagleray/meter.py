@@ -31,7 +31,7 @@ class Meter:
 
     def __init__(self, p: "Plan", world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor) -> None:
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
-        self.health = Health(monitor.layers)
+        self.health = Health(monitor.layers, p.lr.value)
         for record in folder.records():
             self.health.look(record)  # what was told before a restart is not told again
         self.rows: tuple[int, ...] = ()  # images per step of every rank

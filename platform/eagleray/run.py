@@ -50,6 +50,10 @@ class Plan:
     def index(self) -> Index:
         return self.stream.index
 
+    @property
+    def lr(self) -> Schedule:
+        return scaled(self.recipe)
+
     def at(self, step: int) -> Progress:
         return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs)
 
@@ -176,7 +180,7 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, *, step: int, sta
     method, optimizer, monitor = parts
     monitor.step = step
     meter = Meter(p, world, folder, quarantine, monitor)
-    lr = scaled(recipe)
+    lr = p.lr
     saved, kept = time.monotonic(), step
     steps = fit(
         method,
