@@ -13,6 +13,8 @@ LABELS = ("Published", "Cost", "Ours")
 COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", *LABELS)
 DATA = {
     "in1k": "ImageNet-1k",
+    "in10": "ImageNet-10",
+    "coco": "COCO",
     "in22k": "ImageNet-22k",
     "openimages": "OpenImages-v4",
     "webvision": "WebVision-v1",

@@ -26,7 +26,7 @@ FAMILIES = (
     *("instdisc_proximal_formula", "simclr_ntxent", "byol_loss", "swav_loss", "swav_queue"),
     *("esvit_ddino_loss", "esvit_dino_loss_mixup", "selfpatch_loss"),
     *("simsiam_heads", "simsiam_loss", "barlow_twins", "vicreg"),
-    *("esvit_swin", "esvit_vil", "esvit_cvt"),
+    *("esvit_swin", "esvit_vil", "esvit_cvt", "esvit_correspondence"),
     *("cvt_forward", "t2t_vit_forward"),
     *("moby_contrastive_loss", "moby_full_steps", "moby_loss", "moby_schedules"),
     *("selfpatch_aggregation", "selfpatch_cosine_schedule", "selfpatch_dinohead", "selfpatch_neighbour_index"),
@@ -93,10 +93,12 @@ def family_of(name: str) -> str | None:
 
 
 def tolerance(said: dict[str, float] | str) -> dict[str, float]:
-    """What a vector says, as numbers or as words (`rtol 1e-5, atol 1e-6 in float32`, `exact to 1e-9`); 0 where it is
-    silent."""
+    """What a vector says, as numbers or as words (`rtol 1e-5, atol 1e-6 in float32`, `exact to 1e-9`, or `1e-5` for
+    both); 0 where it is silent."""
     if isinstance(said, dict):
         return {"rtol": said.get("rtol", 0.0), "atol": said.get("atol", 0.0)}
+    if re.fullmatch(r"[\d.]+(?:e[+-]?\d+)?", said):
+        return {"rtol": float(said), "atol": float(said)}
     words = dict(re.findall(r"\b(rtol|atol|exact to)[ =]*([\d.]+(?:e[+-]?\d+)?)", said))
     return {"rtol": float(words.get("rtol", 0)), "atol": float(words.get("atol", words.get("exact to", 0)))}
 

@@ -26,7 +26,7 @@ LEVELS = [
     {"run"},
     {"meter"},
     {"folder", "monitor"},
-    {"export", "evals", "health"},
+    {"export", "evals", "health", "picture"},
     {"cluster", "cluster.world"},
     {"recipe"},
     {"train", "track", "checkpoint", "optim"},
@@ -45,7 +45,7 @@ OWNERS = {
 }
 OWNERS |= {
     "webdataset": {"data/shards.py", "data/pack.py"},
-    "matplotlib": {"data/sheet.py"},
+    "matplotlib": {"data/sheet.py", "picture.py"},
     "scipy": {"data/sources/imagenet.py"},
 }
 OWNERS |= {"typer": {"cli.py"}, "rich": {"console.py", "ticks.py"}}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = recipe.names()
 NAME = (
     r"(?P<method>[a-z0-9_]+?)_(?P<backbone>vit(?P<size>xs|[sblh])(?P<patch>\d+)(?P<kind>[a-z]*)|[a-z0-9]+)"
-    r"_(?:in1k|in22k|openimages|webvision|cifar10|shapes)_(?:ep(?P<epochs>\d+)|demo)(?P<variant>_.+)?"
+    r"_(?:in1k|in10|coco|in22k|openimages|webvision|cifar10|shapes)_(?:ep(?P<epochs>\d+)|demo)(?P<variant>_.+)?"
 )
 SIZES = {"xs": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
 KINDS = {"": ("timm", "timm"), "bn": ("batch", "timm"), "conv": ("timm", "conv")}

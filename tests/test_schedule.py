@@ -27,3 +27,12 @@ def test_drops_or_a_cosine():
     with pytest.raises(UserError, match=r"lr: .*drops=.* and end="):
         config.check(Optim, {"lr": {"value": 0.03, "drops": [120, 160], "end": 0}}, "r")
     assert config.check(Optim, {"lr": {"value": 0.03, "drops": [120, 160]}}, "r").lr.drops == (120, 160)
+
+
+def test_timm_is_a_step_behind_and_its_cosine_begins_with_training():
+    lr = Schedule(value=1.0, warmup_from=0.2, warmup=1, end=0.0, timm=True)
+    cosine = Schedule(value=1.0, end=0.0)
+    at = [Progress(step, 4, 3) for step in range(12)]
+    assert [lr(a) for a in at[:5]] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.8])
+    assert [lr(a) for a in at[5:]] == pytest.approx([cosine(a) for a in at[4:-1]])
+    assert max(map(lr, at)) < 1

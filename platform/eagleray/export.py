@@ -77,7 +77,8 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     line = loads(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
-        want = copy.deepcopy(backbone).cpu().eval()(x).pooled
+        # The model's own: what a method pools with on top of it (SelfPatch) stays in the checkpoint.
+        want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         done = subprocess.run(
             [sys.executable, "-c", CHECK, line.partition("(")[0].rpartition(".")[0], line, str(probe)],

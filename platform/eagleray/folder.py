@@ -13,7 +13,8 @@ from typing import Any
 from eagleray import checkpoint
 from eagleray.errors import Outage, UserError
 from eagleray.health import KINDS, Finding, words
-from eagleray.track import JsonLines, MLflow, read_lines
+from eagleray.picture import draw
+from eagleray.track import JsonLines, MLflow, one_line, read_lines
 
 log = logging.getLogger(__name__)
 PATIENCE = 60  # seconds to wait for the last process of a killed run to let go of its folder
@@ -124,5 +125,10 @@ class Folder:
         checkpoint.replace(self.path / "summary.json", json.dumps(summary, indent=1))
         assert self.mlflow is not None
         self.mlflow.log({"step": summary["steps"] + 1} | summary)
-        self.mlflow.close("FINISHED", [self.path / "recipe.yaml", self.path / "summary.json", self.path / "export"])
+        files = [self.path / name for name in ("recipe.yaml", "summary.json", "export")]
+        try:
+            files.append(draw(self.path))
+        except Exception as e:  # no picture is worth a run, and matplotlib may be missing
+            log.warning("health.png was not drawn: %s", one_line(e))
+        self.mlflow.close("FINISHED", files)
         self.mlflow = None

@@ -87,7 +87,7 @@ class Health:
         return LOOKS if kind != "collapse" or self.spread else LATE
 
     def _dip(self, top1: float) -> str | None:
-        """A fall beyond the running noise: below the median of the last looks by four times their usual change."""
+        """A fall beyond the running noise: below the median of the last looks by 4.5 times their usual change."""
         before = self.curve[-8:]
         self.curve.append(top1)
         if len(before) < 5:
@@ -114,7 +114,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
         )
     if r.get("same_views", 0) > 0.95:
         found.append(("same views", f"{100 * r['same_views']:.0f} % of the pixels of views 1 and 2 are equal"))
-    if r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.2:
+    if r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.15:
         rank, even = r["projector_rank"], r["uniformity"]
         found.append(("collapse", f"images are projected to about one vector (rank {rank:.1f}, uniformity {even:.2f})"))
     elif r.get("usage", 1) < 0.1:

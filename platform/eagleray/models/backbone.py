@@ -164,8 +164,8 @@ def set_position(model: Any, name: str, position: str) -> None:
     if getattr(model, "pos_embed", None) is None:
         raise UserError(f"backbone.position={position}: {name} has no position table")
     if position == "dino":
-        if model.num_prefix_tokens != 1 or model.cls_token is None:
-            raise UserError(f"backbone.position=dino: {name} has no class token, or more than that")
+        if model.num_prefix_tokens != (model.cls_token is not None):
+            raise UserError(f"backbone.position=dino: {name} has more in front of its patches than a class token")
         model._pos_embed = types.MethodType(_dino_position, model)
         return
     try:
@@ -175,18 +175,21 @@ def set_position(model: Any, name: str, position: str) -> None:
 
 
 def _dino_position(self: Any, x: Tensor) -> Tensor:
-    """Class token and positions as DINO adds them (B, h, w, D) -> (B, 1 + h * w, D)."""
+    """Positions as DINO adds them, and the class token if there is one: (B, h, w, D) -> (B, P + h * w, D)."""
     table = resample(self.pos_embed, self.patch_embed.grid_size, (x.shape[1], x.shape[2]))
-    tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), x.flatten(1, 2)], 1)
+    tokens = x.flatten(1, 2)
+    if self.cls_token is not None:
+        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], 1)
     return self.pos_drop(tokens + table)
 
 
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """A position table (1, 1 + N, D) for another grid, bicubic without antialias. DINO's 0.1, added against rounding,
-    moves the sampling points, so weights trained with it want it."""
+    """A position table (1, P + N, D), of which the first P stay, for another grid: bicubic without antialias. DINO's
+    0.1, added against rounding, moves the sampling points, so weights trained with it want it."""
     if new == old:
         return table
-    grid = table[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)
+    prefix = table.shape[1] - old[0] * old[1]
+    grid = table[:, prefix:].unflatten(1, old).permute(0, 3, 1, 2)
     scale = [(n + 0.1) / o for n, o in zip(new, old, strict=True)]
     grid = F.interpolate(grid, scale_factor=scale, mode="bicubic")
-    return torch.cat([table[:, :1], grid.permute(0, 2, 3, 1).flatten(1, 2)], 1)
+    return torch.cat([table[:, :prefix], grid.permute(0, 2, 3, 1).flatten(1, 2)], 1)

@@ -1,0 +1,62 @@
+"""MoBY, MoCo with BYOL's asymmetries: Xie et al. 2021, arXiv:2105.04553, algorithm 1."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.infonce import infonce, logits
+from eagleray.models.memory import Queue
+from eagleray.schedule import Progress, Schedule
+
+
+class MoBY(Method):
+    """Two views; the online network drops paths (`backbone.drop_path`), its copy does not. C channels, a queue of K
+    keys for each view."""
+
+    views = (2, 2)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 256,
+        hidden: Positive = 4096,
+        temperature: PositiveFloat = 0.2,
+        queue: Positive = 4096,
+        momentum: Schedule = Schedule(value=0.99, end=1.0),
+    ) -> None:
+        super().__init__()
+        self.temperature, self.momentum = temperature, momentum
+        self.online = Encoder(backbone, head(backbone.dim, hidden, dim))
+        self.predictor = head(dim, hidden, dim)
+        self.target = ema_copy(self.online)
+        self.queue1, self.queue2 = Queue(dim, queue), Queue(dim, queue)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        # One forward per view: batch norm must not mix the two.
+        q1, q2 = (F.normalize(self.predictor(self.online([x])), dim=1) for x in (x1, x2))  # (B, C)
+        with torch.no_grad():
+            # By the step, which a checkpoint knows; the authors' own counter begins again in a run that is continued.
+            ema_update(self.target, self.online, self.momentum(at))
+            k1, k2 = (F.normalize(self.target([x]), dim=1) for x in (x1, x2))  # (B, C)
+        l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))
+        l2 = infonce(logits(q2, k1, self.queue1.keys, self.temperature))
+        self.queue1.push(dist.gather(k1, batch.rows))
+        self.queue2.push(dist.gather(k2, batch.rows))
+        return {"loss": l1 + l2, "gain": math.log(1 + self.queue1.keys.shape[1]) - (l1 + l2) / 2}
+
+    def export(self) -> Backbone:
+        return self.online.backbone
+
+
+def head(dim: int, hidden: int, out: int) -> nn.Sequential:
+    """Not `mlp`: the authors keep the biases beside the batch norm, and that of the output."""
+    return nn.Sequential(nn.Linear(dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out))

@@ -1,0 +1,104 @@
+"""SelfPatch on MoBY: Yun et al. 2022, arXiv:2206.07990, section 5, on Xie et al. 2021, arXiv:2105.04553. What neither
+defines is decided in docs/decisions/0011-selfpatch-on-moby.md."""
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagleray import dist
+from eagleray.data.batch import Batch
+from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss, rows
+from eagleray.losses.prototypes import probabilities
+from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.models.backbone import Backbone
+from eagleray.models.class_attention import Aggregated
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import PrototypeHead
+from eagleray.models.infonce import infonce, logits
+from eagleray.models.memory import Queue
+from eagleray.models.spread import entropy, usage
+from eagleray.schedule import Progress, Schedule
+
+SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
+
+
+class SelfPatchMoBY(Method):
+    """MoBY on what class attention makes of an image, and SelfPatch's loss of patches, whose teacher is the momentum
+    copy. Two views, C channels, a queue of K keys for each view, P prototypes of patches."""
+
+    views = (2, 2)
+    patch_center: Tensor  # (P,)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: Positive = 256,
+        hidden: Positive = 4096,
+        temperature: PositiveFloat = 0.2,
+        queue: Positive = 4096,
+        momentum: Schedule = Schedule(value=0.99, end=1.0),
+        patch_prototypes: Positive = 4096,
+        patch_hidden: Positive = 2048,
+        bottleneck: Positive = 256,
+        heads: Positive = 3,  # of the class attention: as many as the backbone's
+        neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
+        wrap: bool = True,  # neighbours across the image's border
+        patch_weight: PositiveFloat = 0.1,
+        student_temp: PositiveFloat = 0.1,
+        teacher_temp: Schedule = Schedule(value=0.04),
+        center_momentum: Share = 0.9,
+        freeze_last: float = 1.0,  # epochs
+    ) -> None:
+        super().__init__()
+        self.temperature, self.momentum = temperature, momentum
+        self.neighbours, self.wrap, self.patch_weight = neighbours, wrap, patch_weight
+        self.student_temp, self.teacher_temp = student_temp, teacher_temp
+        self.center_momentum, self.freeze_last = center_momentum, freeze_last
+        patch_head = PrototypeHead(backbone.dim, patch_prototypes, hidden=patch_hidden, bottleneck=bottleneck)
+        self.online = PatchEncoder(Aggregated(backbone, heads), head(backbone.dim, hidden, dim), patch_head)
+        self.predictor = head(dim, hidden, dim)
+        self.target = ema_copy(self.online)
+        self.queue1, self.queue2 = Queue(dim, queue), Queue(dim, queue)
+        self.register_buffer("patch_center", torch.zeros(patch_prototypes))
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x1, x2 = batch.views
+        # One forward per view: batch norm must not mix the two.
+        f1, f2 = self.online.features([x1]), self.online.features([x2])
+        q1, q2 = (F.normalize(self.predictor(self.online.images(f)), dim=1) for f in (f1, f2))  # (B, C)
+        s = self.online.patches([*f1, *f2])  # 2 x (B, N, d)
+        with torch.no_grad():
+            ema_update(self.target, self.online, self.momentum(at))
+            g1, g2 = self.target.features([x1]), self.target.features([x2])
+            k1, k2 = (F.normalize(self.target.images(g), dim=1) for g in (g1, g2))  # (B, C)
+            t = self.target.targets([*g1, *g2], self.neighbours, wrap=self.wrap)  # 2 x (B, N, d)
+        l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))
+        l2 = infonce(logits(q2, k1, self.queue1.keys, self.temperature))
+        self.queue1.push(dist.gather(k1, batch.rows))
+        self.queue2.push(dist.gather(k2, batch.rows))
+
+        w_s, w_t, tau_t = self.online.patch_head.last.weight, self.target.patch_head.last.weight, self.teacher_temp(at)
+        patch = patch_loss(t, s, w_t, w_s, self.patch_center, tau_t=tau_t, tau_s=self.student_temp)
+        p = probabilities(rows(t)[:SEEN], w_t, self.patch_center, tau_t)  # (SEEN, P)
+        self.patch_center.lerp_(mean_patch_scores(t, w_t, batch.rows), 1 - self.center_momentum)
+        gain = math.log(1 + self.queue1.keys.shape[1]) - (l1 + l2) / 2
+        found = {"patch": patch, "gain": gain, "entropy": entropy(p), "usage": usage(p)}
+        return {"loss": l1 + l2 + self.patch_weight * patch, **found}
+
+    def before_step(self, at: Progress) -> None:
+        if at.epoch < self.freeze_last:
+            for p in self.online.patch_head.last.parameters():
+                p.grad = None  # not zero: AdamW would still decay it
+
+    def export(self) -> Backbone:
+        return self.online.backbone
+
+
+def head(dim: int, hidden: int, out: int) -> nn.Sequential:
+    """MoBY's projector and predictor, with biases beside the batch norm."""
+    return nn.Sequential(nn.Linear(dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out))
