@@ -40,9 +40,9 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
 @app.command()
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or the folder of a run")],
-    train: Annotated[str, typer.Option(help="labelled shards to learn from")],
-    test: Annotated[str | None, typer.Option(help="labelled shards to test on")] = None,
-    protocol: Annotated[str, typer.Option(help="knn, linear or both, comma-separated")] = "knn,linear",
+    train: Annotated[str, typer.Option(help="shards to learn from, labelled for knn and linear")],
+    test: Annotated[str | None, typer.Option(help="shards to test on")] = None,
+    protocol: Annotated[str, typer.Option(help="knn, linear, correspondence, comma-separated")] = "knn,linear",
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint's frozen features."""

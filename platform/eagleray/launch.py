@@ -171,7 +171,7 @@ def load(path: Path) -> tuple[Recipe, Method, Path]:
 
 
 def evaluate(path: Path, train: str, test: str | None, names: Sequence[str]) -> dict[str, float]:
-    """Scores of a checkpoint's backbone on labelled shards. Raises UserError."""
+    """Scores of a checkpoint's backbone on shards, labelled ones where a protocol needs that. Raises UserError."""
     for name in names:
         if name not in protocols.PROTOCOLS:
             raise UserError(f"--protocol {name}: unknown{config.nearest(name, protocols.PROTOCOLS)}")
@@ -181,14 +181,16 @@ def evaluate(path: Path, train: str, test: str | None, names: Sequence[str]) -> 
         out.print(line, markup=False)
 
     tested = open_index(test, folder, note=say) if test else None
-    sets = protocols.Sets.of(open_index(train, folder, note=say), tested, None)
-    if sets is None or not len(sets.test_samples):
+    images = open_index(train, folder, note=say)
+    sets = protocols.Sets.of(images, tested, None)
+    if set(names) & set(protocols.LABELLED) and (sets is None or not len(sets.test_samples)):
         raise UserError(f"--train {train} --test {test}: no labels there, and evaluation needs them")
     settings = replace(recipe.evaluate, probe_epochs=recipe.evaluate.probe_epochs or Evaluate().probe_epochs)
     backbone = method.export().to(world.local().device)
-    scores = protocols.evaluate(backbone, sets, settings, protocols=names)
+    scores = protocols.evaluate(backbone, sets, settings, protocols=names, images=images if tested is None else tested)
     for name in names:
-        out.print(f"{name} top-1 {scores[f'{name}/top1']:.2f} %{sets.how(recipe, name)}", markup=False)
+        how = sets.how(recipe, name) if sets and name in protocols.LABELLED else ""
+        out.print(f"{name} {protocols.told(name, scores)}{how}", markup=False)
     return scores
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from eagleray import dist
 from eagleray.data.index import Index
+from eagleray.evals.correspondence import correspondence
 from eagleray.evals.features import Labelled, extract, labelled, some
 from eagleray.evals.knn import knn
 from eagleray.evals.linear import probe
@@ -19,7 +20,8 @@ from eagleray.models.backbone import Backbone
 if TYPE_CHECKING:
     from eagleray.recipe import Evaluate, Recipe
 
-PROTOCOLS = ("knn", "linear")
+LABELLED = ("knn", "linear")  # those that need labels
+PROTOCOLS = (*LABELLED, "correspondence")
 HELD = 10  # one labelled sample in so many is held out where there is no test set
 
 
@@ -52,12 +54,22 @@ class Sets:
 
 
 def evaluate(
-    backbone: Backbone, sets: Sets | None, settings: "Evaluate", *, protocols: Sequence[str] = PROTOCOLS
+    backbone: Backbone,
+    sets: Sets | None,
+    settings: "Evaluate",
+    *,
+    protocols: Sequence[str] = LABELLED,
+    images: Index | None = None,
 ) -> dict[str, float]:
-    """Named numbers; the same on every rank. Features are extracted once, by all ranks."""
-    if sets is None:
-        return {}
+    """Named numbers; the same on every rank. Features are extracted once, by all ranks. `images` are for the protocols
+    that need no labels."""
     size, resize = settings.size, settings.resize
+    free: dict[str, float] = {}
+    if "correspondence" in protocols:
+        assert images is not None
+        free = correspondence(backbone, images, size=size, resize=resize)
+    if sets is None or not set(protocols) & set(LABELLED):
+        return free
     train = extract(backbone, sets.bank, sets.bank_samples, size=size, resize=resize)
     test = extract(backbone, sets.test, sets.test_samples, size=size, resize=resize)
     out: dict[str, float] = {}
@@ -70,4 +82,12 @@ def evaluate(
             out |= knn(train, test, k=settings.k, temperature=settings.temperature)
         if "linear" in protocols and settings.probe_epochs:
             out |= probe(train, test, epochs=settings.probe_epochs)
-    return json.loads(dist.objects(json.dumps(out))[0])  # type: ignore[no-any-return]
+    return free | json.loads(dist.objects(json.dumps(out))[0])
+
+
+def told(protocol: str, scores: dict[str, float]) -> str:
+    """The numbers of a protocol in words."""
+    if protocol == "correspondence":
+        accuracy, error, images = (scores[f"correspondence/{name}"] for name in ("accuracy", "error", "images"))
+        return f"accuracy {accuracy:.3f}, error {error:.2f} pixels ({images} images)"
+    return f"top-1 {scores[f'{protocol}/top1']:.2f} %"
