@@ -20,6 +20,7 @@ from eagleray.train import fit
 
 BATCH, STEPS = 24, 4
 SPLITS = [(12, 12), (15, 9)]
+PARTS = "mocov3 in micro-batches"
 OWN = {"health/input_mean", "health/input_std", "health/same_views"}  # of this rank's images alone
 
 
@@ -72,6 +73,8 @@ def rank_of(rank: int, rows: tuple[int, ...], port: int, folder: Path) -> None:
     for method in METHODS:
         (path := folder / f"{rank}.yaml").write_text(small_recipe(method))
         found[method] = train(rank, rows, config.load(Recipe, path, ["data.train=none"]))
+    (path := folder / f"{rank}.yaml").write_text(small_recipe("mocov3"))
+    found[PARTS] = train(rank, rows, config.load(Recipe, path, ["data.train=none", "optim.micro_batch=4"]))
     if rank == 0:
         torch.save(found, folder / "found.pt")
     if len(rows) > 1:
@@ -90,6 +93,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Any]
             mp.spawn(rank_of, (rows, free_port(), folder), nprocs=len(rows))
         out[rows] = torch.load(folder / "found.pt")
     return out
+
+
+@pytest.mark.parametrize("rows", SPLITS, ids=["even", "uneven"])
+def test_micro_batches_of_two_processes_are_the_batch_of_one(rows: tuple[int, ...], runs: dict[tuple[int, ...], Any]):
+    one, two = runs[(BATCH,)]["mocov3"], runs[rows][PARTS]
+    assert difference(two["gradient"], one["gradient"]) < 1e-5
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", SPLITS, ids=["even", "uneven"])
