@@ -98,16 +98,17 @@ def test_records_between_looks_change_nothing():
 CURVE = [20.0, 21, 20.5, 22, 23, 22.5, 24, 24.5, 25, 24.8, 26]
 
 
-def dips(curve: list[float]) -> list[int]:
+def dips(curve: list[float], error: float = 0.5) -> list[int]:
     health, found = Health([]), []
     for i, top1 in enumerate(curve):
-        found += health.look({"step": i, "monitor/knn": top1})
+        found += health.look({"step": i, "monitor/knn": top1, "monitor/knn_error": error})
     return [f.step for f in found]
 
 
 def test_dips_of_the_knn_curve_are_found_beyond_its_noise():
     assert dips(CURVE) == []
     assert dips([*CURVE, 15, 16, 24, 26]) == [len(CURVE)]  # once, where it falls
+    assert dips([*CURVE, 15, 16, 24, 26], error=4.0) == []  # of few crops
     noisy = [30, 20, 32, 18, 31, 22, 29, 19, 33, 21, 30, 18]
     assert dips(noisy) == []
     assert dips([top1 * 0.3 for top1 in CURVE]) == []  # a small change in points

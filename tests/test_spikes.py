@@ -31,20 +31,20 @@ def test_what_is_usually_noisy_must_jump_farther(noise: float):
 
 
 def test_a_spike_says_where_it_began_and_how_it_went_on(calm: np.ndarray):
-    calm[200:220, 0] *= 30
-    calm[212:220, 1] *= 8
-    calm[217:230, 2] *= 12
+    calm[200:220, 0] *= 100
+    calm[212:220, 1] *= 50
+    calm[217:230, 2] *= 60
     [spike] = run(calm)
     assert (spike.step, spike.first) == (201, "patch_embed")
     assert [(name, after) for name, after, _ in spike.layers] == list(zip(LAYERS, (0, 12, 17), strict=True))
-    assert spike.layers[0][2] == pytest.approx(30, rel=0.9)
+    assert spike.layers[0][2] == pytest.approx(100, rel=0.9)
     assert spike.lasted is not None
     assert 29 <= spike.lasted <= 31
     assert "first in patch_embed, blocks.11 17 steps later; over after" in str(spike)
 
 
 def test_all_layers_at_once(calm: np.ndarray):
-    calm[150] *= 40
+    calm[150] *= 80
     [spike] = run(calm)
     assert "in all layers at once" in str(spike)
     assert spike.lasted == 1
@@ -59,7 +59,7 @@ def test_a_rise_that_stays_is_told_once_and_becomes_usual(calm: np.ndarray):
 
 def test_a_spike_does_not_hide_the_next(calm: np.ndarray):
     for start in (100, 160, 220):
-        calm[start : start + 10, 0] *= 40
+        calm[start : start + 10, 0] *= 80
     assert [s.step for s in run(calm)] == [101, 161, 221]
 
 

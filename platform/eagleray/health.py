@@ -74,7 +74,7 @@ class Health:
             held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
             self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
             found += [(k, text) for k, text in held.items() if self.rows[k] >= self._enough(k)]
-        if "monitor/knn" in r and (dip := self._dip(r["monitor/knn"])):
+        if "monitor/knn" in r and (dip := self._dip(r["monitor/knn"], r["monitor/knn_error"])):
             found.append(("kNN dip", dip))
         new = [(k, t) for k, t in found if k not in self.told or k in REPEATED]
         self.told |= {k for k, _ in new}
@@ -86,14 +86,14 @@ class Health:
             return 1
         return LOOKS if kind != "collapse" or self.spread else LATE
 
-    def _dip(self, top1: float) -> str | None:
-        """A fall beyond the running noise: below the median of the last looks by 4.5 times their usual change."""
+    def _dip(self, top1: float, error: float) -> str | None:
+        """A fall beyond the running noise: below the median of the last looks by three times the noise."""
         before = self.curve[-8:]
         self.curve.append(top1)
         if len(before) < 5:
             return None
         changes = [abs(b - a) for a, b in itertools.pairwise(before)]
-        noise = max(1.5 * median(changes), 1.0)
+        noise = max(1.5 * median(changes), error, 1.0)
         usual = median(before)
         was, self.low = self.low, usual - top1 > 3 * noise
         if self.low and not was:

@@ -80,7 +80,9 @@ class Monitor:
             z = [dist.gather(v, rows)[:ROWS] for v in F.normalize(projected, dim=1).split(b)]
             self._look = {f"health/{name}": value for name, value in self.look(taken, z).items()}
             if self.labelled and self.bank.filled >= min(2 * ROWS, len(self.bank.labels)):
-                self._look["monitor/knn"] = self.knn()
+                top1 = self.knn()
+                self._look["monitor/knn"] = top1
+                self._look["monitor/knn_error"] = (top1 * (100 - top1) / self.queries).sqrt()
 
     @torch.no_grad()
     def look(self, taken: Step, z: list[Tensor]) -> dict[str, Tensor]:
@@ -108,10 +110,14 @@ class Monitor:
             found["ema_distance"] = distance(list(copied.parameters()), list(online.parameters()))
         return found
 
+    @property
+    def queries(self) -> int:
+        return min(2 * ROWS, self.bank.filled // 4)
+
     @torch.no_grad()
     def knn(self) -> Tensor:
         """Top-1 in percent of the newest crops among those before them."""
-        new = self.bank.newest(min(2 * ROWS, self.bank.filled // 4))
+        new = self.bank.newest(self.queries)
         old = self.bank.newest(self.bank.filled, skip=len(new.labels))
         # A crop's own image, where the bank reaches back into the last epoch, is no neighbour.
         silent = (new.images.unsqueeze(1) == old.images) | (old.labels < 0)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 HISTORY = 100  # steps that a layer's usual norm is the median of
 WARM = 30  # steps before anything is called a spike
-FACTOR = 5.0  # times the median; and SIGMAS of the noise of log norms, whichever is more
+FACTOR = 20.0  # times the median; and SIGMAS of the noise of log norms, whichever is more
 SIGMAS = 8.0
 TINY = 1e-30  # instead of a norm of zero
 SPREAD = 50  # steps within which other layers follow a spike, or it is over
