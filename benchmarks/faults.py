@@ -109,7 +109,6 @@ def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     fault = cases()[name]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        stack.enter_context(patch.object(run, "to_timm"))  # nobody wants the backbone
         if fault.spoil:
             stack.enter_context(spoiled(fault.spoil))
         if fault.patched:

@@ -333,3 +333,19 @@ def test_neighbours_are_asked_during_training(small: Path, shards: Path, tmp_pat
     lines = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert [r["step"] for r in lines] == [7, 10, 14, 20]
     assert [r["step"] for r in lines if "knn/top1" in r] == [10]  # the end has its own evaluation
+
+
+def test_an_artifact_that_cannot_be_sent_does_not_hold_up_the_end(tmp_path: Path):
+    from mlflow import MlflowClient
+
+    from eagleray.track import MLflow
+
+    (out := tmp_path / "run").mkdir()
+    history = MLflow(out, f"sqlite:///{tmp_path / 'mlflow.db'}", {})
+    history.log({"step": 1, "loss": 1.0})
+    began = time.monotonic()
+    history.close("FINISHED", [tmp_path / "missing"])
+    assert time.monotonic() - began < 60
+    assert not history.thread.is_alive()
+    [run] = MlflowClient(history.uri).search_runs(["1"])
+    assert run.info.status == "FINISHED"

@@ -90,6 +90,8 @@ class MLflow:
                     client.log_batch(run, [Metric(k, float(v), now, job["step"]) for k, v in values.items()])
             except Exception as e:
                 log.warning("MLflow at %s: %s", self.uri, one_line(e))
+                if isinstance(job, tuple):  # nothing comes after the end
+                    return
 
     def _open(self) -> tuple[Any, str, int]:
         """Client, run id and the last step that was logged."""
@@ -121,11 +123,13 @@ class MLflow:
         return client.create_experiment("eagleray", artifact_location=place)  # type: ignore[no-any-return]
 
     def _end(self, client: Any, run: str, status: str, files: list[Path]) -> None:
-        for path in files:
-            (client.log_artifacts if path.is_dir() else client.log_artifact)(
-                run, str(path), *[path.name] * path.is_dir()
-            )
-        client.set_terminated(run, status)
+        try:
+            for path in files:
+                (client.log_artifacts if path.is_dir() else client.log_artifact)(
+                    run, str(path), *[path.name] * path.is_dir()
+                )
+        finally:
+            client.set_terminated(run, status)
 
 
 def one_line(error: Exception) -> str:
