@@ -158,7 +158,7 @@ def load(path: Path) -> tuple[Recipe, Method, Path]:
             raise UserError(f"{path}: is damaged: it is not what its manifest says")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            yaml.safe_load(state["recipe"]), state["method"].keys()
+            yaml.safe_load(state["recipe"]), state["method"].keys(), state["images"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such checkpoint") from None
         except Exception as e:  # torch names a damaged file in many ways
