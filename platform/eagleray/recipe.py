@@ -102,7 +102,9 @@ class Watch:
     """How the run watches itself: see docs/health.md."""
 
     every: Positive = 50  # steps between looks
-    bank: Positive | None = None  # newest training crops that the kNN monitor votes with; None: a tenth of the images
+    bank: Positive | None = (
+        None  # newest training crops that the kNN monitor votes with; None: a tenth of the images, 131072 at most
+    )
     k: Positive = 200
     temperature: Annotated[float, Field(gt=0)] = 0.07
 

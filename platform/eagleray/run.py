@@ -36,6 +36,8 @@ from eagleray.views.draw import Views
 
 log = logging.getLogger(__name__)
 
+BANK = 2**17  # features of the kNN monitor at most, unless a recipe says so: a tenth of ImageNet-1k, the paper's
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -161,7 +163,7 @@ class Parts(NamedTuple):
 
 def watching(p: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
     m = p.recipe.monitor
-    bank = m.bank or max(len(p.index) // 10, 1)
+    bank = m.bank or min(len(p.index) // 10, BANK)
     return Monitor(
         method, optimizer, every=m.every, bank=bank, labelled=p.index.labelled, k=m.k, temperature=m.temperature
     )
