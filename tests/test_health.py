@@ -75,7 +75,7 @@ def test_nothing_is_judged_before_anything_can_have_been_learnt():
 
 
 def test_features_that_were_spread_are_sooner_called_collapsed():
-    bad = {"health/projector_std": 0.01, "health/uniformity": -0.01, "health/projector_rank": 1.1}
+    bad = {"health/projector_std": 0.01, "health/uniformity": -0.01, "health/projector_rank": 1.1, "usage": 0.2}
     [never] = told(bad, looks=30)
     [after] = told({}, {}, {}, bad, looks=30)
     assert never.step == 10 * (GRACE + LATE)

@@ -10,7 +10,7 @@ from typing import Any
 from eagleray.spikes import Spikes
 
 LOOKS = 3  # in a row before what may pass is called a problem
-LATE = 10  # in a row before features that were never spread are called collapsed
+LATE = 6  # in a row before features that were never spread are called collapsed
 SETTLED = 0.2  # of the highest learning rate: below, nothing may have been learnt yet, or nothing more is
 GRACE = 2  # looks at the start at which features may still be as the random weights made them
 
@@ -69,7 +69,7 @@ class Health:
             found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
         if "update" in r:
             self.looks += 1
-            self.spread |= r["projector_rank"] > 5 and r["uniformity"] < -0.5
+            self.spread |= (r["projector_rank"] > 5 and r["uniformity"] < -0.5) or r.get("usage", 0) > 0.3
             settled = self.looks > GRACE and r["lr"] >= SETTLED * self.lr
             held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
             self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
