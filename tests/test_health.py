@@ -18,8 +18,6 @@ GOOD = {
     "health/same_views": 0.01,
     "health/ema_distance": 0.01,
     "gain": 1.5,
-    "entropy": 0.6,
-    "usage": 0.8,
     "health/growth": 1.01,
 }
 
@@ -74,8 +72,14 @@ def test_nothing_is_judged_before_anything_can_have_been_learnt():
     }
 
 
+def test_prototypes_are_judged_by_what_is_chosen():
+    cone = {"health/projector_std": 0.15, "health/uniformity": -0.1, "health/projector_rank": 2.6}
+    assert told(cone | {"usage": 0.8}) == []
+    assert {f.kind for f in told(cone)} == {"collapse"}
+
+
 def test_features_that_were_spread_are_sooner_called_collapsed():
-    bad = {"health/projector_std": 0.01, "health/uniformity": -0.01, "health/projector_rank": 1.1, "usage": 0.2}
+    bad = {"health/projector_std": 0.01, "health/uniformity": -0.01, "health/projector_rank": 1.1}
     [never] = told(bad, looks=30)
     [after] = told({}, {}, {}, bad, looks=30)
     assert never.step == 10 * (GRACE + LATE)

@@ -114,11 +114,12 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
         )
     if r.get("same_views", 0) > 0.95:
         found.append(("same views", f"{100 * r['same_views']:.0f} % of the pixels of views 1 and 2 are equal"))
-    if r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.15:
+    if "usage" in r:  # vectors that meet prototypes may lie in a narrow cone; what they choose counts
+        if r["usage"] < 0.1:
+            found.append(("collapse", f"all images choose the same prototypes (usage {r['usage']:.2g} of 1)"))
+    elif r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.15:
         rank, even = r["projector_rank"], r["uniformity"]
         found.append(("collapse", f"images are projected to about one vector (rank {rank:.1f}, uniformity {even:.2f})"))
-    elif r.get("usage", 1) < 0.1:
-        found.append(("collapse", f"all images choose the same prototypes (usage {r['usage']:.2g} of 1)"))
     if r.get("entropy", 0) > 0.995:
         found.append(("uniform output", f"targets are uniform over the prototypes (entropy {r['entropy']:.4f})"))
     if r.get("gain", 1) < 0.1:
