@@ -26,6 +26,13 @@ def test_any_crop_size(name: str):
     assert all(p.grad is not None for n, p in backbone.named_parameters() if "cls_token" not in n)
 
 
+@pytest.mark.parametrize("name", TESTED)
+def test_builds_before_any_memory_is_taken(name: str):
+    """As `pretrain` tries a recipe before anything starts."""
+    with torch.device("meta"):
+        assert Backbone(name, drop_path=0.1).dim > 0
+
+
 def test_patches_lie_where_the_image_says():
     backbone = Backbone("vit_tiny_patch16_224", options={"depth": 0, "pos_embed": "none"})
     x = torch.zeros(1, 3, 64, 64)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -109,7 +110,7 @@ class Folder:
         """Say what is wrong, and what may help."""
         for found in findings if self.rank == 0 else ():
             log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
-            self.findings.log(found.as_dict())
+            self.findings.log(asdict(found))
 
     def end(self, summary: dict[str, Any]) -> None:
         """Write the summary and hand the run's results to MLflow. Fills in restarts and bad samples."""

@@ -3,7 +3,7 @@ threshold is where it is: docs/health.md."""
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -22,9 +22,6 @@ class Finding:
     step: int
     kind: str  # one of KINDS
     text: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # What there is to find, and what to do about it.

@@ -42,11 +42,12 @@ class Monitor:
         self.method, self.step, self.every = method, step, every
         self.labelled, self.k, self.temperature = labelled, k, temperature
         named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
-        self.layers, self.layer_of = layers([n for n, _ in named])
+        device = next(method.parameters()).device
+        self.layers, of = layers([n for n, _ in named])
+        self.layer_of = torch.tensor(of, device=device)  # (P,)
         self.trunk = [p for n, p in named if "backbone.model." in n and p.ndim > 1]
         self.copies = [(m, online_of(m)) for m in method.modules() if hasattr(m, "follows")]
         encoder = exported(method)
-        device = next(method.parameters()).device
         self.bank = Bank(max(bank, ROWS), encoder.backbone.dim, device)
         head: Any = encoder.head  # of prototype heads the vectors that meet the prototypes are what is projected
         getattr(head, "mlp", head).register_forward_hook(self._see)
@@ -135,8 +136,7 @@ class Monitor:
         if not self._norms:
             return {}, []
         squares = torch.stack(self._norms).float().square()  # (steps, P)
-        of = torch.tensor(self.layer_of, device=squares.device)
-        norms = squares.new_zeros(len(squares), len(self.layers)).index_add(1, of, squares).sqrt().cpu()
+        norms = squares.new_zeros(len(squares), len(self.layers)).index_add(1, self.layer_of, squares).sqrt().cpu()
         values = dict(zip((f"grad/{n}" for n in self.layers), norms.amax(0).tolist(), strict=True))
         if self._look:
             values |= dict(zip(self._look, torch.stack([*self._look.values()]).tolist(), strict=True))

@@ -1,10 +1,7 @@
 """Whether a backbone finds patches again in the mirrored and recoloured image, without labels: the correspondence
 benchmark of EsViT, Li et al. 2021, arXiv:2106.09785, section 2.1 and appendix C.7."""
 
-import itertools
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +12,7 @@ from torch import Tensor
 from eagleray import dist
 from eagleray.data.index import Index
 from eagleray.errors import UserError
-from eagleray.evals.features import image, some
+from eagleray.evals.features import batches, some
 from eagleray.models.backbone import Backbone
 from eagleray.views import draw, photometric
 from eagleray.views.view import View
@@ -62,9 +59,9 @@ def correspondence(
     same on every rank and each time. Raises UserError when no image decodes."""
     device, training = next(backbone.parameters()).device, backbone.training
     backbone.eval()
-    mine = np.array_split(some(np.arange(len(index)), limit), dist.size())[dist.rank()].tolist()
+    mine = np.array_split(some(np.arange(len(index)), limit), dist.size())[dist.rank()]
     found = [np.empty((0, 2))]
-    for samples, crops in read(index, mine, size, resize):
+    for samples, crops in batches(index, mine, size, resize, BATCH):
         # In float32 also on a GPU: neighbouring patches differ by little.
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
@@ -83,14 +80,3 @@ def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
     u = np.stack([draw.uniforms(1, seed=0, epoch=0, sample=s) for s in samples])  # (B, 1, WIDTH)
     params = torch.from_numpy(draw.photometrics(MIRRORED, u)[:, 0])
     return photometric.normalise_(crops.float() / 255), photometric.apply(crops, params)
-
-
-def read(index: Index, samples: list[int], size: int, resize: int) -> Iterator[tuple[list[int], Tensor]]:
-    """Batches of the samples that decode and their centre crops; the next is decoded while one is in use."""
-    with ThreadPoolExecutor(max((os.cpu_count() or 1) // dist.size(), 1)) as pool:
-        chunks = (samples[i : i + BATCH] for i in range(0, len(samples), BATCH))
-        decoded = (pool.map(lambda s: (s, image(index, s, size, resize)), chunk) for chunk in chunks)
-        for batch, _ in itertools.pairwise(itertools.chain(decoded, [None])):
-            good = [(s, x) for s, x in batch or () if x is not None]
-            if good:
-                yield [s for s, _ in good], torch.stack([x for _, x in good])

@@ -38,37 +38,35 @@ def extract(backbone: Backbone, index: Index, samples: NDArray[np.int64], *, siz
     backbone.eval()
     xs, ys = [torch.empty(0, backbone.dim)], [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
-    with ThreadPoolExecutor(max((os.cpu_count() or 1) // dist.size(), 1)) as pool:
-        for images, labels in _batches(pool, index, mine, size, resize):
-            x = normalise_(images.to(device, non_blocking=True).float().div_(255))
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                xs.append(backbone(x).pooled.float().cpu())
-            ys.append(labels)
+    for found, images in batches(index, mine, size, resize):
+        x = normalise_(images.to(device, non_blocking=True).float().div_(255))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            xs.append(backbone(x).pooled.float().cpu())
+        ys.append(torch.from_numpy(index.label[found]))
     backbone.train(training)
     parts = dist.objects((torch.cat(xs).numpy(), torch.cat(ys).numpy()))
     return Labelled(*(torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True)))
 
 
-def _batches(
-    pool: ThreadPoolExecutor, index: Index, samples: NDArray[np.int64], size: int, resize: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decoded while the previous batch is in the backbone."""
+def batches(
+    index: Index, samples: NDArray[np.int64], size: int, resize: int, batch: int = BATCH
+) -> Iterator[tuple[list[int], Tensor]]:
+    """The samples that decode and their centre crops (B, 3, size, size), uint8; some batches are decoded ahead of the
+    one in use."""
 
-    def load(chunk: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def load(chunk: NDArray[np.int64]) -> list[tuple[int, Tensor]]:
         found = ((s, image(index, s, size, resize)) for s in chunk.tolist())
-        good = [(s, x) for s, x in found if x is not None]
-        images = [x for _, x in good] or [torch.empty(0, 3, size, size, dtype=torch.uint8)]
-        labels = torch.from_numpy(index.label[[s for s, _ in good]])
-        return torch.stack(images) if good else images[0], labels
+        return [(s, x) for s, x in found if x is not None]
 
-    chunks = [samples[i : i + BATCH] for i in range(0, len(samples), BATCH)]
-    queue = deque(pool.submit(load, c) for c in chunks[:AHEAD])
-    for i in range(len(chunks)):
-        images, labels = queue.popleft().result()
-        if i + AHEAD < len(chunks):
-            queue.append(pool.submit(load, chunks[i + AHEAD]))
-        if len(images):
-            yield images, labels
+    chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) // dist.size(), 1)) as pool:
+        queue = deque(pool.submit(load, c) for c in chunks[:AHEAD])
+        for i in range(len(chunks)):
+            good = queue.popleft().result()
+            if i + AHEAD < len(chunks):
+                queue.append(pool.submit(load, chunks[i + AHEAD]))
+            if good:
+                yield [s for s, _ in good], torch.stack([x for _, x in good])
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:

@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray import dist
+from eagleray.models.spread import entropy, usage
 
 # Scores that are there at once, 64 MiB and 256 MiB of them; fewer make the sums over chunks dear.
 CHUNK = {"cpu": 2**24, "cuda": 2**26}
 IN_CACHE = 2**19  # scores
+SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
 
 
 class Match(NamedTuple):
@@ -57,6 +59,12 @@ def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
     dtype = _dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         return _targets(z.detach(), w.detach().to(dtype), center, tau)
+
+
+def choices(z: Tensor, w: Tensor, center: Tensor, tau: float) -> dict[str, Tensor]:
+    """`entropy` and `usage` of what the teacher's first rows z (n, d) choose: a few, as scores are K wide."""
+    p = probabilities(z[:SEEN], w, center, tau)
+    return {"entropy": entropy(p), "usage": usage(p)}
 
 
 def mean_scores(z: Tensor, w: Tensor, n: int) -> Tensor:

@@ -2,7 +2,7 @@
 arXiv:2106.09785, equation 2, and what section 4.3 compares it with."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from eagleray.models.heads import PrototypeHead
 
 # Of the transport plan: neither is published. Those of SwAV, with iterations until a plan of 49 x 49 changes little.
 EPSILON, ITERATIONS = 0.05, 10
+
+RegionLoss = Literal["softmax", "mse"]
 
 
 class Side(NamedTuple):
@@ -34,6 +36,15 @@ def sampled(x: Tensor, tokens: int | None) -> Tensor:
     if tokens is None or x.shape[1] <= tokens:
         return x
     return x[:, torch.randperm(x.shape[1], device=x.device)[:tokens]]
+
+
+def region_loss(
+    kind: RegionLoss, t: Side, s: Side, matched: Match, center: Tensor, tau_t: float, tau_s: float
+) -> Tensor:
+    """What is asked of student tokens and the teacher tokens that they are matched with."""
+    if kind == "mse":
+        return squared_loss(t, s, matched)
+    return softmax_loss(t, s, matched, center, tau_t, tau_s)
 
 
 def softmax_loss(t: Side, s: Side, matched: Match, center: Tensor, tau_t: float, tau_s: float) -> Tensor:

@@ -1,15 +1,13 @@
 """BYOL with EsViT's region task: Li et al. 2022, arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020,
 arXiv:2006.07733, algorithm 1."""
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import match
-from eagleray.losses.regions import Side, follow, side, softmax_loss, squared_loss
+from eagleray.losses.regions import RegionLoss, Side, follow, region_loss, side
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder, Features
 from eagleray.models.ema import ema_copy, ema_update
@@ -37,7 +35,7 @@ class BYOLRegions(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         center_momentum: Share = 0.9,
         region_weight: PositiveFloat = 1.0,
-        region_loss: Literal["softmax", "mse"] = "softmax",
+        region_loss: RegionLoss = "softmax",
     ) -> None:
         super().__init__()
         self.momentum, self.center_momentum = momentum, center_momentum
@@ -61,15 +59,11 @@ class BYOLRegions(Method):
             z1, z2 = self.target.head(g1.pooled), self.target.head(g2.pooled)  # (B, C)
             t = self.target.regions(g1, g2)
         l_v = distance(p1, z2) + distance(p2, z1)
-        l_r = self.loss_of_regions(t, self.online.regions(f1, f2), self.teacher_temp(at))
+        s, tau_t = self.online.regions(f1, f2), self.teacher_temp(at)
+        matched = match(s.features, t.features)
+        l_r = region_loss(self.region_loss, t, s, matched, self.region_center, tau_t, self.student_temp)
         follow(self.region_center, t, batch.rows, self.center_momentum)
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
-
-    def loss_of_regions(self, t: Side, s: Side, tau_t: float) -> Tensor:
-        matched = match(s.features, t.features)
-        if self.region_loss == "mse":
-            return squared_loss(t, s, matched)
-        return softmax_loss(t, s, matched, self.region_center, tau_t, self.student_temp)
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))

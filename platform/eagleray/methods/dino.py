@@ -4,15 +4,12 @@ import torch
 from torch import Tensor
 
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import cross_entropy, match, mean_scores, probabilities
+from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.heads import PrototypeHead
-from eagleray.models.spread import entropy, usage
+from eagleray.models.heads import PrototypeHead, drop_gradients
 from eagleray.schedule import Progress, Schedule
-
-SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
 
 
 class DINO(Method):
@@ -50,15 +47,14 @@ class DINO(Method):
         w_s, w_t, tau_t = self.student.head.last.weight, self.teacher.head.last.weight, self.teacher_temp(at)
         pairs = match(s.unsqueeze(1).chunk(len(batch.views)), t.unsqueeze(1).chunk(2))  # every view with every other
         loss = cross_entropy(t, s, w_t, w_s, self.center, pairs, tau_t=tau_t, tau_s=self.student_temp)
-        p = probabilities(t[:SEEN], w_t, self.center, tau_t)  # (SEEN, K)
+        chosen = choices(t, w_t, self.center, tau_t)
         # After the loss, which uses the old centre; over the images of all ranks, where the paper has the batch.
         self.center.lerp_(mean_scores(t, w_t, 2 * sum(batch.rows)), 1 - self.center_momentum)
-        return {"loss": loss, "entropy": entropy(p), "usage": usage(p)}
+        return {"loss": loss, **chosen}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:
-            for p in self.student.head.last.parameters():
-                p.grad = None  # not zero: AdamW would still decay it
+            drop_gradients(self.student.head.last)
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.teacher, self.student, self.momentum(at))

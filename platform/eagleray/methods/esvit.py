@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import match, probabilities
-from eagleray.losses.regions import MATCHINGS, Side, follow, sampled, side, softmax_loss, squared_loss
+from eagleray.losses.prototypes import choices, match
+from eagleray.losses.regions import MATCHINGS, RegionLoss, Side, follow, region_loss, sampled, side, softmax_loss
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.heads import PrototypeHead
-from eagleray.models.spread import entropy, usage
+from eagleray.models.heads import PrototypeHead, drop_gradients
 from eagleray.schedule import Progress, Schedule
-
-SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
 
 
 class EsViT(Method):
@@ -45,7 +42,7 @@ class EsViT(Method):
         view_weight: Share = 0.5,
         region_weight: Share = 0.5,
         region_from: float = 0.0,  # epochs in which it is DINO, L_V alone at full weight
-        region_loss: Literal["softmax", "mse"] = "softmax",
+        region_loss: RegionLoss = "softmax",
         matching: Literal["argmax", "sinkhorn"] = "argmax",
         tokens: Positive | None = None,  # sampled of a view that has more (DeiT in the paper); None: all
     ) -> None:
@@ -70,33 +67,25 @@ class EsViT(Method):
             t = self.teacher.sides(batch.views[:2], regions=regions)
         l_v = softmax_loss(t[0], s[0], match(s[0].features, t[0].features), self.center, tau_t, self.student_temp)
         if regions:
-            l_r = self.loss_of_regions(t[1], s[1], tau_t)
+            matched = MATCHINGS[self.matching](s[1].features, t[1].features)
+            l_r = region_loss(self.region_loss, t[1], s[1], matched, self.region_center, tau_t, self.student_temp)
             loss = self.view_weight * l_v + self.region_weight * l_r
             follow(self.region_center, t[1], batch.rows, self.center_momentum)
         else:
             l_r = torch.zeros_like(l_v)
             # Ranks wait for a gradient of every parameter; `before_step` drops these.
             loss = l_v + 0 * torch.stack([p.sum() for p in self.student.region_head.parameters()]).sum()
-        p = probabilities(t[0].z[:SEEN], t[0].w, self.center, tau_t)
+        chosen = choices(t[0].z, t[0].w, self.center, tau_t)
         # After the loss, which uses the old centre; of scores, and each of its own task, where algorithm 1 has
         # probabilities of views for both.
         follow(self.center, t[0], batch.rows, self.center_momentum)
-        return {"loss": loss, "view": l_v, "region": l_r, "entropy": entropy(p), "usage": usage(p)}
-
-    def loss_of_regions(self, t: Side, s: Side, tau_t: float) -> Tensor:
-        matched = MATCHINGS[self.matching](s.features, t.features)
-        if self.region_loss == "mse":
-            return squared_loss(t, s, matched)
-        return softmax_loss(t, s, matched, self.region_center, tau_t, self.student_temp)
+        return {"loss": loss, "view": l_v, "region": l_r, **chosen}
 
     def before_step(self, at: Progress) -> None:
-        still: list[torch.nn.Parameter] = []
         if at.epoch < self.freeze_last:
-            still += [*self.student.head.last.parameters(), *self.student.region_head.last.parameters()]
+            drop_gradients(self.student.head.last, self.student.region_head.last)
         if at.epoch < self.region_from:
-            still += self.student.region_head.parameters()
-        for p in still:
-            p.grad = None  # not zero: AdamW would still decay it
+            drop_gradients(self.student.region_head)
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.teacher, self.student, self.momentum(at))

@@ -4,13 +4,14 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagleray import dist
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import mlp
 from eagleray.models.infonce import infonce, logits
 from eagleray.models.memory import Queue
 from eagleray.schedule import Progress, Schedule
@@ -34,8 +35,9 @@ class MoBY(Method):
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum
-        self.online = Encoder(backbone, head(backbone.dim, hidden, dim))
-        self.predictor = head(dim, hidden, dim)
+        # The authors keep the biases beside the batch norm.
+        self.online = Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=True, bias=True))
+        self.predictor = mlp([dim, hidden, dim], norm=True, bias=True)
         self.target = ema_copy(self.online)
         self.queue1, self.queue2 = Queue(dim, queue), Queue(dim, queue)
 
@@ -55,8 +57,3 @@ class MoBY(Method):
 
     def export(self) -> Backbone:
         return self.online.backbone
-
-
-def head(dim: int, hidden: int, out: int) -> nn.Sequential:
-    """Not `mlp`: the authors keep the biases beside the batch norm, and that of the output."""
-    return nn.Sequential(nn.Linear(dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out))

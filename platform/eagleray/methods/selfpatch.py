@@ -8,16 +8,13 @@ from torch import Tensor
 
 from eagleray.data.batch import Batch
 from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss
-from eagleray.losses.prototypes import cross_entropy, match, mean_scores, probabilities
+from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.heads import PrototypeHead
-from eagleray.models.spread import entropy, usage
+from eagleray.models.heads import PrototypeHead, drop_gradients
 from eagleray.schedule import Progress, Schedule
-
-SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
 
 
 class SelfPatch(Method):
@@ -75,20 +72,18 @@ class SelfPatch(Method):
         # Every view with every other.
         pairs = match(s.unsqueeze(1).chunk(len(batch.views)), large.unsqueeze(1).chunk(2))
         loss = cross_entropy(large, s, w_t, w_s, self.center, pairs, tau_t=tau_t, tau_s=tau_s)
-        p = probabilities(large[:SEEN], w_t, self.center, tau_t)  # (SEEN, K)
+        chosen = choices(large, w_t, self.center, tau_t)
         # After the loss; over small crops too where the teacher sees them, unlike DINO's.
         self.center.lerp_(mean_scores(t, w_t, len(taught) * sum(batch.rows)), 1 - self.center_momentum)
 
         w_s, w_t = self.student.patch_head.last.weight, self.teacher.patch_head.last.weight
         patch = patch_loss(t_patches, s_patches, w_t, w_s, self.patch_center, tau_t=tau_t, tau_s=tau_s)
         self.patch_center.lerp_(mean_patch_scores(t_patches, w_t, batch.rows), 1 - self.center_momentum)
-        return {"loss": loss + self.patch_weight * patch, "patch": patch, "entropy": entropy(p), "usage": usage(p)}
+        return {"loss": loss + self.patch_weight * patch, "patch": patch, **chosen}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:
-            for head in (self.student.head, self.student.patch_head):
-                for p in head.last.parameters():
-                    p.grad = None  # not zero: AdamW would still decay it
+            drop_gradients(self.student.head.last, self.student.patch_head.last)
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.teacher, self.student, self.momentum(at))

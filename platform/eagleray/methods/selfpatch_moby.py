@@ -7,23 +7,20 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagleray import dist
 from eagleray.data.batch import Batch
 from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss, rows
-from eagleray.losses.prototypes import probabilities
+from eagleray.losses.prototypes import choices
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.heads import PrototypeHead
+from eagleray.models.heads import PrototypeHead, drop_gradients, mlp
 from eagleray.models.infonce import infonce, logits
 from eagleray.models.memory import Queue
-from eagleray.models.spread import entropy, usage
 from eagleray.schedule import Progress, Schedule
-
-SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
 
 
 class SelfPatchMoBY(Method):
@@ -60,8 +57,10 @@ class SelfPatchMoBY(Method):
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
         self.center_momentum, self.freeze_last = center_momentum, freeze_last
         patch_head = PrototypeHead(backbone.dim, patch_prototypes, hidden=patch_hidden, bottleneck=bottleneck)
-        self.online = PatchEncoder(Aggregated(backbone, heads), head(backbone.dim, hidden, dim), patch_head)
-        self.predictor = head(dim, hidden, dim)
+        self.online = PatchEncoder(
+            Aggregated(backbone, heads), mlp([backbone.dim, hidden, dim], norm=True, bias=True), patch_head
+        )
+        self.predictor = mlp([dim, hidden, dim], norm=True, bias=True)
         self.target = ema_copy(self.online)
         self.queue1, self.queue2 = Queue(dim, queue), Queue(dim, queue)
         self.register_buffer("patch_center", torch.zeros(patch_prototypes))
@@ -84,21 +83,14 @@ class SelfPatchMoBY(Method):
 
         w_s, w_t, tau_t = self.online.patch_head.last.weight, self.target.patch_head.last.weight, self.teacher_temp(at)
         patch = patch_loss(t, s, w_t, w_s, self.patch_center, tau_t=tau_t, tau_s=self.student_temp)
-        p = probabilities(rows(t)[:SEEN], w_t, self.patch_center, tau_t)  # (SEEN, P)
+        chosen = choices(rows(t), w_t, self.patch_center, tau_t)
         self.patch_center.lerp_(mean_patch_scores(t, w_t, batch.rows), 1 - self.center_momentum)
         gain = math.log(1 + self.queue1.keys.shape[1]) - (l1 + l2) / 2
-        found = {"patch": patch, "gain": gain, "entropy": entropy(p), "usage": usage(p)}
-        return {"loss": l1 + l2 + self.patch_weight * patch, **found}
+        return {"loss": l1 + l2 + self.patch_weight * patch, "patch": patch, "gain": gain, **chosen}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:
-            for p in self.online.patch_head.last.parameters():
-                p.grad = None  # not zero: AdamW would still decay it
+            drop_gradients(self.online.patch_head.last)
 
     def export(self) -> Backbone:
         return self.online.backbone
-
-
-def head(dim: int, hidden: int, out: int) -> nn.Sequential:
-    """MoBY's projector and predictor, with biases beside the batch norm."""
-    return nn.Sequential(nn.Linear(dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out))

@@ -10,6 +10,7 @@ from eagleray import dist
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Count, Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.heads import drop_gradients, mlp
 from eagleray.models.memory import Queue
 from eagleray.models.sinkhorn import sinkhorn
 from eagleray.models.spread import entropy, usage
@@ -40,10 +41,8 @@ class SwAV(Method):
         super().__init__()
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
         self.queue, self.queue_start, self.freeze_prototypes = queue, queue_start, freeze_prototypes
-        between = [nn.BatchNorm1d(hidden)] * norm + [nn.ReLU(inplace=True)]
-        # Not `mlp`: the authors keep the biases beside the batch norm.
-        projector = nn.Sequential(nn.Linear(backbone.dim, hidden), *between, nn.Linear(hidden, dim))
-        self.encoder = Encoder(backbone, projector)
+        # The authors keep the biases beside the batch norm.
+        self.encoder = Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=norm, bias=True))
         self.prototypes = nn.Linear(dim, prototypes, bias=False)
         self.queues = nn.ModuleList(Queue(dim, queue) for _ in range(2) if queue)  # type: ignore[assignment]
 
@@ -72,7 +71,7 @@ class SwAV(Method):
 
     def before_step(self, at: Progress) -> None:
         if at.step < self.freeze_prototypes:
-            self.prototypes.weight.grad = None  # not zero: weight decay and momentum would still move them
+            drop_gradients(self.prototypes)
 
     def export(self) -> Backbone:
         return self.encoder.backbone

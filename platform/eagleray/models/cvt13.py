@@ -14,13 +14,13 @@ from timm.layers import DropPath
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from eagleray.models.pyramid import Pyramid, classifier, drop_rates
+
 default_cfgs = generate_default_cfgs({"cvt_13": {}})
 
 
-class CvT(nn.Module):
+class CvT(Pyramid):
     """One entry per stage in each list. B images, D channels, a grid of h x w tokens."""
-
-    output_fmt = "NHWC"
 
     def __init__(
         self,
@@ -39,30 +39,22 @@ class CvT(nn.Module):
     ) -> None:
         super().__init__()
         self.num_features = dims[-1]
-        rates = torch.linspace(0, drop_path_rate, sum(depths)).split(list(depths))
+        rates = drop_rates(drop_path_rate, depths)
         stages = []
         for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):
             embed = nn.Conv2d(before, dim, kernels[i], strides[i], padding=kernels[i] // 2)
             blocks = (
                 Block(dim, Attention(dim, heads[i], head_dim, projection_kernel, kv_stride), dim * mlp_ratio, rate)
-                for rate in rates[i].tolist()
+                for rate in rates[i]
             )
             stages.append(nn.Sequential(embed, ChannelNorm(dim), *blocks))
         self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(dims[-1], num_classes) if num_classes else nn.Identity()
+        self.head = classifier(dims[-1], num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, h, w, D)."""
         out: Tensor = self.stages(x)
         return out.permute(0, 2, 3, 1)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, h, w, D) to (B, D), or to the classes' logits."""
-        x = x.mean((1, 2))
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 class Block(nn.Module):

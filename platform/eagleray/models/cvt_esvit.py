@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, DropPath, LayerNorm2d
+from timm.layers import DropPath, LayerNorm2d
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
+
+from eagleray.models.pyramid import Pyramid, classifier, drop_rates
 
 # Without weights to load, but timm warns of a model that has no entry.
 default_cfgs = generate_default_cfgs({"cvt_tiny_esvit": {}})
 
 
-class CvT(nn.Module):
+class CvT(Pyramid):
     """Four stages, each a convolution that halves the grid (the first: quarters it) and blocks of attention in windows.
     Maps are (B, C, H, W). No positions: the paper's text has relative ones, the released model none."""
-
-    output_fmt = "NHWC"
 
     def __init__(
         self,
@@ -34,30 +34,22 @@ class CvT(nn.Module):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        drop = iter(torch.linspace(0, drop_path_rate, sum(depths), device="cpu").tolist())
+        drop = drop_rates(drop_path_rate, depths)
         stages = []
         for i, (before, dim) in enumerate(itertools.pairwise([in_chans, *dims])):
             embed = nn.Conv2d(before, dim, 3, 2, 1) if i else nn.Conv2d(before, dim, 7, 4, 2)
-            blocks = [Block(dim, heads[i], mlp_ratios[i], windows[i], next(drop)) for _ in range(depths[i])]
+            blocks = [Block(dim, heads[i], mlp_ratios[i], windows[i], rate) for rate in drop[i]]
             stages.append(nn.Sequential(embed, LayerNorm2d(dim, eps=1e-5), *blocks))
         self.stages = nn.Sequential(*stages)
         self.num_features = dims[-1]
         self.norm = nn.LayerNorm(dims[-1], eps=1e-5)
-        self.head = ClassifierHead(dims[-1], num_classes, input_fmt="NHWC")
+        self.head = classifier(dims[-1], num_classes)
         self.apply(init)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, h, w, C)."""
         out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
         return out
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """The mean patch, (B, C), or its class scores."""
-        out: Tensor = self.head(x, pre_logits=pre_logits)
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 class Block(nn.Module):

@@ -6,18 +6,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def mlp(widths: list[int], *, norm: bool, last_norm: bool = False) -> nn.Sequential:
+def mlp(widths: list[int], *, norm: bool, last_norm: bool = False, bias: bool = False) -> nn.Sequential:
     """Linear layers of the given widths with ReLU between; `norm` adds batch norm before each ReLU and takes the biases
-    away, `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo v3)."""
+    away, but for `bias` (SwAV, MoBY), `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo
+    v3)."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
         last = i == len(widths) - 2
-        layers.append(nn.Linear(a, b, bias=not norm))
+        layers.append(nn.Linear(a, b, bias=bias or not norm))
         if norm and (not last or last_norm):
             layers.append(nn.BatchNorm1d(b, affine=not last))
         if not last:
             layers.append(nn.ReLU(inplace=True))
     return nn.Sequential(*layers)
+
+
+def drop_gradients(*modules: nn.Module) -> None:
+    """What stands still in this step. None, not zero: weight decay and momentum would still move it."""
+    for p in (p for module in modules for p in module.parameters()):
+        p.grad = None
 
 
 class PrototypeHead(nn.Module):

@@ -16,13 +16,13 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.twins import Block
 from torch import Tensor, nn
 
+from eagleray.models.pyramid import Pyramid, classifier, drop_rates
+
 default_cfgs = generate_default_cfgs({"pvt_small": {}})
 
 
-class PVT(nn.Module):
+class PVT(Pyramid):
     """One entry per stage in each list. B images, D channels, a grid of h x w tokens."""
-
-    output_fmt = "NHWC"
 
     def __init__(
         self,
@@ -40,32 +40,24 @@ class PVT(nn.Module):
         """`img_size` sets the size of the position tables; `reductions` are of the grid of keys and values."""
         super().__init__()
         self.num_features = dims[-1]
-        rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
+        rates = drop_rates(drop_path_rate, depths)
         stages, size = [], img_size
         for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):
             size //= patches[i]
             blocks = (
                 Block(dim, heads[i], mlp_ratios[i], drop_path=rate, norm_layer=LayerNorm, sr_ratio=reductions[i], ws=1)
-                for rate in rates[i].tolist()
+                for rate in rates[i]
             )
             stages.append(Stage(before, dim, patches[i], size, blocks))
         self.stages = nn.Sequential(*stages)
         self.norm = LayerNorm(dims[-1])  # timm's, whose eps is the authors' 1e-6
-        self.head = nn.Linear(dims[-1], num_classes) if num_classes else nn.Identity()
+        self.head = classifier(dims[-1], num_classes)
         self.apply(init)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, h, w, D)."""
         out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
         return out
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, h, w, D) to (B, D), or to the classes' logits."""
-        x = x.mean((1, 2))
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 class Stage(nn.Module):

@@ -10,6 +10,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from eagleray.models.pyramid import drop_rates
+
 default_cfgs = generate_default_cfgs({"t2t_vit_14": {}})
 
 
@@ -39,7 +41,7 @@ class T2TViT(nn.Module):
         self.blocks = nn.Sequential(
             *(
                 Block(embed_dim, num_heads, mlp_ratio, qkv_bias, drop_path=rate, norm_layer=nn.LayerNorm)
-                for rate in torch.linspace(0, drop_path_rate, depth).tolist()
+                for rate in drop_rates(drop_path_rate, [depth])[0]
             )
         )
         self.norm = nn.LayerNorm(embed_dim)

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, DropPath, Mlp, to_2tuple
+from timm.layers import DropPath, Mlp, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
+
+from eagleray.models.pyramid import Pyramid, classifier, drop_rates
 
 # Without weights to load, but timm warns of a model that has no entry.
 default_cfgs = generate_default_cfgs({"vil_tiny": {}})
@@ -17,11 +19,9 @@ default_cfgs = generate_default_cfgs({"vil_tiny": {}})
 Grid = tuple[int, int]  # rows and columns of patches
 
 
-class ViL(nn.Module):
+class ViL(Pyramid):
     """Stages of a patch embedding and blocks. Tokens are (B, G + N, C): G global ones of the stage, then the N = h * w
     patches, row-major. At `img_size` the relative positions of full attention are as trained, elsewhere resampled."""
-
-    output_fmt = "NHWC"
 
     def __init__(
         self,
@@ -42,32 +42,24 @@ class ViL(nn.Module):
         super().__init__()
         if tokens[-1]:
             raise ValueError(f"tokens={list(tokens)}: the last stage is averaged, so it has no global tokens")
-        drop = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
+        drop = drop_rates(drop_path_rate, depths)
         grid = to_2tuple(img_size)
         stages = []
         for i, (before, dim) in enumerate(itertools.pairwise([in_chans, *dims])):
             grid = (grid[0] // patches[i], grid[1] // patches[i])
             attentions = [attention(dim, heads[i], tokens[i], grid, windows[i]) for _ in range(depths[i])]
-            blocks = [Block(dim, attn, rate) for attn, rate in zip(attentions, drop[i].tolist(), strict=True)]
+            blocks = [Block(dim, attn, rate) for attn, rate in zip(attentions, drop[i], strict=True)]
             stages.append(Stage(before, dim, patches[i], tokens[i], blocks))
         self.stages = nn.Sequential(*stages)
         self.num_features = dims[-1]
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6)
-        self.head = ClassifierHead(dims[-1], num_classes, input_fmt="NHWC")
+        self.head = classifier(dims[-1], num_classes)
         self.apply(init)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, h, w, C)."""
         out: Tensor = self.norm(self.stages(x.permute(0, 2, 3, 1)))
         return out
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """The mean patch, (B, C), or its class scores."""
-        out: Tensor = self.head(x, pre_logits=pre_logits)
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 class Stage(nn.Module):
