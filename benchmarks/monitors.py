@@ -1,16 +1,24 @@
-"""What it costs that a run watches itself: the same steps with and without, in turns of as many as lie between two
-looks.
+"""What it costs that a run watches itself: two copies of a method train on the same batches, one of them watched, and
+take turns step by step, so that whatever else the machine does meets both.
 
-    python benchmarks/monitors.py [RECIPE] [key=value ...] [--rounds 5] [--json]"""
+    python benchmarks/monitors.py [RECIPE] [key=value ...] [--rounds 5] [--json]
 
-import statistics
+overhead                       seconds of the watched copy / seconds of the plain one - 1, over so many rounds of a look
+                               and the steps up to it
+overhead_low, overhead_high    95 % of bootstrap samples of the pairs of turns lie between them
+step_ms                        mean of a plain step
+"""
+
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import common
 import torch
 from step import made_up
+from torch import Tensor
 
 from eagleray import recipe, run
 from eagleray.cluster.world import local
@@ -21,6 +29,7 @@ from eagleray.recipe import Recipe
 from eagleray.train import Step, fit
 
 IMAGES = 50_000  # of which the bank keeps a tenth
+DRAWS = 2000  # bootstrap samples
 
 
 def main() -> None:
@@ -31,26 +40,55 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     r = recipe.load(args.recipe, args.overrides)
-    plain, watched = turns(r, watch=False), turns(r, watch=True)
-    plain(), watched()  # the first turn allocates
-    pairs = [(plain(), watched()) for _ in range(args.rounds)]
-    ratios = [b / a for a, b in pairs]
+    seconds, kinds = measure(r, args.rounds)
+    low, high = interval(seconds, kinds)
+    plain, watched = seconds.sum(0).tolist()
     result = {
         "recipe": args.recipe,
         "batch": r.optim.batch,
-        "steps_per_turn": r.monitor.every,
-        "step_ms": 1000 * statistics.median(a for a, _ in pairs) / r.monitor.every,
-        "overhead": statistics.median(ratios) - 1,
-        "overhead_least": min(ratios) - 1,
-        "overhead_most": max(ratios) - 1,
+        "looks": args.rounds,
+        "steps": args.rounds * r.monitor.every,
+        "step_ms": 1000 * plain / (args.rounds * r.monitor.every),
+        "overhead": watched / plain - 1,
+        "overhead_low": low - 1,
+        "overhead_high": high - 1,
     }
     common.show(result, as_json=args.json)
 
 
-def turns(r: Recipe, *, watch: bool) -> Callable[[], float]:
-    """Takes as many steps as lie between two looks, and gives their seconds: of this process where there is no GPU to
-    wait for, so that other work on the machine matters little."""
+def measure(r: Recipe, rounds: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Seconds (turns, 2) of the plain and of the watched copy, and how many looks and log lines each turn had."""
+    # A GPU that is waited for after every step would show what a run hides behind the work that is queued.
+    length = r.monitor.every if local().device.type == "cuda" else 1
+    copies = steps_of(r, watch=False), steps_of(r, watch=True)
+    for taken in copies:
+        taken(r.monitor.every)  # the first steps and the first look allocate
+    seconds, kinds, order = [], [], random.Random(0)
+    for begin in range(r.monitor.every, (1 + rounds) * r.monitor.every, length):
+        first = order.randrange(2)  # neither is always the one that finds the caches warm
+        pair = {i: copies[i](length) for i in (first, 1 - first)}
+        seconds.append([pair[0], pair[1]])
+        ends = begin + length
+        kinds.append((ends // r.monitor.every - begin // r.monitor.every, ends // r.log_steps - begin // r.log_steps))
+    return torch.tensor(seconds, dtype=torch.float64), kinds
+
+
+def interval(seconds: Tensor, kinds: list[tuple[int, int]]) -> tuple[float, float]:
+    """95 % of the ratio of sums (turns, 2), each kind of turn drawn as often as there are turns of it."""
+    torch.manual_seed(0)
+    sums = torch.zeros(DRAWS, 2, dtype=torch.float64)
+    for kind, count in Counter(kinds).items():
+        of = seconds[torch.tensor([k == kind for k in kinds])]
+        sums += of[torch.randint(count, (DRAWS, count))].sum(1)
+    ends = (sums[:, 1] / sums[:, 0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return ends[0].item(), ends[1].item()
+
+
+def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
+    """Takes so many steps more, and gives their seconds: of this process where there is no GPU to wait for, so that
+    other work on the machine matters little. The weights at the start and the batches are always the same."""
     device = local().device
+    torch.manual_seed(r.seed)
     method = run.build(r)
     method.begin(IMAGES)
     method.to(device)
@@ -68,17 +106,17 @@ def turns(r: Recipe, *, watch: bool) -> Callable[[], float]:
     steps = fit(method, feed(), optimizer, lr=run.scaled(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
 
-    def turn() -> float:
+    def take(n: int) -> float:
         common.wait(device)
         began = clock()
-        for _ in range(r.monitor.every):
+        for _ in range(n):
             taken = next(steps)
             if monitor:
                 look(taken, monitor, health, r)
         common.wait(device)
         return clock() - began
 
-    return turn
+    return take
 
 
 def look(taken: Step, monitor: Monitor, health: Health, r: Recipe) -> None:

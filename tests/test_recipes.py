@@ -1,15 +1,19 @@
 """The recipes of pipelines/ as a collection: no two alike, none longer than it need be, all of them in the docs."""
 
 import importlib.util
+import itertools
+import json
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 
 from eagleray import config, recipe
+from eagleray.models.backbone import Backbone
 
 ROOT = Path(__file__).parent.parent
 NAMES = recipe.names()
@@ -19,6 +23,141 @@ NAME = (
 )
 SIZES = {"xs": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
 KINDS = {"": ("timm", "timm"), "bn": ("batch", "timm"), "conv": ("timm", "conv")}
+
+
+class Row(NamedTuple):
+    """A pretraining in a paper's table: what is printed of it, and million parameters where that is a column."""
+
+    recipe: str
+    printed: str
+    params: int | None = None
+
+
+# Every row that is a pretraining of ours. Left out, as we lack them: SimCLR-v2 with selective kernels, iGPT and masked
+# patches on JFT-300M (table 1), DetCo (12), and what is supervised.
+ESVIT = {
+    1: [
+        Row("swav_resnet50w5_in1k_ep400", "78.5 67.1", 586),
+        Row("byol_resnet200w2_in1k_ep1000", "79.6 73.9", 250),
+        Row("dino_vits8_in1k_ep800", "79.7 78.3", 21),
+        Row("dino_vitb8_in1k_ep300", "80.1 77.4", 85),
+        Row("mocov3_vitb7bn_in1k_ep600", "79.5", 85),
+        Row("mocov3_vitl7bn_in1k_ep300", "81.0", 304),
+        Row("esvit_swint14_in1k_ep300", "78.7 77.0", 28),
+        Row("dino_swint14_in1k_ep300", "77.9 75.5", 28),
+        Row("esvit_swins14_in1k_ep300", "80.8 79.1", 49),
+        Row("dino_swins14_in1k_ep300", "79.4 77.3", 49),
+        Row("esvit_swinb14_in1k_ep300", "81.3 79.3", 87),
+        Row("dino_swinb14_in1k_ep300", "80.5 78.3", 87),
+        Row("dino_vits16_in1k_ep800", "77.0 74.5", 21),
+        Row("dino_vitb16_in1k_ep400", "78.2 76.1", 85),
+        Row("mocov3_vitb16_in1k_ep600", "76.7", 85),
+        Row("mocov3_vith14bn_in1k_ep300", "79.1", 632),
+        Row("moby_swint_in1k_ep300", "75.1", 28),
+        Row("esvit_swint_in1k_ep300", "78.1 75.7", 28),
+        Row("dino_swint_in1k_ep300", "77.0 74.2", 28),
+        Row("esvit_swins_in1k_ep300", "79.5 77.7", 49),
+        Row("dino_swins_in1k_ep300", "79.2 76.8", 49),
+        Row("esvit_swinb_in1k_ep300", "80.4 78.9", 87),
+        Row("dino_swinb_in1k_ep300", "79.6 77.7", 87),
+    ],
+    3: [
+        Row("esvit_swint_in1k_ep300", "78.0 75.7 80.66"),
+        Row("dino_swint_in1k_ep300_bs1024", "77.1 73.7"),
+        Row("esvit_swint_webvision_ep150_bs1024", "75.9 71.2 80.00"),
+        Row("dino_swint_webvision_ep150_bs1024", "75.4 69.4"),
+        Row("esvit_swint_openimages_ep50_bs1024", "70.6 62.0 77.97"),
+        Row("dino_swint_openimages_ep50_bs1024", "69.6 60.3"),
+        Row("esvit_swint_in22k_ep30_bs1024", "75.0 67.9 81.03"),
+        Row("dino_swint_in22k_ep30_bs1024", "73.5 66.1"),
+    ],
+    4: [
+        Row("dino_vits16_in1k_ep300_bs1024", "75.9 73.2", 21),
+        Row("dino_resnet50_in1k_ep800", "75.3 67.5", 24),
+        Row("dino_resnet50_in1k_ep300_bs1024", "75.0 69.3", 24),
+        Row("esvit_resnet50_in1k_ep300_bs1024", "75.7 71.2", 24),
+        Row("dino_swint_in1k_ep300_bs1024", "77.1 73.7", 28),
+        Row("esvit_swint_in1k_ep300_bs1024", "77.6 75.4", 28),
+        Row("dino_vil_in1k_ep300_bs1024", "77.3 73.9", 28),
+        Row("esvit_vil_in1k_ep300_bs1024", "77.5 74.5", 28),
+        Row("dino_cvt_in1k_ep300_bs1024", "77.6 74.8", 29),
+        Row("esvit_cvt_in1k_ep300_bs1024", "78.5 76.7", 29),
+        Row("dino_pvt_in1k_ep300_bs1024", "75.4 72.0", 24),
+        Row("esvit_pvt_in1k_ep300_bs1024", "76.3 72.9", 24),
+    ],
+    5: [
+        Row("moco_resnet50_in1k_ep200", "67.5 55.6 38.7 33.9"),
+        Row("densecl_resnet50_in1k_ep200", "63.6 48.6 39.1 34.2"),
+        Row("dino_resnet50_in1k_ep200_2crops", "69.2 59.9 37.8 33.1"),
+        Row("esvit_resnet50_in1k_ep200_2crops", "69.9 61.7 38.0 33.2"),
+    ],
+    12: [
+        Row("moco_resnet50_in1k_ep200", "67.5"),
+        Row("densecl_resnet50_in1k_ep200", "63.6"),
+        Row("dino_resnet50_in1k_ep200_2crops", "69.2"),
+        Row("esvit_resnet50_in1k_ep200_2crops", "69.9"),
+        Row("moco_resnet50_in1k_ep800_v2plus", "72.2"),
+        Row("swav_resnet50_in1k_ep800", "75.3"),
+        Row("barlow_twins_resnet50_in1k_ep1000", "73.2"),
+        Row("vicreg_resnet50_in1k_ep1000", "73.2"),
+        Row("simsiam_resnet50_in1k_ep800", "71.3"),
+        Row("byol_resnet50_in1k_ep1000", "74.3"),
+        Row("dino_resnet50_in1k_ep300_bs1024", "75.0"),
+        Row("esvit_resnet50_in1k_ep300_bs1024", "75.7"),
+    ],
+}
+# Heads, window and number of the blocks, as table 6 draws them; of ViL what the authors' code has.
+TABLE_6 = {
+    "swint": [(3, 7, 2), (6, 7, 2), (12, 7, 6), (24, 7, 2)],
+    "swins": [(3, 7, 2), (6, 7, 2), (12, 7, 18), (24, 7, 2)],
+    "swinb": [(4, 7, 2), (8, 7, 2), (16, 7, 18), (32, 7, 2)],
+    "swint14": [(3, 14, 2), (6, 14, 2), (12, 14, 6), (24, 7, 2)],
+    "swins14": [(3, 14, 2), (6, 14, 2), (12, 14, 18), (24, 7, 2)],
+    "vil": [(3, 7, 2), (6, 7, 2), (12, None, 6), (24, None, 2)],
+    "cvt": [(1, 7, 2), (3, 7, 2), (6, 7, 6), (12, 7, 2)],
+}
+TABLE_13 = {"in1k": (300, 10), "openimages": (50, 2), "in22k": (30, 1)}  # epochs, of which warm-up
+SELFPATCH = {  # of the supplement
+    1: [Row("dino_vits16_in1k_ep300_vissl", "38.3 42.3"), Row("selfpatch_vits16_in1k_ep200", "41.2 43.2")],
+    2: [
+        Row("mocov3_vits16_in1k_ep300", "73.2"),
+        Row("moby_deits16_in1k_ep300", "72.8"),
+        Row("dino_vits16_in1k_ep300_vissl", "75.1"),
+        Row("selfpatch_vits16_in1k_ep300", "75.6"),
+    ],
+    3: [
+        Row("dino_vitxs16_coco_ep200", "28.0 26.9 24.9 55.1"),
+        Row("selfpatch_vitxs16_coco_ep200", "30.7 28.6 29.5 57.0"),
+        Row("esvit_vitxs16_coco_ep200", "27.9 26.9 26.0 53.5"),
+    ],
+    4: [
+        Row("dino_vitxs16_coco_ep200", "55.1"),
+        Row("selfpatch_vitxs16_coco_ep200", "57.0"),
+        Row("dino_vitxs16_coco_ep200_nopos", "51.7"),
+        Row("selfpatch_vitxs16_coco_ep200_nopos", "52.9"),
+    ],
+    5: [
+        Row("dino_vitxs32_in10_ep200", "24.9 76.0"),
+        Row("dino_vitxs16_coco_ep200", "37.6 83.8"),
+        Row("dino_vitxs8_in10_ep200", "48.7 85.0"),
+        Row("selfpatch_vitxs32_in10_ep200_k1", "34.9 80.0"),
+        Row("selfpatch_vitxs16_in10_ep200_k1", "46.5 85.0"),
+        Row("selfpatch_vitxs8_in10_ep200_k1", "50.6 87.0"),
+        Row("selfpatch_vitxs32_in10_ep200_k2", "36.5 80.2"),
+        Row("selfpatch_vitxs16_in10_ep200_k2", "52.9 86.0"),
+        Row("selfpatch_vitxs8_in10_ep200_k2", "57.3 88.0"),
+        Row("selfpatch_vitxs32_in10_ep200", "36.3 75.0"),
+        Row("selfpatch_vitxs16_coco_ep200", "53.1 85.8"),
+        Row("selfpatch_vitxs8_in10_ep200", "61.7 88.4"),
+        Row("selfpatch_vitxs32_in10_ep200_k6", "36.3 75.6"),
+        Row("selfpatch_vitxs16_in10_ep200_k6", "52.6 85.0"),
+        Row("selfpatch_vitxs8_in10_ep200_k6", "62.0 87.4"),
+        Row("selfpatch_vitxs32_in10_ep200_k8", "33.2 75.2"),
+        Row("selfpatch_vitxs16_in10_ep200_k8", "50.4 82.6"),
+        Row("selfpatch_vitxs8_in10_ep200_k8", "60.4 87.2"),
+    ],
+}
+ROWS = [(kind, n, row) for kind, of in (("esvit", ESVIT), ("selfpatch", SELFPATCH)) for n in of for row in of[n]]
 
 
 def docs() -> ModuleType:
@@ -94,3 +233,67 @@ def test_a_header_without_a_label_is_an_error(missing: str):
         docs().header(text.replace(f"{missing}:", "About:"))
     with pytest.raises(ValueError, match="A run"):
         docs().header(text.replace(f"# {missing}:", f"base: x\n# {missing}:"))
+
+
+@pytest.mark.parametrize(("paper", "table", "row"), ROWS, ids=lambda of: getattr(of, "recipe", str(of)))
+def test_a_recipe_says_what_a_table_prints_of_it(paper: str, table: int, row: Row):
+    """Its numbers beside that table's, and the paper's name unless the method is its own."""
+    published = docs().header(recipe.find(row.recipe).read_text())[0]
+    said = re.findall(r"\d+\.\d+|\d+", published)
+    assert not [number for number in row.printed.split() if number not in said], published
+    assert re.search(rf"\btables? [\d, and]*\b{table}\b", published), published
+    own = recipe.load(row.recipe).method.name == paper
+    assert own or paper in published.lower(), published
+
+
+def test_backbones_have_the_sizes_that_tables_print():
+    """Which are rounded or cut off, and of MoCo v3's ViT-H with the classifier of ImageNet."""
+    printed: dict[str, set[int]] = {}
+    for _, _, row in ROWS:
+        if row.params:
+            b = recipe.load(row.recipe).backbone
+            printed.setdefault(json.dumps([b.name, b.norm, b.options]), set()).add(row.params)
+    for key, sizes in printed.items():
+        name, norm, options = json.loads(key)
+        with torch.device("meta"):
+            millions = sum(p.numel() for p in Backbone(name, norm=norm, options=options).parameters()) / 1e6
+        assert [millions] * len(sizes) == pytest.approx(sorted(sizes), abs=1, rel=0.01), key
+
+
+@pytest.mark.parametrize("drawn", TABLE_6)
+@pytest.mark.parametrize("method", ["dino", "esvit"])
+def test_backbones_of_esvit_are_those_of_its_table_6(method: str, drawn: str):
+    name = next(n for n in NAMES if re.fullmatch(rf"{method}_{drawn}_in1k_ep300(_bs1024)?", n))
+    with torch.device("meta"):
+        model = Backbone(recipe.load(name).backbone.name).model
+    blocks = [attention(m) for m in model.modules() if type(m).__name__.endswith("Attention")]
+    assert [(*block, len([*same])) for block, same in itertools.groupby(blocks)] == TABLE_6[drawn]
+
+
+def attention(layer: Any) -> tuple[int, int | None]:
+    """Its heads, and the side of its windows; none where every token sees all."""
+    heads = getattr(layer, "num_heads", None) or layer.heads
+    window = getattr(layer, "window_size", None) or getattr(layer, "window", None)
+    return heads, window[0] if isinstance(window, tuple) else window
+
+
+@pytest.mark.parametrize("data", TABLE_13)
+@pytest.mark.parametrize("method", ["dino", "esvit"])
+def test_runs_of_esvit_on_other_data_are_as_long_as_in_its_table_13(method: str, data: str):
+    name = next(n for n in NAMES if re.fullmatch(rf"{method}_swint_{data}_ep\d+(_bs1024)?", n))
+    optim = recipe.load(name).optim
+    assert (optim.epochs, optim.lr.warmup) == TABLE_13[data]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_line_of_a_recipe_is_a_sentence(name: str):
+    """`eagleray list recipes` begins with it."""
+    assert re.fullmatch(r"# .+\.", recipe.find(name).read_text().splitlines()[0])
+
+
+def test_the_list_of_recipes_has_the_published_numbers():
+    from eagleray import launch
+
+    listed = launch.catalogue("recipes")
+    assert set(listed) == set(NAMES)
+    assert all("Published: " in line for line in listed.values())

@@ -3,9 +3,11 @@
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import platform
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -227,5 +229,11 @@ def catalogue(kind: str) -> dict[str, str]:
         package = "eagleray.methods"
         classes = {n: config.part(package, n) for n in config.parts(package)}
         return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
-    files = {n: recipes.find(n).read_text().splitlines()[0] for n in recipes.names()}
-    return {n: line.removeprefix("#").strip() for n, line in files.items()}
+    return {n: headline(recipes.find(n).read_text()) for n in recipes.names()}
+
+
+def headline(text: str) -> str:
+    """A recipe's first line, and what its header says was published."""
+    lines = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
+    published = re.search(r"Published: .+?(?= Cost: )", " ".join(lines))
+    return f"{lines[0]} {published[0]}" if published else lines[0]
