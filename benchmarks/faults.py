@@ -29,9 +29,10 @@ from eagleray.data.batch import Batch
 from eagleray.data.shards import write_shards
 from eagleray.demo import pictures
 from eagleray.errors import UserError
+from eagleray.files import read_lines
 from eagleray.meter import Meter
 from eagleray.methods import simsiam
-from eagleray.track import read_lines
+from eagleray.track import Tracking
 
 SMALL = "_vitxs8_cifar10_ep2"  # the recipes of two CPU cores
 SPOIL = {
@@ -123,7 +124,7 @@ def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
         out.mkdir()
         stopped = None
         try:
-            run.pretrain(r, local(), tracking=args.tracking)
+            run.pretrain(r, local(), tracking=Tracking(args.tracking))
         except UserError as e:
             stopped = str(e)
         found = read_lines(out / "health.jsonl")

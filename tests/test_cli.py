@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         ("optim.batch=30", "optim.batch=30 data.lanes=8"),
         ("optim.batch=3200", "320 samples do not fill one global batch of 3200"),
         ("workers=9", "workers=9 data.workers=0 data.lanes=8: 9 readers cannot share 8 lanes"),
-        ("workers=-1", "workers: input should be greater than or equal to 0"),
+        ("workers=-1", "workers: expected a number of workers, or the fewest and the most, such as 4..16, got -1"),
         ("data.workers=9", "9 readers cannot share 8 lanes"),
         ("views=[{size: 16}]", "views: 1 given, mocov3 works with 2 to 2"),
         ("views=[{scale: [0.5, 0.2]}, {}]", "views.0"),

@@ -18,16 +18,20 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom: a file imports from its own level or below. What is not named here is at the bottom.
 LEVELS = [
-    {"cli", "demo"},
+    {"cli", "demo", "jobs_cli", "tune_cli"},
+    {"sweep_run"},
     {"launch"},
-    {"ticks"},
+    {"ticks", "sweep_table"},
     {"console"},
-    {"cluster.ray_train", "cluster.ray_map"},
+    {"cluster.ray_tune"},
+    {"cluster.trial"},
+    {"cluster.ray_train", "cluster.ray_map", "cluster.jobs", "cluster.parcel"},
     {"run"},
     {"meter"},
     {"folder", "monitor"},
-    {"export", "evals", "health", "picture"},
-    {"cluster", "cluster.world"},
+    {"export", "evals", "health", "picture", "sweep_plots"},
+    {"cluster", "cluster.world", "cluster.gauges", "sweep_book", "goodput"},
+    {"sweep", "place"},
     {"recipe"},
     {"train", "track", "checkpoint", "optim"},
     {"methods"},
@@ -38,17 +42,18 @@ LEVELS = [
     {"errors"},
 ]
 OWNERS = {
-    "ray": {"cluster/ray_train.py", "cluster/session.py", "cluster/ray_map.py"},
+    "ray": {f"cluster/{n}.py" for n in ("ray_train", "session", "ray_map", "ray_tune", "trial", "jobs", "gauges")},
     "mlflow": {"track.py"},
     "boto3": {"data/s3.py"},
     "botocore": {"data/s3.py"},
 }
 OWNERS |= {
     "webdataset": {"data/shards.py", "data/pack.py"},
-    "matplotlib": {"data/sheet.py", "picture.py"},
+    "matplotlib": {"data/sheet.py", "picture.py", "sweep_plots.py"},
+    "optuna": {"sweep.py"},
     "scipy": {"data/sources/imagenet.py"},
 }
-OWNERS |= {"typer": {"cli.py"}, "rich": {"console.py", "ticks.py"}}
+OWNERS |= {"typer": {"cli.py", "jobs_cli.py", "tune_cli.py"}, "rich": {"console.py", "ticks.py", "sweep_table.py"}}
 
 
 def level(module: str) -> int:
@@ -159,10 +164,11 @@ sys.meta_path.insert(0, Gone())
 from pathlib import Path
 from eagleray import recipe, run
 from eagleray.cluster import world
+from eagleray.track import Tracking
 r = run.resolve(recipe.load(sys.argv[1], sys.argv[2:]))
 Path(r.out).mkdir(parents=True)
 run.plan(r)
-summary = run.pretrain(r, world.local(), tracking="none")
+summary = run.pretrain(r, world.local(), tracking=Tracking("none"))
 assert summary["steps"] == 3, summary
 """
 

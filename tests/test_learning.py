@@ -9,7 +9,7 @@ import pytest
 from eagleray import launch
 from eagleray.data.shards import write_shards
 from eagleray.demo import RECIPE, pictures
-from eagleray.track import read_lines
+from eagleray.files import read_lines
 
 
 def pretrain(folder: Path, images: int, *more: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or the folder of a run")],
+    checkpoint: Annotated[str, typer.Argument(help="a checkpoint, or the folder or s3:// URL of a run")],
     train: Annotated[str, typer.Option(help="shards to learn from, labelled for knn and linear")],
     test: Annotated[str | None, typer.Option(help="shards to test on")] = None,
     protocol: Annotated[str, typer.Option(help="knn, linear, correspondence, comma-separated")] = "knn,linear",
@@ -164,7 +164,7 @@ class Target(StrEnum):
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or the folder of a run")],
+    checkpoint: Annotated[str, typer.Argument(help="a checkpoint, or the folder or s3:// URL of a run")],
     to: Annotated[Target, typer.Option(help="what is to load it")] = Target.timm,
     destination: Annotated[Path | None, typer.Option(help="folder; export/ beside the checkpoints by default")] = None,
 ) -> None:

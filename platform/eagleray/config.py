@@ -195,7 +195,8 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
         elif e["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             yield f"{path}: missing, and it has no default"
         else:
-            yield f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {e['input']!r}"
+            said = e["msg"].removeprefix("Value error, ")
+            yield f"{path}: {said[:1].lower()}{said[1:]}, got {e['input']!r}"
 
 
 def known(kind: Any, path: Sequence[Any]) -> list[str]:

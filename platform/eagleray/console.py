@@ -12,10 +12,11 @@ from typing import IO, Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eagleray.track import read_lines
+from eagleray.files import read_lines
 
 T = TypeVar("T")
 QUIET_LINES = 10  # progress lines of a run whose output is no terminal
+LONG = 600.0  # seconds without one after which it gets another
 out = Console(highlight=False, soft_wrap=True)
 
 
@@ -61,6 +62,7 @@ class Follow:
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log = Tail(folder / "train.log")
         self.metrics, self.shown, self.began = folder / "metrics.jsonl", 0, time.monotonic()
+        self.told = self.began
         lines = read_lines(self.metrics)
         self.start = lines[-1]["step"] if lines else 0
         self.seen = 0  # bytes of metrics.jsonl
@@ -102,11 +104,11 @@ class Follow:
         text = f"loss {r['loss']:.3f}  {r['images_per_s']:.0f} images/s  data wait {100 * r['data_wait']:.0f} %"
         text += f"  bad {r['bad_samples']}" + (f"  kNN {r['knn/top1']:.1f} %" if "knn/top1" in r else "")
         self.bar.update(self.task, completed=r["step"], rate=text)
-        if not out.is_terminal and r["step"] >= self.shown:
+        if not out.is_terminal and (r["step"] >= self.shown or time.monotonic() - self.told > LONG):
             done = r["step"] / self.steps
             left = (self.steps - r["step"]) * (time.monotonic() - self.began) / max(r["step"] - self.start, 1)
             out.print(f"step {r['step']}/{self.steps} ({done:.0%})  {text}  ETA {left:.0f} s", markup=False)
-            self.shown = r["step"] + max(self.steps // QUIET_LINES, 1)
+            self.shown, self.told = r["step"] + max(self.steps // QUIET_LINES, 1), time.monotonic()
 
 
 class Tail:

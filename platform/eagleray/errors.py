@@ -9,3 +9,11 @@ class UserError(ValueError):
 class Outage(RuntimeError):
     """What is needed stayed away for too long, and the same command may succeed later. The command line exits with
     1."""
+
+
+class Preempted(RuntimeError):
+    """A machine is about to be taken away, and all that was done has been saved."""
+
+
+class Futile(RuntimeError):
+    """Workers were started again and again without any progress."""

@@ -10,6 +10,7 @@ import platform
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from eagleray import checkpoint, config, run, track
+from eagleray import checkpoint, config, files, place, run, track
 from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.cluster.ray_map import ray_map
@@ -36,46 +37,64 @@ from eagleray.methods.method import Method
 from eagleray.models.backbone import TESTED
 from eagleray.recipe import Evaluate, Recipe
 from eagleray.ticks import Ticks
-from eagleray.track import check_writable, tracking_uri
+from eagleray.track import Tracking, tracking_uri
 
 
 def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Start or continue a run and see it through. Returns its summary; raises UserError, or SystemExit when stopped."""
     recipe = run.resolve(recipes.load(name, overrides))
-    folder = Path(recipe.out or "")
-    check_writable(folder)
+    place.check_writable(recipe.out or "")
+    folder = place.view(recipe.out or "")
+    following = place.Following(recipe.out or "")
+    following.copy.fetch()
     check_same(recipe, folder)
     plan = run.plan(recipe, note=lambda line: out.print(line, markup=False))
     run.try_sizes(recipe)
-    tracking = tracking_uri(folder, os.environ.get("MLFLOW_TRACKING_URI"))
+    tracking = tracked(recipe)
     summary = finished(folder, plan.steps)
     if summary:
-        out.print(f"done already: {folder} has taken its {plan.steps} steps", markup=False)
+        out.print(f"done already: {recipe.out} has taken its {plan.steps} steps", markup=False)
+        track.send_missing(folder, tracking, config.flat(config.plain(recipe)))
+        if (folder / "mlflow.json").exists():
+            place.put(recipe.out or "", "mlflow.json", (folder / "mlflow.json").read_text())
     else:
-        checkpoint.replace(folder / "recipe.yaml", config.dump(recipe))
-        (folder / ".stop").unlink(missing_ok=True)
-        checkpoint.replace(folder / "environment.json", json.dumps(environment(), indent=1))
-        with Follow(folder, plan.steps), stoppable(folder):
+        begin(recipe)
+        with following, Follow(folder, plan.steps), stoppable(recipe.out or ""):
             summary = in_world(recipe, tracking)
         if summary is None:
             sys.exit(1)
-    conclude(folder, summary, tracking)
+    conclude(recipe.out or "", folder, summary, tracking)
     return summary
 
 
-def in_world(recipe: Recipe, tracking: str) -> dict[str, Any] | None:
+def tracked(recipe: Recipe) -> Tracking:
+    """Where the run's history goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
+    out = recipe.out or ""
+    uri = tracking_uri(place.view(out), os.environ.get("MLFLOW_TRACKING_URI"))
+    return Tracking(uri, name=out.rpartition("/")[2])
+
+
+def begin(recipe: Recipe) -> None:
+    """Leave what the run is where it is kept."""
+    place.put(recipe.out or "", "recipe.yaml", config.dump(recipe))
+    place.put(recipe.out or "", "environment.json", json.dumps(environment(), indent=1))
+    for left in (".stop", ".failure"):
+        place.drop(recipe.out or "", left)
+
+
+def in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
     if recipe.workers:
         if importlib.util.find_spec("ray") is None:
             raise UserError(f"workers={recipe.workers}: ray is not installed; workers=0 runs without")
         from eagleray.cluster import ray_train
 
         return ray_train.launch(recipe, tracking=tracking)
-    return run.pretrain(recipe, world.local(), tracking=tracking)
+    return run.pretrain(recipe, world.local(), tracking=tracking, command=time.time())
 
 
 def check_same(recipe: Recipe, folder: Path) -> None:
     """Raises UserError when the folder holds a run of another recipe, naming what differs and both ways out."""
-    stored, begun = folder / "recipe.yaml", track.read_lines(folder / "metrics.jsonl")
+    stored, begun = folder / "recipe.yaml", files.read_lines(folder / "metrics.jsonl")
     if not stored.exists() or not begun:
         return
     old, new = recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe)
@@ -97,11 +116,11 @@ def finished(folder: Path, steps: int) -> dict[str, Any] | None:
 
 
 @contextmanager
-def stoppable(folder: Path) -> Iterator[None]:
+def stoppable(place_of_run: str) -> Iterator[None]:
     """The first SIGTERM or Ctrl-C asks the run to save and stop; a second Ctrl-C ends it at once."""
 
     def ask(number: int, frame: Any) -> None:
-        (folder / ".stop").touch()
+        place.put(place_of_run, ".stop", "")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         out.print("stopping after this step; once more ends at once")
 
@@ -113,14 +132,15 @@ def stoppable(folder: Path) -> Iterator[None]:
             signal.signal(s, handler)
 
 
-def conclude(folder: Path, summary: dict[str, Any], tracking: str) -> None:
+def conclude(kept: str, folder: Path, summary: dict[str, Any], tracking: Tracking) -> None:
+    lost = f", goodput {summary['goodput']:.0%}" if summary["restarts"] else ""
     out.print(
-        f"{summary['steps']} steps, {summary['images']} images, {summary['restarts']} restart(s), "
+        f"{summary['steps']} steps, {summary['images']} images, {summary['restarts']} restart(s){lost}, "
         f"{summary['bad_samples']} bad sample(s), {summary['wall_seconds']:.0f} s\n"
-        f"results   {folder}/summary.json, metrics.jsonl, train.log\n"
-        f"export    {folder}/export/backbone.safetensors\n"
+        f"results   {kept}/summary.json, metrics.jsonl, train.log\n"
+        f"export    {kept}/export/backbone.safetensors\n"
         f"load it   {snippet(folder / 'export')}\n"
-        f"history   {history(tracking)}",
+        f"history   {history(tracking.uri)}",
         markup=False,
     )
 
@@ -128,7 +148,7 @@ def conclude(folder: Path, summary: dict[str, Any], tracking: str) -> None:
 def history(tracking: str) -> str:
     """The command that opens MLflow's pages, or their address where a server shows them already."""
     if not tracking.startswith("sqlite:"):
-        return tracking
+        return track.shown(tracking)
     here = Path(os.path.relpath(sys.executable)).parent / "mlflow"
     return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"
 
@@ -147,32 +167,33 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
 
 
-def load(path: Path) -> tuple[Recipe, Method, Path]:
-    """The recipe, method and run folder of a checkpoint, or of the newest in a run's folder. Raises UserError."""
-    if path.is_dir():
-        folder = path
-        state = checkpoint.newest(path / "checkpoints")
+def load(path: str) -> tuple[Recipe, Method, Path]:
+    """The recipe, method and folder of a run, of its newest checkpoint or of a checkpoint file. Raises UserError."""
+    file = Path(path)
+    if place.remote(path) or file.is_dir():
+        folder = place.view(path.rstrip("/"))
+        state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
             raise UserError(f"{path}: no intact checkpoint in its checkpoints/")
     else:
-        folder = path.parent.parent
-        if path.with_suffix(".json").exists() and not checkpoint.intact(path):
+        folder = file.parent.parent
+        if file.with_suffix(".json").exists() and not checkpoint.intact(file):
             raise UserError(f"{path}: is damaged: it is not what its manifest says")
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True)
             yaml.safe_load(state["recipe"]), state["method"].keys(), state["images"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such checkpoint") from None
         except Exception as e:  # torch names a damaged file in many ways
             raise UserError(f"{path}: is not a checkpoint of this program ({type(e).__name__})") from None
-    recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), str(path))
+    recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), path)
     method = run.build(recipe)
     method.begin(state["images"])
     method.load_state_dict(state["method"])
     return recipe, method, folder
 
 
-def evaluate(path: Path, train: str, test: str | None, names: Sequence[str]) -> dict[str, float]:
+def evaluate(path: str, train: str, test: str | None, names: Sequence[str]) -> dict[str, float]:
     """Scores of a checkpoint's backbone on shards, labelled ones where a protocol needs that. Raises UserError."""
     for name in names:
         if name not in protocols.PROTOCOLS:
@@ -213,12 +234,12 @@ def prepare(job: Job, *, workers: int | None) -> None:
     out.print(f"{job.destination}: shards, index.parquet and {card.NAME}", markup=False)
 
 
-def export(path: Path, destination: Path | None) -> None:
+def export(path: str, destination: Path | None) -> None:
     """Write a checkpoint's backbone for timm. Raises UserError."""
     recipe, method, folder = load(path)
-    place = destination or folder / "export"
-    file = to_timm(method.export(), recipe.backbone, place)
-    out.print(f"{file}\nload it   {snippet(place)}", markup=False)
+    target = destination or folder / "export"
+    file = to_timm(method.export(), recipe.backbone, target)
+    out.print(f"{file}\nload it   {snippet(target)}", markup=False)
 
 
 def catalogue(kind: str) -> dict[str, str]:

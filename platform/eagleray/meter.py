@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from eagleray.cluster.world import World
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Bad, Quarantine
-from eagleray.errors import Outage, UserError
+from eagleray.errors import Outage, Preempted, UserError
 from eagleray.folder import Folder
 from eagleray.health import Health
 from eagleray.monitor import Monitor
@@ -21,15 +22,18 @@ from eagleray.schedule import Progress
 from eagleray.train import Step
 
 if TYPE_CHECKING:
-    from eagleray.run import Plan
+    from eagleray.run import Clock, Plan
 
+WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
 SKIPS = 3  # steps in a row without a finite gradient that end the run
 
 
 class Meter:
     """The device is asked for its numbers only when a line is written."""
 
-    def __init__(self, p: "Plan", world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor) -> None:
+    def __init__(
+        self, p: "Plan", world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor, clock: "Clock"
+    ) -> None:
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
         self.health = Health(monitor.layers, p.lr.value)
         for record in folder.records():
@@ -38,7 +42,11 @@ class Meter:
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
         self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
-        self.problem: UserError | Outage | None = None  # why there are no more batches; the same on all ranks
+        self.clock, self.mark = clock, time.perf_counter()  # when the last step's bookkeeping was done
+        self.warned = time.monotonic()  # when ranks were last asked
+        self.problem: UserError | Outage | Preempted | None = (
+            None  # why there are no more batches; the same on all ranks
+        )
 
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
         """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
@@ -54,7 +62,8 @@ class Meter:
             yield self.p.at(step), batch
 
     def add(self, taken: Step) -> None:
-        """A step was taken."""
+        """A step was taken, since `mark`."""
+        self.clock.useful += time.perf_counter() - self.mark
         self.values.append(taken.values)
         self.monitor.watch(taken)
 
@@ -67,7 +76,10 @@ class Meter:
 
     def _agreed(self, bad: list[Bad], *, stop: bool) -> bool:
         """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
-        stops, broken, failed = self.world.agree(stop or self.folder.stopping(), len(bad), self.problem is not None)
+        due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
+        stops, broken, failed, ask = self.world.agree(
+            stop or self.folder.stopping(), len(bad), self.problem is not None, due
+        )
         if failed:
             self.problem = next(e for e in dist.objects(self.problem) if e)
         if broken:
@@ -76,6 +88,10 @@ class Meter:
                 self.quarantine.add(found, write=self.world.rank == 0)
             except UserError as e:
                 self.problem = e
+        if ask:
+            self.warned = time.monotonic()
+            if self.world.warned():
+                self.problem = self.problem or Preempted("a machine of this run is about to be taken away")
         return not (stops or self.problem)
 
     def flush(self, at: Progress, lr: float) -> dict[str, Any]:
@@ -93,9 +109,13 @@ class Meter:
         record["data_wait"] = round(self.waited / seconds, 4)
         record["bad_samples"] = len(self.quarantine)
         record["skipped_steps"] = len(table) - len(good)
+        record |= self.folder.goodput(self.clock.useful)
         seen, norms = self.monitor.flush()
         record |= seen
-        self.folder.note_findings(self.health.gradients(at.step + 2 - len(norms), norms) + self.health.look(record))
+        found = self.health.gradients(at.step + 2 - len(norms), norms) + self.health.look(record)
+        self.folder.note_findings(found)
+        for finding in found if self.world.rank == 0 else ():
+            self.world.show(asdict(finding), self.p.steps)
         self._check(at, table[:, names.index("skipped")].tolist())
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
         return record

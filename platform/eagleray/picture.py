@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.errors import UserError
+from eagleray.files import read_lines
 from eagleray.health import words
-from eagleray.track import read_lines
 
 POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for

@@ -3,12 +3,13 @@
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
@@ -26,6 +27,20 @@ else:
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def span(workers: int | str) -> tuple[int, int]:
+    """The fewest and the most workers that a run goes on with: `4..16`, or a number that is both. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(workers))
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
+    if not (0 < least <= most or least == most == 0):
+        raise ValueError("expected a number of workers, or the fewest and the most, such as 4..16")
+    return least, most
+
+
+def _workers(value: int | str) -> int | str:
+    least, most = span(value)
+    return most if least == most else f"{least}..{most}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -128,13 +143,15 @@ class Recipe:
     monitor: Watch = Watch()
     checkpoint: Checkpoint = Checkpoint()
     log_steps: Positive = 10  # between lines of metrics.jsonl
-    out: str | None = None  # folder of the run; None: runs/<recipe name>
-    workers: Count = 1  # Ray Train workers; 0: in this process without Ray
+    out: str | None = None  # folder of the run, or s3:// URL; None: runs/<recipe name>
+    # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
+    workers: Annotated[int | str, AfterValidator(_workers)] = 1
+    gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
     max_steps: Positive | None = None  # stop early, without changing any schedule
 
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
-OPERATION: tuple[str, ...] = ("out", "workers", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
+OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 OPERATION += ("method.region_from",)  # regions may join a run of EsViT that began without them

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from eagleray import checkpoint, config, dist, optim
+from eagleray import checkpoint, config, dist, optim, place
 from eagleray import recipe as recipes
 from eagleray.cluster.world import World
 from eagleray.data import store
@@ -31,6 +31,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.monitor import Monitor
 from eagleray.recipe import Recipe
 from eagleray.schedule import Progress, Schedule
+from eagleray.track import Tracking
 from eagleray.train import fit
 from eagleray.views.draw import Views
 
@@ -66,27 +67,28 @@ def resolve(recipe: Recipe) -> Recipe:
     def place(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
         return sources and tuple(replace(s, url=store.absolute(s.url)) for s in sources)
 
-    if recipe.out and "://" in recipe.out:
-        raise UserError(f"out={recipe.out}: expected a local folder")
+    if recipe.out and "://" in recipe.out and not recipe.out.startswith("s3://"):
+        raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
     data = replace(recipe.data, train=place(recipe.data.train), test=place(recipe.data.test), cache=cache)
-    return replace(recipe, out=store.absolute(recipe.out or "runs/run"), data=data)
+    return replace(recipe, out=store.absolute((recipe.out or "runs/run").rstrip("/")), data=data)
 
 
 def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:
     """Open the data, waiting `patience` seconds for it, and check that everything fits. Raises UserError and Outage."""
     if recipe.data.train is None:
         raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
-    out = Path(recipe.out or "")
+    out = place.work(recipe.out or "")
     least, most = recipe.method.target.views  # type: ignore[attr-defined]
     views = Views.of(recipe.views)
     if not least <= len(views.views) <= most:
         raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
-    ranks = max(recipe.workers, 1)
-    shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
     group = recipe.method.args.get("norm_group")
-    if group and any(n % group for n in shares):
-        raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
+    fewest, widest = recipes.span(recipe.workers)
+    for ranks in range(max(fewest, 1), max(widest, 1) + 1):
+        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
+        if group and any(n % group for n in shares):
+            raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
     index = open_index(recipe.data.train, out, note=note, patience=patience)
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
     for key, labels in ("data.test", test), ("data.train", index):
@@ -126,12 +128,15 @@ def try_sizes(recipe: Recipe) -> None:
                 )
 
 
-def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] | None:
+def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
     """Train, or continue, until the planned steps are taken, then evaluate and export.
 
-    Returns the summary, or None when the run was asked to stop before. `tracking` is MLflow's address.
+    Returns the summary, or None when the run was asked to stop before. `command` is when the user's command was begun,
+    in seconds since 1970. Raises UserError, Outage and Preempted.
     """
-    with Folder(Path(recipe.out or ""), world.rank, tracking, config.flat(config.plain(recipe))) as folder:
+    params = config.flat(config.plain(recipe))
+    keep = recipe.checkpoint.keep
+    with Folder(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
         dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         p = plan(recipe, patience=60 * recipe.data.patience)
         method = build(recipe)
@@ -140,17 +145,29 @@ def pretrain(recipe: Recipe, world: World, *, tracking: str) -> dict[str, Any] |
         world.synchronise(method)
         optimizer = make_optimizer(recipe, method)
         state = restore(folder, recipe, parts := Parts(method, optimizer, watching(p, method, optimizer)))
-        started = time.monotonic() - state["seconds"]
-        step = folder.begin(state["step"])
+        step = folder.begin(state["step"], world.size)
         log.info("%s", describe(p, method, world))
+        clock = Clock(time.monotonic() - state["seconds"], state["useful"])
         if step < p.steps:
-            step = train(p, world, folder, parts, step=step, started=started)
+            step = train(p, world, folder, parts, clock, step=step)
         if step < p.steps:
             log.info("stopped at step %d of %d; the same command continues", step, p.steps)
             return None
-        summary = finish(p, world, folder, method, step) | {"wall_seconds": round(time.monotonic() - started, 1)}
-        folder.end(summary)
+        summary = finish(p, world, folder, method, step) | {"wall_seconds": round(clock.seconds, 1)}
+        folder.end(summary, clock.useful)
         return summary
+
+
+@dataclass
+class Clock:
+    """Times that a checkpoint carries, in seconds."""
+
+    began: float  # on this machine's clock, as if nothing had been lost
+    useful: float  # in steps that count
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
 
 class Parts(NamedTuple):
@@ -169,10 +186,10 @@ def watching(p: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monit
     )
 
 
-def train(p: Plan, world: World, folder: Folder, parts: Parts, *, step: int, started: float) -> int:
+def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, step: int) -> int:
     """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop.
 
-    Raises UserError or Outage, after a checkpoint, when the data cannot be read any more.
+    Raises, after a checkpoint, UserError or Outage when the data cannot be read any more, and Preempted.
     """
     recipe, o = p.recipe, p.recipe.optim
     loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
@@ -181,7 +198,7 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, *, step: int, sta
     quarantine.add(p.index.bad, write=world.rank == 0)
     method, optimizer, monitor = parts
     monitor.step = step
-    meter = Meter(p, world, folder, quarantine, monitor)
+    meter = Meter(p, world, folder, quarantine, monitor, clock)
     lr = p.lr
     saved, kept = time.monotonic(), step
     steps = fit(
@@ -206,19 +223,27 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, *, step: int, sta
                 sets = Sets.of(p.index, p.test, recipe.evaluate.limit)
                 record |= evaluate(method.export(), sets, recipe.evaluate, protocols=("knn",))
                 meter.since = time.perf_counter()
-            folder.log(record)
+            tell(p, world, folder, record)
         minutes = (time.monotonic() - saved) / 60
-        due = step % (recipe.checkpoint.steps or step + 1) == 0 or minutes > recipe.checkpoint.minutes
-        if due or step == p.steps:
-            save(folder, p, parts, step, time.monotonic() - started)
+        due = step - kept >= (recipe.checkpoint.steps or step + 1) or minutes > recipe.checkpoint.minutes
+        if due and not folder.saving():
+            save(folder, p, parts, step, clock)
             saved, kept = time.monotonic(), step
+        meter.mark = time.perf_counter()
     if meter.values:  # the steps ended early
-        folder.log(meter.flush(p.at(step - 1), lr(p.at(step - 1))))
+        tell(p, world, folder, meter.flush(p.at(step - 1), lr(p.at(step - 1))))
     if kept < step:
-        save(folder, p, parts, step, time.monotonic() - started)
-    if meter.problem:
-        raise meter.problem
+        save(folder, p, parts, step, clock)
+    for problem in (*dist.objects(folder.settle()), meter.problem):  # a rank that ends takes the others with it
+        if problem:
+            raise problem
     return step
+
+
+def tell(p: Plan, world: World, folder: Folder, record: dict[str, Any]) -> None:
+    folder.log(record)
+    if world.rank == 0:
+        world.show(record, p.steps)
 
 
 def make_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
@@ -232,29 +257,30 @@ def scaled(recipe: Recipe) -> Schedule:
     return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr
 
 
-def save(folder: Folder, p: Plan, parts: Parts, step: int, seconds: float) -> None:
+def save(folder: Folder, p: Plan, parts: Parts, step: int, clock: Clock) -> None:
     """Rank 0 saves for all: every rank holds the same weights, centres and moments."""
     if dist.rank() == 0:
         state = {
             "step": step,
-            "seconds": seconds,
+            "seconds": clock.seconds,
+            "useful": clock.useful,
             "digest": recipes.digest(p.recipe),
             "recipe": config.dump(p.recipe),
             "images": len(p.index),
         } | {name: part.state_dict() for name, part in parts._asdict().items()}
-        checkpoint.save(folder.path / "checkpoints", step, state, keep=p.recipe.checkpoint.keep)
-        log.debug("saved step %d", step)
+        folder.save(step, state)
+        log.debug("saving step %d", step)
 
 
 def restore(folder: Folder, recipe: Recipe, parts: Parts) -> dict[str, Any]:
     """Put the newest checkpoint back. Returns step and seconds so far, zero for a new run."""
-    state = checkpoint.newest(folder.path / "checkpoints")
+    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
     if len(set(dist.objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks found different checkpoints")  # of a disk that fails; a restart may mend it
     if state is None:
-        return {"step": 0, "seconds": 0.0}
+        return {"step": 0, "seconds": 0.0, "useful": 0.0}
     if state["digest"] != recipes.digest(recipe):
-        raise UserError(f"{folder.path}: its checkpoints are of another recipe")
+        raise UserError(f"{folder.out}: its checkpoints are of another recipe")
     for name, part in parts._asdict().items():
         part.load_state_dict(state[name])
     return state

@@ -18,7 +18,7 @@ from chaos.job import Job, Run
 from s3.proxy import Faults, Proxy
 
 from eagleray import checkpoint
-from eagleray.track import read_lines
+from eagleray.files import read_lines
 
 pytestmark = pytest.mark.slow
 

@@ -6,19 +6,15 @@ from pathlib import Path
 import pytest
 from data.layouts import everything, fill, refused, run, tar_bytes, write_parquet
 from data.pictures import jpeg
-from s3.server import point_at, running
+from s3.server import store_of
 
 from eagleray.data import store
 from eagleray.data.index import open_index
-from eagleray.data.store import S3Store
 
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
-        point_at(patch, server.port)
-        patch.setattr(store, "_S3", S3Store())
-        store._S3.client().create_bucket(Bucket="prepare")
+    with store_of(tmp_path_factory.mktemp("s3"), "prepare"):
         yield "s3://prepare"
 
 

@@ -181,6 +181,26 @@ def test_ranges_are_exact(bucket: str, tmp_path: Path) -> None:
         store.store(url).get(f"{bucket}/gone")
 
 
+def test_an_upload_that_is_given_up_leaves_no_parts(bucket: str, tmp_path: Path, anew: Callable[..., None]) -> None:
+    """One part of it stays away; the others cost money as long as they lie there."""
+    anew()
+    client, url = store._S3.client(), f"{bucket}/large"
+    (tmp_path / "large").write_bytes(bytes(LARGE))
+
+    def refuse(params: dict[str, Any], **_: Any) -> None:
+        if "partNumber=2" in params["url"]:
+            raise OSError("no route to host")
+
+    client.meta.events.register("before-call.s3.UploadPart", refuse)
+    with pytest.raises(Outage, match=f"^{url}: no route to host; given up after"):
+        store.store(url).put(url, tmp_path / "large", patience=0.3)
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket.removeprefix("s3://"))
+    assert store.store(url).list(url) == []
+    client.meta.events.unregister("before-call.s3.UploadPart", refuse)
+    store.store(url).put(url, tmp_path / "large")
+    assert store.store(url).get(url) == bytes(LARGE)
+
+
 def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,20 @@ def running(root: Path) -> Iterator[Swift]:
         server("stop")
 
 
+@contextmanager
+def store_of(root: Path, *buckets: str) -> Iterator[Swift]:
+    """A server with some buckets, which `eagleray.data.store` talks to meanwhile."""
+    from eagleray.data import store
+    from eagleray.data.s3 import S3Store
+
+    with running(root) as server, pytest.MonkeyPatch.context() as patch:
+        point_at(patch, server.port)
+        patch.setattr(store, "_S3", S3Store())
+        for name in buckets:
+            store._S3.client().create_bucket(Bucket=name)
+        yield server
+
+
 def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
     """Let the usual AWS settings name a server on loopback, and nothing of this machine's."""
     for name in [n for n in os.environ if n.startswith("AWS_")]:

@@ -2,62 +2,112 @@
 
 import json
 import math
+import os
 import threading
 import time
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from eagleray import checkpoint, config, dist, run
+from eagleray import checkpoint, config, dist, place, run
+from eagleray.cluster.gauges import Gauges
 from eagleray.cluster.session import session
 from eagleray.cluster.world import World
-from eagleray.errors import Outage, UserError
-from eagleray.recipe import Recipe
-from eagleray.track import read_lines
+from eagleray.errors import Futile, Outage, Preempted, UserError
+from eagleray.recipe import Recipe, span
+from eagleray.track import Tracking
 
-RETRIES = 16  # restarts of the workers before the command fails; the same command continues even then
+RESIZE = 20.0  # seconds between two looks whether there is room for more workers
 
 
-def launch(recipe: Recipe, *, tracking: str) -> dict[str, Any] | None:
+class RayWorld(World):
+    """One of Ray Train's workers: told before a machine is taken away, and shown in Ray's metrics."""
+
+    spot = True
+
+    def __init__(self, device: torch.device, name: str, method: str) -> None:
+        super().__init__(device)
+        self.name, self.method = name, method
+        self.gauges: Gauges | None = None
+
+    def warned(self) -> bool:
+        from ray.train import get_preemption_info
+
+        return get_preemption_info() is not None
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        self.gauges = self.gauges or Gauges(self.name, self.method, steps)
+        self.gauges.update(record)
+
+
+def launch(recipe: Recipe, *, tracking: Tracking) -> dict[str, Any] | None:
     """Run on `recipe.workers` Ray workers; on the cluster of RAY_ADDRESS where that is set, else on one of our own.
 
     Returns the summary, or None when the run was asked to stop. Raises UserError.
     """
     with session() as ray:
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchTrainer
+        return fit(ray, recipe, tracking=tracking)
 
-        cpus, gpus = ray.cluster_resources().get("CPU", 1), ray.cluster_resources().get("GPU", 0)
-        if 0 < gpus < recipe.workers:
-            raise UserError(f"workers={recipe.workers}: there are {gpus:g} GPUs, and each worker needs one")
-        smallest = min(n["Resources"].get("CPU", 1) for n in ray.nodes() if n["Alive"])
-        each = math.floor(100 * min(cpus / recipe.workers, smallest)) / 100
-        out = Path(recipe.out or "")
-        for old in (".failure", ".failures.jsonl"):
-            (out / old).unlink(missing_ok=True)
-        trainer = TorchTrainer(
-            _rank,  # type: ignore[arg-type]
-            train_loop_config={
-                "recipe": config.plain(recipe),
-                "tracking": tracking,
-                "threads": max(int(each), 1),
-            },
-            scaling_config=ScalingConfig(
-                num_workers=recipe.workers,
-                use_gpu=gpus >= recipe.workers,
-                resources_per_worker={"CPU": max(int(each), 1) if each >= 1 else each},
-            ),
-            run_config=RunConfig(
-                name=f"train-{time.time():.0f}",
-                storage_path=str(out / ".ray"),
-                failure_config=FailureConfig(max_failures=RETRIES),
-            ),
+
+def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any] = ()) -> dict[str, Any] | None:
+    """The same within a Ray that is there already; `callbacks` are Ray Train's."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    least, most = span(recipe.workers)
+    # Ray waits so long for workers before it makes do with fewer.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
+    gpu, cpus = resources(recipe, [n["Resources"] for n in ray.nodes() if n["Alive"]])
+    began = time.time()
+    trainer = TorchTrainer(
+        _rank,  # type: ignore[arg-type]
+        train_loop_config={
+            "recipe": config.plain(recipe),
+            "tracking": tracking,  # not in pieces: Ray records them, and the address may hold a password
+            "threads": max(int(cpus), 1),
+            "command": began,
+        },
+        scaling_config=ScalingConfig(
+            num_workers=most if least == most else (least, most),  # type: ignore[arg-type]
+            use_gpu=gpu,
+            resources_per_worker={"CPU": cpus} | ({"GPU": 1} if gpu else {}),
+            elastic_resize_monitor_interval_s=RESIZE,  # type: ignore[call-arg]
+        ),
+        run_config=RunConfig(
+            name=f"train-{began:.3f}",
+            storage_path=str(place.view(recipe.out or "") / ".ray"),
+            # Whether to go on is decided by what the run has saved since, see `Folder.begin` and `_count`.
+            failure_config=FailureConfig(max_failures=-1),
+            callbacks=list(callbacks),
+        ),
+    )
+    return _fit(trainer, recipe.out or "")
+
+
+def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[bool, float]:
+    """Whether each worker gets a GPU, and how many CPUs. Raises UserError where there are some GPUs but too few."""
+    least, most = span(recipe.workers)
+    gpus = sum(n.get("GPU", 0) for n in nodes)
+    if recipe.gpus is None and 0 < gpus < least:
+        raise UserError(
+            f"workers={recipe.workers}: there are {gpus:g} GPUs, and each worker needs one; gpus=true waits for more, "
+            "gpus=false trains on CPUs"
         )
-        return _fit(trainer, out)
+    gpu = gpus >= least if recipe.gpus is None else recipe.gpus
+    # What is there per worker, on the machine that has the least of it; machines that only direct have none.
+    if gpu:
+        shares = [n.get("CPU", 1) / n["GPU"] for n in nodes if n.get("GPU")]
+    else:
+        with_cpus = [n["CPU"] for n in nodes if n.get("CPU")]
+        shares = [*with_cpus, sum(with_cpus) / most]
+    each = math.floor(100 * min(shares, default=1)) / 100
+    if least < most or gpu:
+        each = max(int(each), 1)  # Ray resizes by whole CPUs
+    return gpu, max(int(each), 1) if each >= 1 else each
 
 
-def _fit(trainer: Any, out: Path) -> dict[str, Any] | None:
+def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
     """In a thread of its own: in the main thread Ray would take Ctrl-C, and we want to save first."""
     box: dict[str, Any] = {}
 
@@ -71,12 +121,12 @@ def _fit(trainer: Any, out: Path) -> dict[str, Any] | None:
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    failure = out / ".failure"
-    if failure.exists():
-        told = json.loads(failure.read_text())
+    failure = place.get(out, ".failure")
+    if failure:
+        told = json.loads(failure)
         raise (UserError if told["user"] else RuntimeError)(told["why"])
     if "error" in box:
-        raise RuntimeError(f"Ray gave up: {box['error']}; {out / 'train.log'} says why") from box["error"]
+        raise RuntimeError(f"Ray gave up: {box['error']}; {out}/train.log says why") from box["error"]
     return box["result"].return_value  # type: ignore[no-any-return]
 
 
@@ -86,31 +136,32 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     from ray.train.torch import get_device
 
     recipe = config.check(Recipe, given["recipe"], "recipe")
-    failure = Path(recipe.out or "") / ".failure"
-    if failure.exists():
+    out = recipe.out or ""
+    if place.get(out, ".failure"):
         return None
     device = get_device()
     if device.type == "cpu":
         torch.set_num_threads(given["threads"])
+    world = RayWorld(device, out.rpartition("/")[2], recipe.method.name)
     try:
-        return run.pretrain(recipe, World(device), tracking=given["tracking"])
+        return run.pretrain(recipe, world, tracking=given["tracking"], command=given["command"])
+    except Preempted:
+        raise  # the restarted workers sit on other machines
     except (UserError, Outage) as e:
-        failure.write_text(json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
+        place.put(out, ".failure", json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
         raise
     except Exception as e:
-        _count(failure, e)
+        _count(out, given["command"], e)
         raise
 
 
-def _count(failure: Path, error: Exception) -> None:
+def _count(out: str, command: float, error: Exception) -> None:
     """Give up on an error that came back twice, since this command began, without a new checkpoint in between."""
-    path = failure.with_name(".failures.jsonl")
-    newest = [m.stem for m in checkpoint.manifests(failure.parent / "checkpoints")[:1]]
-    with path.open("a") as f:
-        f.write(json.dumps({"after": newest, "rank": dist.rank()}) + "\n")
-    mine = [f["after"] for f in read_lines(path) if f["rank"] == dist.rank()]
-    if mine[-3:] == [newest] * 3:
-        why = (
-            f"failed three times without progress: {type(error).__name__}: {error}; see {failure.parent / 'train.log'}"
-        )
-        failure.write_text(json.dumps({"user": False, "why": why}))
+    newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
+    name = f".failures-{dist.rank()}"
+    known = json.loads(place.get(out, name) or "{}")
+    times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
+    place.put(out, name, json.dumps({"command": command, "after": newest, "times": times}))
+    if times == 3 or isinstance(error, Futile):
+        why = f"failed {times} times without progress: {type(error).__name__}: {error}; see {out}/train.log"
+        place.put(out, ".failure", json.dumps({"user": False, "why": why}))

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,6 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about its own default
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
 }
 STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours needs more of
 
@@ -20,13 +21,18 @@ STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours needs 
 @contextmanager
 def session(*, cpus: int | None = None) -> Iterator[Any]:
     """Ray, connected; `cpus` of our own, or all there are."""
+    joining = bool(os.environ.get("RAY_ADDRESS"))
     for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+        if not (joining and key == "RAY_AUTH_MODE"):  # a cluster has its own
+            os.environ.setdefault(key, value)
     import ray
 
     own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
     own |= {"num_cpus": cpus} if cpus else {}
-    ray.init(**({} if os.environ.get("RAY_ADDRESS") else own), log_to_driver=False, logging_level=logging.ERROR)
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(**({} if joining else own), log_to_driver=False, logging_level=logging.ERROR)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # ray.init takes it, and a run saves first
     try:
         yield ray
     finally:

@@ -1,6 +1,7 @@
 """Where a rank runs: its number, its device, and how ranks agree. The loop never knows which world it is in."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from eagleray.models.norm import synchronised
 
 class World:
     """This process alone, or one of several that share a process group."""
+
+    spot = False  # whether it can be known before that a machine is taken away
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,6 +35,13 @@ class World:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
             return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+
+    def warned(self) -> bool:
+        """Whether one of the run's machines is about to be taken away. All ranks ask together."""
+        return False
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        """Show a line of metrics.jsonl or health.jsonl, of a run of so many steps, where the machines are watched."""
 
     def agree(self, *values: float) -> list[float]:
         """Sums over ranks of a few numbers on the host; the device is not waited for."""

@@ -1,5 +1,6 @@
 """s3://: any S3-compatible endpoint through boto3, with the usual AWS settings and none of our own."""
 
+import contextlib
 import os
 import threading
 import time
@@ -7,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from eagleray.data.ahead import ahead
 from eagleray.data.blob import Blob, room
 from eagleray.data.retry import PATIENCE, Transient, insist
-from eagleray.errors import UserError
+from eagleray.errors import Outage, UserError
 
 T = TypeVar("T")
 Blobs = list[Blob]  # inside the class `list` is the method
@@ -18,10 +20,17 @@ SILENCE = 20  # seconds without a byte after which a transfer is cut
 GRACE = 20.0  # seconds after which a transfer must have been faster than SLOWEST
 SLOWEST = 64 * 2**10  # bytes per second
 PIECE = 2**20  # bytes between two looks at the clock
+PART = 16 * 2**20  # bytes; a larger file is sent in parts of this length
+MOST_PARTS = 10_000  # of a file, by the protocol; there the parts become longer
+UPLOADS = 4  # parts on their way
 THROTTLED = {"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"}
 THROTTLED |= {"RequestLimitExceeded", "TooManyRequestsException", "PriorRequestNotComplete", "InternalError"}
 CHANGED = "has changed since it was indexed"
 NOBODY = "; no AWS credentials were found, so it was asked for without"
+
+
+class Missing(UserError):
+    """There is a place of this name, and no such file in it."""
 
 
 class S3Store:
@@ -102,16 +111,44 @@ class S3Store:
 
         return self._insist(url, run, PATIENCE)
 
-    def put(self, url: str, source: Path) -> None:
-        bucket, key = split(url)
+    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
+        size = source.stat().st_size
         try:
-            self._insist(url, lambda: self._upload(source, bucket, key), PATIENCE)
+            if size > PART:
+                self._put_parts(url, source, max(PART, -(-size // MOST_PARTS)), patience)
+            else:
+                self._put_whole(url, source, patience)
         except UserError as e:
             raise OSError(str(e)) from None
 
-    def _upload(self, source: Path, bucket: str, key: str) -> None:
-        with source.open("rb") as f:
-            self.client().upload_fileobj(f, bucket, key)
+    def _put_whole(self, url: str, source: Path, patience: float) -> None:
+        bucket, key = split(url)
+        data = source.read_bytes()
+        self._insist(url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
+
+    def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
+        """Part by part, a few at a time, so that what fails late in a large file is that part's business."""
+        bucket, key = split(url)
+        name: dict[str, Any] = {"Bucket": bucket, "Key": key}
+
+        def ask(request: Callable[[], T]) -> T:
+            return self._insist(url, request, patience)
+
+        def part(number: int) -> dict[str, Any]:
+            data = os.pread(file.fileno(), length, (number - 1) * length)
+            said = ask(lambda: self.client().upload_part(**name, PartNumber=number, Body=data))
+            return {"PartNumber": number, "ETag": said["ETag"]}
+
+        name["UploadId"] = ask(lambda: self.client().create_multipart_upload(**name))["UploadId"]
+        try:
+            with source.open("rb", buffering=0) as file:
+                numbers = range(1, -(-os.fstat(file.fileno()).st_size // length) + 1)
+                parts = {"Parts": list(ahead(part, numbers, width=UPLOADS))}
+            ask(lambda: self.client().complete_multipart_upload(**name, MultipartUpload=parts))
+        except BaseException:
+            with contextlib.suppress(UserError, Outage):  # parts without an end cost money
+                self._insist(url, lambda: self.client().abort_multipart_upload(**name), 0)
+            raise
 
     def delete(self, url: str) -> None:
         bucket, key = split(url)
@@ -135,6 +172,8 @@ class S3Store:
                 line = f"{said.get('Code')}: {said.get('Message')}"
                 if status >= 500 or status in (408, 429) or said.get("Code") in THROTTLED:
                     raise Transient(line) from None
+                if said.get("Code") == "NoSuchKey":
+                    raise Missing(f"{url}: {line}") from None
                 changed = status == 412 and not self.anonymous
                 raise UserError(f"{url}: {CHANGED if changed else line}{NOBODY * self.anonymous}") from None
             except boto.SSLError as e:

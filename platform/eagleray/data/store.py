@@ -42,7 +42,7 @@ class Store(Protocol):
     def get(self, url: str) -> bytes:
         """The whole file; raises FileNotFoundError when there is none."""
 
-    def put(self, url: str, source: Path) -> None:
+    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         """Store a local file; readers see the old content or the new. Raises OSError where nothing can be written."""
 
     def delete(self, url: str) -> None:
@@ -76,7 +76,7 @@ class LocalStore:
     def get(self, url: str) -> bytes:
         return _insist(url, local(url).read_bytes, PATIENCE, absent=FileNotFoundError(url))
 
-    def put(self, url: str, source: Path) -> None:
+    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         path = local(url)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")

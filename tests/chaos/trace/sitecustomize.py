@@ -1,6 +1,7 @@
 """A run's own account of the samples that it was given, for any process that inherits this folder on PYTHONPATH.
 
-With EAGLERAY_TRACE=DIR, `Loader.batches` writes one JSON line per step that it hands over to `DIR/rank-<pid>.jsonl`.
+With EAGLERAY_TRACE=DIR, `Loader.batches` writes one JSON line per step that it hands over to `DIR/rank-<pid>.jsonl`,
+and with EAGLERAY_PACE=SECONDS it takes at least so long over one.
 Nothing else changes: a `sitecustomize` of the site's own, which this one hides, is run as well.
 """
 
@@ -9,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -50,6 +52,7 @@ def traced(batches: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                 "labels": batch.label.tolist(),
             }
             append(json.dumps(line))
+            time.sleep(float(os.environ.get("EAGLERAY_PACE", "0")))
             yield batch, bad
 
     return wrapped

@@ -1,0 +1,57 @@
+"""Small files of a run, such that readers find them whole whatever happens to the writer."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a small file so that readers see the old one or the new one, never a part."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object per line, in order of steps, whatever happened in between. What a full disk does not
+    take is written with a later line."""
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        """Continue a file from a step; lines of later steps, which will be taken again, are dropped."""
+        lines = [r for r in read_lines(path) if r["step"] <= step]
+        replace(path, "".join(json.dumps(r) + "\n" for r in lines))
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._late = b""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        data, size = self._late + json.dumps(record).encode() + b"\n", os.fstat(self._file.fileno()).st_size
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as e:
+            os.ftruncate(self._file.fileno(), size)  # no part of a line
+            if not self._late:
+                log.warning("%s: %s; its lines are kept in memory until there is room", self._path, e.strerror)
+            self._late = data
+            return
+        self._late = b""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may end in the middle of one."""
+    if not path.exists():
+        return []
+    whole = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]

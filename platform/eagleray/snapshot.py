@@ -1,0 +1,42 @@
+"""A copy of a state that training goes on to change, in memory of the host that the next copy uses again."""
+
+import copy
+from typing import Any
+
+import torch
+
+PLAIN = (bool, int, float, str, bytes, type(None))  # what a checkpoint may hold beside tensors, and loads again
+
+
+class Snapshot:
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # by the way to the tensor
+        self._devices: set[torch.device] = set()  # that copy
+
+    @torch.no_grad()
+    def take(self, state: Any) -> Any:
+        """The state with every tensor copied to the host; valid until the next call. Tensors that share memory do not
+        in the copy. Where a buffer fits it is written over: fresh memory costs more time than the copy itself."""
+        before, self._buffers, self._devices = self._buffers, {}, set()
+        out = self._copy(state, (), before)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return out
+
+    def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+        if isinstance(x, torch.Tensor):
+            buffer = before.get(path)
+            if buffer is None or buffer.shape != x.shape or buffer.dtype != x.dtype:
+                buffer = torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=x.is_cuda)
+            self._buffers[path] = buffer
+            self._devices |= {x.device} if x.is_cuda else set()
+            return buffer.copy_(x, non_blocking=True)
+        if isinstance(x, dict):
+            out = copy.copy(x)  # with what a state dict says of its versions
+            for key, value in x.items():
+                out[key] = self._copy(value, (*path, key), before)
+            return out
+        if isinstance(x, list | tuple):
+            return type(x)(self._copy(value, (*path, i), before) for i, value in enumerate(x))
+        assert type(x) in PLAIN, f"{path}: {type(x)} in a checkpoint"
+        return x
