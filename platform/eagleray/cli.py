@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eagleray import jobs_cli, tune_cli
 from eagleray.console import bar, fail, out, quietly
 from eagleray.errors import UserError
 
@@ -186,6 +187,7 @@ class Kind(StrEnum):
     methods = "methods"
     backbones = "backbones"
     recipes = "recipes"
+    sweeps = "sweeps"
 
 
 @app.command("list")
@@ -199,6 +201,10 @@ def list_(kind: Annotated[Kind, typer.Argument()], as_json: Json = False) -> Non
     else:
         for name, text in rows.items():
             out.print(f"{name:<36} {text}", markup=False)
+
+
+jobs_cli.register(app)
+tune_cli.register(app)
 
 
 def main() -> Any:

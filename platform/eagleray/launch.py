@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from eagleray import checkpoint, config, files, place, run, track
+from eagleray import checkpoint, config, files, place, run, sweep, track
 from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.cluster.ray_map import ray_map
@@ -250,6 +250,9 @@ def catalogue(kind: str) -> dict[str, str]:
         package = "eagleray.methods"
         classes = {n: config.part(package, n) for n in config.parts(package)}
         return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
+    if kind == "sweeps":
+        lines = {n: sweep.find(n).read_text().splitlines()[0] for n in sweep.names()}
+        return {n: line.removeprefix("#").strip() for n, line in lines.items()}
     return {n: headline(recipes.find(n).read_text()) for n in recipes.names()}
 
 

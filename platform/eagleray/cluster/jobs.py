@@ -1,0 +1,285 @@
+"""Runs as jobs of a Ray cluster: submitted, followed, listed and stopped over HTTP, through Ray's Jobs API."""
+
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagleray.config import nearest
+from eagleray.errors import Outage, UserError
+
+if TYPE_CHECKING:
+    from eagleray.cluster.parcel import Parcel
+
+ENTRY = "exec python -m eagleray.cli pretrain recipe.yaml"  # on the head, with the parcel as its working folder
+TIMEOUTS = (4, 30)  # seconds to connect, and to wait for an answer
+PATIENCE = 300  # seconds that a follower waits for a head that was there before
+STOPPING = 300  # seconds for a stopped run to save, then Ray kills it
+POLL = 1.0  # seconds between two looks at a job
+RATE = 2**20  # bytes of log per second that looks may cost: Ray gives the whole log every time
+STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # those that are final, and what a command exits with
+# Ray sends the signal to all children too: loader processes ignore SIGINT, and ray.init takes SIGTERM for itself.
+STOP = {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOPPING)}
+Say = Callable[[str], None]
+
+
+class Silent(Outage):
+    """The head does not answer, or not with sense."""
+
+
+class Unknown(UserError):
+    """The head has no such job."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the cluster tells it."""
+
+    id: str
+    state: str  # pending, running, succeeded, failed, stopped
+    recipe: str
+    out: str
+    digest: str
+    since: float  # seconds since 1970
+    seconds: float
+    status: int | None  # exit status; None while it runs, or where Ray has none
+    message: str
+
+    @classmethod
+    def of(cls, told: Any) -> "Job":
+        since = (told.start_time or 0) / 1000
+        end = told.end_time / 1000 if told.end_time else time.time()
+        labels = told.metadata or {}
+        return cls(
+            told.submission_id,
+            told.status.value.lower(),
+            labels.get("recipe", ""),
+            labels.get("out", ""),
+            labels.get("digest", ""),
+            since,
+            round(max(end - since, 0), 1),
+            told.driver_exit_code,
+            " ".join((told.message or "").split())[:300],
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self.state.upper() in STATES
+
+    @property
+    def exits(self) -> int:
+        """What a command that saw the job through exits with."""
+        code = self.status if self.status is not None else STATES[self.state.upper()]
+        return code if 0 <= code < 256 else 1
+
+    def end(self) -> str:
+        """How the job ended, in words."""
+        if self.state == "stopped":
+            return f"{self.id}: stopped; submitting the same run again continues it"
+        if self.state == "failed" and self.status is None:
+            return f"{self.id}: failed before the run began: {self.message}"
+        return f"{self.id}: {self.state}" + (f", exit status {self.exits}" if self.exits else "")
+
+
+class Cluster:
+    """The head of a cluster. Every method raises UserError for a token that is refused, and Silent."""
+
+    def __init__(self, address: str | None) -> None:
+        """Connect. Raises UserError when no head is there."""
+        self.address = locate(address)
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # RAY_ADDRESS would win over what we say
+        if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        try:
+            with self._asked():
+                self.client = _client(self.address)
+        except Silent as e:
+            raise UserError(f"{e}; expected the dashboard of a Ray head, such as http://head:8265") from None
+
+    def jobs(self) -> list[Job]:
+        """Our jobs, oldest first."""
+        with self._asked():
+            told = [j for j in self.client.list_jobs() if j.submission_id and "eagleray" in (j.metadata or {})]
+        return sorted((Job.of(j) for j in told), key=lambda j: j.since)
+
+    def job(self, name: str) -> Job:
+        """Raises Unknown when there is none of this id."""
+        try:
+            with self._asked():
+                return Job.of(self.client.get_job_info(name))
+        except Silent:
+            known = [j.id for j in self.jobs()]
+            if name in known:
+                raise
+            hint = nearest(name, known) if known else ""
+            raise Unknown(f"{name}: no such job at {self.address}{hint}") from None
+
+    def logs(self, name: str) -> str:
+        """What the run printed so far, without Ray's own first lines."""
+        with self._asked():
+            text = self.client.get_job_logs(name)
+        return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
+
+    def submit(self, name: str, parcel: "Parcel", variables: dict[str, str]) -> None:
+        """Send a parcel. Raises Silent, too, when another job took the name."""
+        with tempfile.TemporaryDirectory() as folder, self._asked():
+            parcel.write(Path(folder))
+            runtime = {"working_dir": folder, "env_vars": variables | STOP}
+            # No resources: Ray puts such a job's driver on the head, which is no spot node.
+            self.client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=parcel.labels)
+
+    def stop(self, name: str) -> bool:
+        """Ask a job to end; False where there was nothing to ask."""
+        with self._asked():
+            return bool(self.client.stop_job(name))
+
+    def size(self) -> str:
+        """What the cluster has now, in words."""
+        from ray.util.state import list_nodes
+        from ray.util.state.exception import RayStateApiException
+
+        try:
+            with self._asked():
+                nodes = list_nodes(self.address, filters=[("state", "=", "ALIVE")], limit=10_000, timeout=TIMEOUTS[1])
+        except (RayStateApiException, Silent):
+            return "not told what it has"  # a run does not need to know
+        cpus, gpus = (sum((n.resources_total or {}).get(kind, 0) for n in nodes) for kind in ("CPU", "GPU"))
+        return f"has {len(nodes)} node(s) with {cpus:g} CPUs and {gpus:g} GPUs now"
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        from ray.exceptions import AuthenticationError, RayError
+
+        try:
+            yield
+        except (RayError, RuntimeError, OSError, KeyError) as e:
+            said = " ".join(str(e).split())
+            if isinstance(e, AuthenticationError):
+                how = "another token" if said.startswith("Authentication failed") else "a token"
+                raise UserError(
+                    f"{self.address}: the cluster asks for {how}; expected RAY_AUTH_MODE=token and the cluster's in "
+                    "RAY_AUTH_TOKEN or ~/.ray/auth_token"
+                ) from None
+            raise Silent(f"{self.address}: {_reason(e, said)}") from None
+
+
+def locate(address: str | None) -> str:
+    """The head's address as given, or of the environment. Raises UserError."""
+    for name, given in [("--address", address)] + [
+        (n, os.environ.get(n)) for n in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+    ]:
+        if given and "@" in given:
+            raise UserError(f"{name}: has a user or password in it; expected the address alone, and RAY_AUTH_TOKEN")
+        if given and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", given):
+            raise UserError(f"{name} {given}: expected the dashboard of a Ray head, such as http://head:8265")
+        if given:
+            return given.rstrip("/")
+    raise UserError("--address: missing; expected the dashboard of a Ray head, such as http://head:8265")
+
+
+def _client(address: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        def _do_request(self, *args: Any, **more: Any) -> Any:
+            """Ray's own would wait for ever for a head that is gone."""
+            return super()._do_request(*args, timeout=TIMEOUTS, **more)
+
+    for name in "dashboard.modules.dashboard_sdk", "_private.authentication", "_private.runtime_env.packaging":
+        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # what they say, we say
+    return Client(address)
+
+
+def _reason(error: Exception, said: str) -> str:
+    """One line of what may hold a page, a traceback or the name of a class of urllib3."""
+    if code := re.search(r"status code (\d+): (.*)", said):
+        return f"it answered {code[1]}: {code[2][-200:]}"
+    answer = getattr(error, "response", None)
+    if answer is not None:
+        return f"it answered {answer.status_code}"
+    if isinstance(error, KeyError | ValueError):
+        return "its answer is not that of a Ray head"
+    return "nobody answers there" if isinstance(error, OSError) else said[:200]
+
+
+def submit(cluster: Cluster, parcel: "Parcel", variables: dict[str, str], say: Say, *, join: bool) -> str:
+    """Send a run and return its job's id; with `join`, of the job that runs it already. Raises UserError."""
+    while True:
+        family = [j for j in cluster.jobs() if re.fullmatch(re.escape(parcel.id) + r"(-\d+)?", j.id)]
+        if running := next((j for j in family if not j.ended), None):
+            if running.digest != parcel.labels["digest"]:
+                raise UserError(f"out={parcel.recipe.out}: {running.id} is running there with another recipe")
+            if not join:
+                raise UserError(f"{running.id}: this run is running; {manage(running.id)}")
+            say(f"{running.id}: this run is running")
+            return running.id
+        number = max((int(j.id[len(parcel.id) + 1 :] or 1) for j in family), default=0) + 1
+        name = parcel.id if number == 1 else f"{parcel.id}-{number}"
+        say(f"the cluster {cluster.size()}; this run asks for {parcel.recipe.workers} worker(s)")
+        try:
+            cluster.submit(name, parcel, variables)
+        except Silent as e:
+            if "already exists" not in str(e):
+                raise
+            continue  # somebody was faster
+        say(f"{name}: submitted, {parcel.name} to {parcel.recipe.out}; {manage(name)}")
+        return name
+
+
+def manage(name: str) -> str:
+    return f"`eagleray logs {name} --follow` follows it, `eagleray stop {name}` ends it"
+
+
+def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE) -> int:
+    """Say what a job prints until it ends. Returns its exit status; raises Outage when the head stays away."""
+    told, lost, job = 0, 0.0, cluster.job(name)
+    while True:
+        try:
+            job = cluster.job(name)  # before its log, which is whole once it has ended
+            text = cluster.logs(name)
+        except Silent as e:
+            if not lost:
+                say(f"{e}; asking again for {patience:.0f} s; the job does not need us")
+            lost = lost or time.monotonic()
+            waited = time.monotonic() - lost
+            if waited > patience:
+                raise Outage(f"{e} for {patience:.0f} s; the job may go on: {manage(name)}") from None
+            time.sleep(min(max(waited, POLL), 30, patience))
+            continue
+        except Unknown:  # a head that began anew
+            again = "submitting the run again continues it"
+            raise Outage(f"{name}: the head knows no such job any more; {again}") from None
+        lost = 0.0
+        new = text[told:] if job.ended else text[told : text.rfind("\n") + 1]
+        told += len(new)
+        for line in new.splitlines():
+            say(line)
+        if job.ended:
+            say(job.end())
+            return job.exits
+        time.sleep(POLL + len(text) / RATE)
+
+
+def stop(cluster: Cluster, name: str, say: Say) -> None:
+    """Ask a job to save and end, and wait until it has. Raises UserError, or Outage when it does not end."""
+    job = cluster.job(name)
+    if job.ended:
+        say(f"{name}: has ended already, {job.state}")
+        return
+    if not cluster.stop(name):
+        raise Outage(f"{name}: has not begun yet, so there is nothing to stop; try again")
+    say(f"{name}: asked to stop after this step; Ray kills it if it has not saved within {STOPPING} s")
+    end = time.monotonic() + STOPPING + 60
+    while not (job := cluster.job(name)).ended:
+        if time.monotonic() > end:
+            raise Outage(f"{name}: still {job.state} after {STOPPING + 60} s")
+        time.sleep(POLL)
+    for line in cluster.logs(name).splitlines()[-1:]:
+        say(line)
+    say(job.end())

@@ -1,0 +1,33 @@
+"""The command for sweeps: tune."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from eagleray.console import quietly
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(tune)
+
+
+def tune(
+    name: Annotated[str, typer.Argument(help="a name of `eagleray list sweeps`, or a YAML file", metavar="SWEEP")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="recipe keys for all trials, out=DIR, or sweep.KEY=VALUE", metavar="[KEY=VALUE]..."),
+    ] = None,
+    most: Annotated[
+        int | None, typer.Option("--max-concurrent", help="trials at once; as many as fit by default", min=1)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue a sweep that was ended")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Search the best settings: data.train=URL data.test=URL out=DIR sweep.trials=N ..."""
+    from eagleray import sweep_run
+
+    with quietly(as_json):
+        told = sweep_run.tune(name, overrides or [], most=most, resume=resume)
+    if as_json:
+        print(json.dumps(told))
