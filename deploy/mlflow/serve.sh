@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# MLflow's server behind basic authentication and a list of allowed hosts. Every setting comes from the environment, so
+# that no password is in a process list; a missing one ends it with a line that names it.
+set -euo pipefail
+
+: "${MLFLOW_BACKEND_STORE_URI:?expected postgresql://USER:PASSWORD@HOST/DB or sqlite:////FILE}"
+: "${MLFLOW_ARTIFACTS_DESTINATION:?expected s3://BUCKET/PREFIX or a folder}"
+: "${MLFLOW_AUTH_DATABASE_URI:?expected the database of users, postgresql:// or sqlite:////FILE}"
+: "${MLFLOW_TRACKING_USERNAME:?expected the name of the first user}"
+: "${MLFLOW_TRACKING_PASSWORD:?expected the password of the first user, at least 12 characters}"
+: "${MLFLOW_FLASK_SERVER_SECRET_KEY:?expected a long random string}"
+host=${MLFLOW_HOST:-127.0.0.1} port=${MLFLOW_PORT:-5000}
+
+umask 077
+MLFLOW_AUTH_CONFIG_PATH=$(mktemp)
+# In this file a % begins a placeholder, and %% is one %.
+cat >"$MLFLOW_AUTH_CONFIG_PATH" <<END
+[mlflow]
+default_permission = NO_PERMISSIONS
+database_uri = ${MLFLOW_AUTH_DATABASE_URI//%/%%}
+END
+export MLFLOW_AUTH_CONFIG_PATH MLFLOW_BACKEND_STORE_URI MLFLOW_ARTIFACTS_DESTINATION MLFLOW_FLASK_SERVER_SECRET_KEY
+export MLFLOW_AUTH_ADMIN_USERNAME="$MLFLOW_TRACKING_USERNAME" MLFLOW_AUTH_ADMIN_PASSWORD="$MLFLOW_TRACKING_PASSWORD"
+exec mlflow server --app-name basic-auth --host "$host" --port "$port" --workers "${MLFLOW_WORKERS:-2}" \
+    --allowed-hosts "${MLFLOW_ALLOWED_HOSTS:-localhost:$port,127.0.0.1:$port,$host:$port}"

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Starts Ray on a machine of aws.yaml or gcp.yaml: `node.sh head` or `node.sh worker`, inside the image.
+# Secrets are read from ~/.eagleray.env, Ray's token from ~/.ray/auth_token; the cluster launcher puts both there.
+set -euo pipefail
+
+set -a
+# shellcheck source=/dev/null
+. "$HOME/.eagleray.env"
+set +a
+ulimit -n 65536 2>/dev/null || true
+address=$(hostname -I | cut -d ' ' -f 1)
+
+# What goes on after the launcher's ssh session has ended.
+behind() {
+    setsid nohup "$@" >"$HOME/$(basename "$1").log" 2>&1 </dev/null &
+}
+
+case "${1:-}" in
+head)
+    export MLFLOW_HOST="$address" MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-http://$address:5000}"
+    # No CPUs: the driver runs here, and no worker does. The dashboard and the jobs port answer this machine only.
+    ray start --head --num-cpus=0 --num-gpus=0 --port=6379 --object-manager-port=8076 --metrics-export-port=8080 \
+        --dashboard-host=127.0.0.1 --dashboard-port=8265 --autoscaling-config="$HOME/ray_bootstrap_config.yaml"
+    [ "$MLFLOW_TRACKING_URI" != "http://$address:5000" ] || behind serve.sh
+    ;;
+worker)
+    ray start --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 --metrics-export-port=8080
+    behind spot.sh "$RAY_HEAD_IP:6379"
+    ;;
+*)
+    echo "node.sh: got '${1:-}', expected head or worker" >&2
+    exit 2
+    ;;
+esac
