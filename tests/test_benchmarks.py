@@ -161,3 +161,22 @@ def test_streaming_says_how_to_install_its_rival(environment: dict[str, str], tm
     done = run(environment | {"XDG_CACHE_HOME": str(tmp_path)}, BENCHMARKS / "streaming.py", rc=2)
     assert done.stderr.count("\n") == 1
     assert "-m pip install mosaicml-streaming" in done.stderr
+
+
+def test_checkpoint_stall(environment: dict[str, str], tmp_path: Path) -> None:
+    small = ("--batch", "4", "--saves", "1", "--every", "0.1", "--place", tmp_path / "checkpoints")
+    out = result(environment, "checkpoint_stall.py", TINY, "method.hidden=16", "method.dim=8", *small)
+    assert all(out[name] > 0 for name in ("blocked_ms", "step_ms", "step_saving_ms", "save_s", "mib", "stall"))
+    assert list((tmp_path / "checkpoints").glob("step-*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_survive(shards: Path) -> None:
+    """On a real Ray, unlike the others."""
+    keys = ("--train", str(shards / "train"), "--every", "30", "--minutes", "0.6", "--batch", "32", "--interval", "5")
+    out = result(dict(os.environ), "survive.py", *keys)
+    assert out["kills"] == 1
+    assert out["same_weights"]
+    assert out["steps_repeated"] <= out["kills"] * (out["interval"] + 2)
+    assert 0 < out["goodput"] <= out["goodput_unharmed"]

@@ -59,7 +59,7 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
             place.put(recipe.out or "", "mlflow.json", (folder / "mlflow.json").read_text())
     else:
         begin(recipe)
-        with following, Follow(folder, plan.steps), stoppable(recipe.out or ""):
+        with Follow(folder, plan.steps), following, stoppable(recipe.out or ""):
             summary = in_world(recipe, tracking)
         if summary is None:
             sys.exit(1)

@@ -66,6 +66,7 @@ def conduct(book: Book, most: int | None) -> dict[str, Any]:
     out.print(describe(book), markup=False)
     asked = threading.Event()
     ray_tune.launch(book, tracking, most=most, asked=asked, screen=screen(book, asked))
+    book.wait_again()
     told = end(book, tracking, done=not book.open_trials())
     if book.open_trials():
         out.print(f"{book.open_trials()} trials are left; the same command with --resume continues", markup=False)

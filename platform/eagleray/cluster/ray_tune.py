@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +60,13 @@ def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading
             raise UserError(f"--max-concurrent {most}: scheduler={book.sweep.scheduler} needs to pause trials at will")
         desk, pbt = Desk(book, asked), book.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
-            tune.with_resources(trainable(), each),
-            param_space=population(book, tracking) if pbt else None,
+            # Tracking is a parameter and no part of what Tune writes down: its address may hold a password.
+            tune.with_resources(tune.with_parameters(trainable(), tracking=tracking), each),
+            param_space=population(book) if pbt else None,
             tune_config=tune.TuneConfig(
                 metric="value",
                 mode=book.sweep.objective.mode,
-                search_alg=None if pbt else searcher(desk, tracking),
+                search_alg=None if pbt else searcher(desk),
                 scheduler=scheduler(desk),
                 num_samples=1 if pbt else book.open_trials(),
                 max_concurrent_trials=None if pauses else min(most or width, width),
@@ -207,7 +207,7 @@ def _domain(v: Any) -> Any:
     return list(v.given)
 
 
-def handed(book: Book, row: Mapping[str, Any], tracking: Tracking) -> dict[str, Any]:
+def handed(book: Book, row: Mapping[str, Any]) -> dict[str, Any]:
     """What a trial's process is given."""
     recipe = recipe_of(book.sweep, row["alternative"], row["values"], f"trial {row['id']}")
     told = book.reports.get(row["id"], [])
@@ -220,22 +220,21 @@ def handed(book: Book, row: Mapping[str, Any], tracking: Tracking) -> dict[str, 
         "after": told[-1]["percent"] if told else 0.0,
         "pause": 100 * book.sweep.interval if book.sweep.scheduler == "pbt" else None,
         "threads": book.sweep.cpus,
-        "tracking": asdict(tracking),
     }
 
 
-def population(book: Book, tracking: Tracking) -> dict[str, Any]:
+def population(book: Book) -> dict[str, Any]:
     """All trials at once, as PBT wants them."""
     from ray import tune
 
     rows = []
     while row := book.next():
         book.set(row["id"], state="running")
-        rows.append(handed(book, row, tracking))
+        rows.append(handed(book, row))
     return {"row": tune.grid_search(rows)}
 
 
-def searcher(desk: Desk, tracking: Tracking) -> Any:
+def searcher(desk: Desk) -> Any:
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
@@ -246,7 +245,7 @@ def searcher(desk: Desk, tracking: Tracking) -> Any:
             if row is None:
                 return Searcher.FINISHED
             desk.book.set(row["id"], state="running")
-            return {"row": handed(desk.book, row, tracking)}
+            return {"row": handed(desk.book, row)}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             pass
@@ -330,12 +329,13 @@ def trainable() -> Any:
     from ray import tune
 
     class Trial(tune.Trainable):  # type: ignore[misc]
-        def setup(self, given: dict[str, Any]) -> None:
-            self.following = Following(self.trial_name, given["row"])
+        def setup(self, given: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
+            self.tracking = tracking
+            self.following = Following(self.trial_name, given["row"], tracking)
 
         def reset_config(self, given: dict[str, Any]) -> bool:
             self.following.end()
-            self.following = Following(self.trial_name, given["row"])
+            self.following = Following(self.trial_name, given["row"], self.tracking)
             return True
 
         def step(self) -> dict[str, Any]:

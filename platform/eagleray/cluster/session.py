@@ -20,7 +20,7 @@ STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours needs 
 
 @contextmanager
 def session(*, cpus: int | None = None) -> Iterator[Any]:
-    """Ray, connected; `cpus` of our own, or all there are."""
+    """Ray, connected; `cpus` of our own, or all there are. Raises RuntimeError where none answers."""
     joining = bool(os.environ.get("RAY_ADDRESS"))
     for key, value in ENVIRONMENT.items():
         if not (joining and key == "RAY_AUTH_MODE"):  # a cluster has its own
@@ -30,10 +30,23 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
     own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
     own |= {"num_cpus": cpus} if cpus else {}
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(**({} if joining else own), log_to_driver=False, logging_level=logging.ERROR)
+    _connect(ray, {} if joining else own)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # ray.init takes it, and a run saves first
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _connect(ray: Any, options: dict[str, Any]) -> None:
+    """Twice, as Ray gives up on a busy machine after a fixed time."""
+    for last in (False, True):
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except Exception as e:
+            ray.shutdown()
+            if last:
+                where = os.environ.get("RAY_ADDRESS") if not options else "this machine"
+                raise RuntimeError(f"Ray on {where} did not answer: {' '.join(str(e).split())[:300]}") from e

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ def finished(folder: Path) -> dict[str, Any] | None:
 class Following:
     """A trial's pretraining run in a thread of its own, begun when it is first asked for, and what it says."""
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, given: Mapping[str, Any], tracking: Tracking) -> None:
         self.folder = Path(given["folder"])
         self.out, self.given, self.told = place_of(self.folder, name), given, float(given["after"])
         tree = put(given["recipe"], given["values"]) | {"out": str(self.out)}
         self.recipe = config.check(Recipe, tree, f"trial {name}")
-        self.tracking = Tracking(**(given["tracking"] | {"name": f"{self.folder.name}-{name}"}))
+        self.tracking = replace(tracking, name=f"{self.folder.name}-{name}")
         self.thread: threading.Thread | None = None
         self.steps, self.box = 0, dict[str, Any]()
         self.began = time.monotonic()
