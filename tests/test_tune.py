@@ -47,6 +47,8 @@ def write(path: Path, **changes: Any) -> Path:
         "trials": 4,
         "reduction": 2,
     }
+    if changes.get("search") == "grid":
+        del given["trials"]
     path.write_text(yaml.safe_dump(given | changes, sort_keys=False))
     return path
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError, create_model
+from pydantic_core import ArgsKwargs
 
 from eagleray.errors import UserError
 
@@ -196,7 +197,11 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
             yield f"{path}: missing, and it has no default"
         else:
             said = e["msg"].removeprefix("Value error, ")
-            yield f"{path}: {said[:1].lower()}{said[1:]}, got {e['input']!r}"
+            whole = isinstance(
+                e["input"], dict | ArgsKwargs
+            )  # keys that do not fit together
+            got = "" if whole else f", got {e['input']!r}"
+            yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
 
 
 def known(kind: Any, path: Sequence[Any]) -> list[str]:
