@@ -197,9 +197,7 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
             yield f"{path}: missing, and it has no default"
         else:
             said = e["msg"].removeprefix("Value error, ")
-            whole = isinstance(
-                e["input"], dict | ArgsKwargs
-            )  # keys that do not fit together
+            whole = isinstance(e["input"], dict | ArgsKwargs)  # keys that do not fit together
             got = "" if whole else f", got {e['input']!r}"
             yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
 
