@@ -60,8 +60,7 @@ def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading
             raise UserError(f"--max-concurrent {most}: scheduler={book.sweep.scheduler} needs to pause trials at will")
         desk, pbt = Desk(book, asked), book.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
-            # Tracking is a parameter and no part of what Tune writes down: its address may hold a password.
-            tune.with_resources(tune.with_parameters(trainable(), tracking=tracking), each),
+            tune.with_resources(trainable(tracking), each),
             param_space=population(book) if pbt else None,
             tune_config=tune.TuneConfig(
                 metric="value",
@@ -324,8 +323,9 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{row['alternative']} {values}".strip()
 
 
-def trainable() -> Any:
-    """The class that Tune runs: one process, one trial after another."""
+def trainable(tracking: Tracking) -> Any:
+    """The class that Tune runs: one process, one trial after another. Tracking is a parameter and so no part of what
+    Tune writes down: its address may hold a password."""
     from ray import tune
 
     class Trial(tune.Trainable):  # type: ignore[misc]
@@ -356,4 +356,6 @@ def trainable() -> Any:
             if mark["trial"] != self.trial_name:
                 self.following.adopt(mark["trial"])
 
-    return Trial
+    given = tune.with_parameters(Trial, tracking=tracking)
+    given.__qualname__ = "Trial"  # what processes and Ray's pages show
+    return given
