@@ -145,6 +145,7 @@ def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> Non
     assert all(name in done.stdout for name in names)
 
 
+@pytest.mark.slow
 def test_big_index(environment: dict[str, str]) -> None:
     out = result(environment, "big_index.py", "--images", "8192", "--shards", "4", "--lanes", "8", "--batch", "64")
     assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))

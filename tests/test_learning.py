@@ -19,6 +19,7 @@ def pretrain(folder: Path, images: int, *more: str) -> dict[str, Any]:
     return launch.pretrain(RECIPE, [*keys, "evaluate.probe_epochs=0", *more])
 
 
+@pytest.mark.slow
 def test_views_of_one_picture_find_each_other(tmp_path: Path):
     pretrain(tmp_path, 2000, "optim.epochs=5", "evaluate.limit=200")
     batch, temperature = 128, 0.1
