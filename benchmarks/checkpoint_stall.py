@@ -32,7 +32,7 @@ import step
 import streaming
 import torch
 
-from eagleray import checkpoint, run, train
+from eagleray import checkpoint, run
 from eagleray.cluster.world import local
 from eagleray.recipe import Recipe
 
@@ -86,16 +86,7 @@ def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace)
     world = local()
     method = run.build(recipe).to(world.device)
     optimizer = run.make_optimizer(recipe, method)
-    steps = train.fit(
-        method,
-        step.Feed(recipe, world.device, synthetic=True),
-        optimizer,
-        lr=run.scaled(recipe),
-        weight_decay=recipe.optim.weight_decay,
-        clip=recipe.optim.clip,
-        clip_each=recipe.optim.clip_each,
-        seed=recipe.seed,
-    )
+    steps = run.training(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
 
     def one() -> Pair:
         return timed(lambda: (next(steps), common.wait(world.device)))

@@ -73,17 +73,8 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     feed = Feed(r, world.device, synthetic=args.synthetic)
     clock = Clock(world.device)
     with patched(clock, method, optimizer):
-        steps = train.fit(
-            method,
-            itertools.islice(feed, args.warmup + args.steps),
-            optimizer,
-            lr=run.scaled(r),
-            weight_decay=r.optim.weight_decay,
-            clip=r.optim.clip,
-            clip_each=r.optim.clip_each,
-            seed=r.seed,
-            wrap=world.wrap,
-        )
+        batches = itertools.islice(feed, args.warmup + args.steps)
+        steps = run.training(r, world, method, optimizer, batches)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
     result = {

@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 START = 300  # seconds; a server needs 40 of them on a busy machine
 
@@ -97,9 +97,3 @@ def postgres() -> Iterator[str]:
     finally:
         subprocess.run([*control, "-m", "immediate", "stop"], cwd="/", check=False)
         shutil.rmtree(root, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -1,6 +1,5 @@
 """Several processes compute what one does, also when they hold different numbers of rows."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import METHODS, Table, small_recipe
+from processes import free_port
 
 from eagleray import config, optim, run
 from eagleray.cluster.world import World
@@ -121,12 +121,6 @@ def difference(ours: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert ours.keys() == want.keys()
     away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
     return float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _gather(rank: int, port: int, out: Path) -> None:

@@ -38,7 +38,7 @@ LEVELS = [
     {"losses"},
     {"models", "data"},
     {"views"},
-    {"dist", "config", "schedule", "measures", "spikes"},
+    {"dist", "config", "files", "schedule", "measures", "spikes"},
     {"errors"},
 ]
 OWNERS = {
@@ -53,7 +53,10 @@ OWNERS |= {
     "optuna": {"sweep.py"},
     "scipy": {"data/sources/imagenet.py"},
 }
-OWNERS |= {"typer": {"cli.py", "jobs_cli.py", "tune_cli.py"}, "rich": {"console.py", "ticks.py", "sweep_table.py"}}
+OWNERS |= {
+    "typer": {"cli.py", "jobs_cli.py", "tune_cli.py", "options.py"},
+    "rich": {"console.py", "ticks.py", "sweep_table.py"},
+}
 
 
 def level(module: str) -> int:

@@ -3,30 +3,14 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from processes import below
 from test_run import arguments, assert_same, start, wait_for_step, weights
 
 LONG = ["workers=2", "optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=9"]
-
-
-def ray_workers(process: subprocess.Popen[str]) -> list[int]:
-    """Training workers below a command, found by their titles."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
-    parents = {int(pid): int(ppid) for pid, ppid, _ in rows}
-
-    def below(pid: int) -> bool:
-        while pid > 1:
-            if pid == process.pid:
-                return True
-            pid = parents.get(pid, 0)
-        return False
-
-    return [int(pid) for pid, _, args in rows if "RayTrainWorker" in args and below(int(pid))]
 
 
 @pytest.mark.timeout(400)
@@ -34,7 +18,7 @@ def test_a_killed_worker_costs_nothing_but_time(small: Path, shards: Path, tmp_p
     harmed, whole = tmp_path / "harmed", tmp_path / "whole"
     process = start(arguments(small, shards, harmed, *LONG))
     wait_for_step(harmed, 15, process)
-    workers = ray_workers(process)
+    workers = below(process, "RayTrainWorker")
     assert len(workers) == 2
     os.kill(workers[-1], signal.SIGKILL)
     text = process.communicate(timeout=200)[0]

@@ -15,7 +15,7 @@ from eagleray import config, sweep_book, sweep_plots, sweep_run
 from eagleray import recipe as recipes
 from eagleray.errors import UserError
 from eagleray.recipe import Recipe
-from eagleray.sweep import Sweep, corners, count, load, names, recipe_of, suggest
+from eagleray.sweep import Sweep, corners, count, load, recipe_of, suggest
 from eagleray.sweep_book import Book
 
 SWEEP: dict[str, Any] = {
@@ -234,7 +234,7 @@ def test_a_search_that_learns_looks_at_what_others_found(tmp_path: Path):
     assert suggest(sweep, 60, told(2e-4)) == suggest(sweep, 60, told(2e-4))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipes.names("sweep"))
 def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_path: Path):
     path = recipes.bundled("tune") / f"{name}.yaml"
     assert path.read_text().startswith("# ")

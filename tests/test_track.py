@@ -20,6 +20,7 @@ import pytest
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from processes import free_port
 
 from eagleray import track
 from eagleray.errors import Outage
@@ -330,7 +331,7 @@ def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
 ):
     for name, value in {"REPLY": 2, "STORED": 2, "PATIENCE": 3.0}.items():
         monkeypatch.setattr(track, name, value)
-    for uri, why in ((hanging, "Read timed out"), (f"http://127.0.0.1:{mlflow_server.free_port()}", "refused")):
+    for uri, why in ((hanging, "Read timed out"), (f"http://127.0.0.1:{free_port()}", "refused")):
         caplog.clear()
         history = MLflow(tmp_path, Tracking(uri), {})
         held = logged(history, range(1, 300), 0.01)

@@ -20,7 +20,7 @@ from eagleray.data.ahead import ahead
 from eagleray.data.blob import Blob
 from eagleray.data.retry import PATIENCE
 from eagleray.data.s3 import Missing
-from eagleray.data.store import local, store
+from eagleray.data.store import local, remote, store
 from eagleray.errors import Outage, UserError
 from eagleray.files import replace
 from eagleray.snapshot import Snapshot
@@ -235,10 +235,6 @@ class _Hashed:
 
     def flush(self) -> None:
         pass
-
-
-def remote(place: str) -> bool:
-    return "://" in place.removeprefix("file://")
 
 
 def _url(place: str | Path) -> str:

@@ -11,6 +11,7 @@ import typer
 from eagleray import jobs_cli, tune_cli
 from eagleray.console import bar, fail, out, quietly
 from eagleray.errors import UserError
+from eagleray.options import Json, Overrides, RecipeName
 
 app = typer.Typer(
     help="Pretrain vision transformers without labels, straight from WebDataset shards.",
@@ -20,11 +21,6 @@ app = typer.Typer(
 )
 data = typer.Typer(help="What is in a set of shards, and how fast it is read.", no_args_is_help=True)
 app.add_typer(data, name="data")
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="recipe keys, such as optim.batch=256", metavar="[KEY=VALUE]...")
-]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-RecipeName = Annotated[str, typer.Argument(help="a name of `eagleray list recipes`, or a YAML file", metavar="RECIPE")]
 
 
 @app.command()

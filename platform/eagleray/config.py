@@ -65,6 +65,13 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first dotted keys in which two flat trees differ, in words; nothing where they are equal."""
+    differ = [k for k in sorted(there.keys() | here.keys()) if there.get(k) != here.get(k)]
+    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    return ", ".join(f"{k} is {there.get(k)} there and {here.get(k)} here" for k in differ[:3]) + more
+
+
 def read(path: Path, overrides: Sequence[str] = (), *, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file over its `base` file, with overrides on top; not yet checked. `within`: the files that it is a base of.
     Raises RecipeError."""

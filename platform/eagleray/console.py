@@ -1,9 +1,10 @@
 """What a person sees of a run: its log and one progress line, read from the run's folder wherever the run itself is."""
 
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,27 @@ def quietly(quiet: bool) -> Iterator[None]:
         yield
     finally:
         out.quiet = False
+
+
+@contextmanager
+def stoppable(ask: Callable[[], object], said: str) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C asks for an end in order, and it is said; a second Ctrl-C ends at once."""
+    asked = False
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal asked
+        if not asked:
+            ask()
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        out.print(f"{said}; once more ends at once")
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def bar(unit: str) -> Progress:

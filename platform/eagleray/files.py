@@ -1,21 +1,25 @@
 """Small files of a run, such that readers find them whole whatever happens to the writer."""
 
+import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from eagleray.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str | bytes) -> None:
     """Write a small file so that readers see the old one or the new one, never a part."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w") as f:
-            f.write(text)
+        with part.open("wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
             f.flush()
             os.fsync(f.fileno())
         part.replace(path)
@@ -55,3 +59,24 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     whole = path.read_text().rpartition("\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def lock(folder: Path, *, patience: float = 0.0) -> IO[str]:
+    """Keep a folder to this process until the file is closed. Raises UserError when another process still has it after
+    so many seconds."""
+    file = (folder / ".lock").open("a+")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                file.seek(0)
+                with file:
+                    raise UserError(f"out={folder}: process {file.read()} is still running there") from None
+            time.sleep(0.2)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

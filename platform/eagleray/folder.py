@@ -1,22 +1,21 @@
 """The folder of a run: who may write there, what is logged there, and how the run is asked to stop."""
 
-import fcntl
 import json
 import logging
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from eagleray import checkpoint, files, place
+from eagleray.data.store import remote
 from eagleray.errors import Futile, Outage, UserError
 from eagleray.files import JsonLines, read_lines
 from eagleray.goodput import Starts
 from eagleray.health import KINDS, Finding, words
 from eagleray.picture import draw
-from eagleray.track import MLflow, Tracking, one_line
+from eagleray.track import RESULTS, MLflow, Tracking, one_line
 
 log = logging.getLogger(__name__)
 STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
@@ -44,8 +43,8 @@ class Folder:
         self.bell = place.Bell(self.out)
         self.closing.append(self.bell.close)
         if self.rank == 0:
-            self._lock()
-            if place.remote(self.out):
+            self.closing.append(files.lock(self.path, patience=PATIENCE).close)
+            if remote(self.out):
                 self.mirror = place.Mirror(self.out, str(self.command))
             self.writer = checkpoint.Writer(
                 self.checkpoints, keep=self.keep, scratch=self.scratch, first=self.mirror.copy if self.mirror else None
@@ -74,24 +73,6 @@ class Folder:
             self.mlflow.close("FAILED" if error else "KILLED", [])
         for close in reversed(self.closing):
             close()
-
-    def _lock(self) -> None:
-        """One writer. Raises UserError when another process keeps the folder."""
-        file = (self.path / ".lock").open("a+")
-        self.closing.append(file.close)
-        end = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    file.seek(0)
-                    raise UserError(f"out={self.path}: process {file.read()} is still running there") from None
-                time.sleep(0.2)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
 
     def begin(self, step: int, ranks: int) -> int:
         """Open the histories at a step, which is returned. Raises Futile after many starts without progress."""
@@ -173,10 +154,16 @@ class Folder:
         files.replace(self.path / "summary.json", json.dumps(summary, indent=1))
         assert self.mlflow is not None
         self.mlflow.log({"step": summary["steps"] + 1} | summary)
-        given = [self.path / name for name in ("recipe.yaml", "summary.json", "export")]
         try:
-            given.append(draw(self.path))
+            draw(self.path)
         except Exception as e:  # no picture is worth a run, and matplotlib may be missing
             log.warning("health.png was not drawn: %s", one_line(e))
-        self.mlflow.close("FINISHED", given)
+        self.mlflow.close("FINISHED", [self.path / name for name in RESULTS])
         self.mlflow = None
+
+
+def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
+    """The summary of a run that has taken at least so many steps."""
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else None
+    return summary if summary and summary["steps"] >= steps else None

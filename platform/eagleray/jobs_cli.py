@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from eagleray.console import out
+from eagleray.options import Overrides, RecipeName
 
 Address = Annotated[
     str | None,
@@ -29,10 +30,8 @@ def say(line: str) -> None:
 
 
 def submit(
-    name: Annotated[str, typer.Argument(help="a name of `eagleray list recipes`, or a YAML file", metavar="RECIPE")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="recipe keys, such as optim.batch=256", metavar="[KEY=VALUE]...")
-    ] = None,
+    name: RecipeName,
+    overrides: Overrides = None,
     address: Address = None,
     gpus: Annotated[int | None, typer.Option(help="workers with a GPU each: workers=N gpus=true", min=1)] = None,
     follow: Annotated[bool, typer.Option("--follow", help="print the run's log, exit with its status")] = False,

@@ -8,11 +8,10 @@ import json
 import os
 import platform
 import re
-import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,18 +20,20 @@ from typing import Any
 import torch
 import yaml
 
-from eagleray import checkpoint, config, files, place, run, sweep, track
+from eagleray import checkpoint, config, files, place, run, track
 from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.cluster.ray_map import ray_map
-from eagleray.console import Follow, out
+from eagleray.console import Follow, out, stoppable
 from eagleray.data import card
 from eagleray.data import prepare as preparing
 from eagleray.data.index import open_index
 from eagleray.data.sources.job import Job
+from eagleray.data.store import remote
 from eagleray.errors import UserError
 from eagleray.evals import protocols
 from eagleray.export import snippet, to_timm
+from eagleray.folder import finished
 from eagleray.methods.method import Method
 from eagleray.models.backbone import TESTED
 from eagleray.recipe import Evaluate, Recipe
@@ -43,43 +44,45 @@ from eagleray.track import Tracking, tracking_uri
 def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Start or continue a run and see it through. Returns its summary; raises UserError, or SystemExit when stopped."""
     recipe = run.resolve(recipes.load(name, overrides))
-    place.check_writable(recipe.out or "")
-    folder = place.view(recipe.out or "")
-    following = place.Following(recipe.out or "")
+    kept = recipe.out or ""
+    place.check_writable(kept)
+    folder = place.view(kept)
+    following = place.Following(kept)
     following.copy.fetch()
     check_same(recipe, folder)
     plan = run.plan(recipe, note=lambda line: out.print(line, markup=False))
     run.try_sizes(recipe)
-    tracking = tracked(recipe)
+    tracking = tracked(kept)
     summary = finished(folder, plan.steps)
     if summary:
-        out.print(f"done already: {recipe.out} has taken its {plan.steps} steps", markup=False)
+        out.print(f"done already: {kept} has taken its {plan.steps} steps", markup=False)
         track.send_missing(folder, tracking, config.flat(config.plain(recipe)))
         if (folder / "mlflow.json").exists():
-            place.put(recipe.out or "", "mlflow.json", (folder / "mlflow.json").read_text())
+            place.put(kept, "mlflow.json", (folder / "mlflow.json").read_text())
     else:
-        begin(recipe)
-        with Follow(folder, plan.steps), following, stoppable(recipe.out or ""):
+        begin(kept, recipe)
+        # In a thread: the signal may come while this one is in the middle of a request to the same store.
+        ask = threading.Thread(target=place.put, args=(kept, ".stop", "")).start
+        with Follow(folder, plan.steps), following, stoppable(ask, "stopping after this step"):
             summary = in_world(recipe, tracking)
         if summary is None:
             sys.exit(1)
-    conclude(recipe.out or "", folder, summary, tracking)
+    conclude(kept, folder, summary, tracking)
     return summary
 
 
-def tracked(recipe: Recipe) -> Tracking:
+def tracked(kept: str) -> Tracking:
     """Where the run's history goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
-    out = recipe.out or ""
-    uri = tracking_uri(place.view(out), os.environ.get("MLFLOW_TRACKING_URI"))
-    return Tracking(uri, name=out.rpartition("/")[2])
+    uri = tracking_uri(place.view(kept), os.environ.get("MLFLOW_TRACKING_URI"))
+    return Tracking(uri, name=kept.rpartition("/")[2])
 
 
-def begin(recipe: Recipe) -> None:
+def begin(kept: str, recipe: Recipe) -> None:
     """Leave what the run is where it is kept."""
-    place.put(recipe.out or "", "recipe.yaml", config.dump(recipe))
-    place.put(recipe.out or "", "environment.json", json.dumps(environment(), indent=1))
+    place.put(kept, "recipe.yaml", config.dump(recipe))
+    place.put(kept, "environment.json", json.dumps(environment(), indent=1))
     for left in (".stop", ".failure"):
-        place.drop(recipe.out or "", left)
+        place.drop(kept, left)
 
 
 def in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
@@ -97,39 +100,12 @@ def check_same(recipe: Recipe, folder: Path) -> None:
     stored, begun = folder / "recipe.yaml", files.read_lines(folder / "metrics.jsonl")
     if not stored.exists() or not begun:
         return
-    old, new = recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe)
-    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    differ = config.differences(recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe))
     if differ:
-        there = ", ".join(f"{k} is {old.get(k)} there and {new.get(k)} here" for k in differ[:3])
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise UserError(
-            f"out={folder}: holds another run: {there}{more}; give another out=, or continue that run with "
+            f"out={folder}: holds another run: {differ}; give another out=, or continue that run with "
             f"`eagleray pretrain {stored}`"
         )
-
-
-def finished(folder: Path, steps: int) -> dict[str, Any] | None:
-    """The summary of a run that has taken at least so many steps."""
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else None
-    return summary if summary and summary["steps"] >= steps else None
-
-
-@contextmanager
-def stoppable(place_of_run: str) -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C asks the run to save and stop; a second Ctrl-C ends it at once."""
-
-    def ask(number: int, frame: Any) -> None:
-        place.put(place_of_run, ".stop", "")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        out.print("stopping after this step; once more ends at once")
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
 
 
 def conclude(kept: str, folder: Path, summary: dict[str, Any], tracking: Tracking) -> None:
@@ -170,7 +146,7 @@ def environment() -> dict[str, Any]:
 def load(path: str) -> tuple[Recipe, Method, Path]:
     """The recipe, method and folder of a run, of its newest checkpoint or of a checkpoint file. Raises UserError."""
     file = Path(path)
-    if place.remote(path) or file.is_dir():
+    if remote(path) or file.is_dir():
         folder = place.view(path.rstrip("/"))
         state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
@@ -251,7 +227,7 @@ def catalogue(kind: str) -> dict[str, str]:
         classes = {n: config.part(package, n) for n in config.parts(package)}
         return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
     if kind == "sweeps":
-        lines = {n: sweep.find(n).read_text().splitlines()[0] for n in sweep.names()}
+        lines = {n: recipes.find(n, "sweep").read_text().splitlines()[0] for n in recipes.names("sweep")}
         return {n: line.removeprefix("#").strip() for n, line in lines.items()}
     return {n: headline(recipes.find(n).read_text()) for n in recipes.names()}
 

@@ -12,27 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eagleray import files
 from eagleray.data import store
 from eagleray.data.blob import Blob
+from eagleray.data.store import remote
 from eagleray.errors import Outage, UserError
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two looks at what has changed
 BEAT = 10.0  # seconds between two signs of life
 DEAD = 35.0  # seconds without one after which a run is not running any more
-HISTORIES: tuple[str, ...] = (
-    "recipe.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "summary.json",
-    "health.jsonl",
-    "health.png",
-)
-HISTORIES += ("train.log", "quarantine.jsonl", "skipped.jsonl", "starts.jsonl", "mlflow.json")
-
-
-def remote(out: str) -> bool:
-    return "://" in out
+HISTORIES = {"recipe.yaml", "environment.json", "summary.json", "health.png", "train.log", "mlflow.json"}
+HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
 
 
 def work(out: str) -> Path:
@@ -113,9 +104,7 @@ class Copy:
                 with path.open("ab") as f:
                     f.write(data[len(here) :])
             elif not here.startswith(data):
-                part = path.with_name(f".{path.name}.part")
-                part.write_bytes(data)
-                part.replace(path)
+                files.replace(path, data)
             self.tags[blob.url] = blob.tag
 
 
@@ -226,13 +215,13 @@ class Mirror(Background):
     def copy(self) -> None:
         """Send what has changed. Raises UserError, Outage and OSError."""
         with self.lock:
-            for path in [self.folder / n for n in HISTORIES] + sorted(self.folder.glob("export/[!.]*")):
+            for path in [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*")):
                 if not path.exists():
                     continue
                 stat = path.stat()
                 if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size):
-                    put_bytes = path.read_bytes()  # as it is now: it may grow meanwhile
-                    store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", put_bytes)
+                    data = path.read_bytes()  # as it is now: it may grow meanwhile
+                    store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", data)
                     self.sent[path] = (stat.st_mtime_ns, stat.st_size)
 
     def close(self) -> None:

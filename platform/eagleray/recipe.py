@@ -27,6 +27,8 @@ else:
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Kind = Literal["recipe", "sweep"]
+FOLDERS: dict[Kind, str] = {"recipe": "pipelines", "sweep": "tune"}
 
 
 def span(workers: int | str) -> tuple[int, int]:
@@ -178,20 +180,21 @@ def bundled(folder: str) -> Path:
     return inside if inside.exists() else package.parents[1] / folder
 
 
-def names() -> list[str]:
-    return sorted(p.stem for p in bundled("pipelines").glob("*.yaml"))
+def names(kind: Kind = "recipe") -> list[str]:
+    return sorted(p.stem for p in bundled(FOLDERS[kind]).glob("*.yaml"))
 
 
-def find(name: str) -> Path:
-    """The file of a recipe given by path or by bundled name. Raises UserError."""
+def find(name: str, kind: Kind = "recipe") -> Path:
+    """The file of a recipe, or of a sweep, given by path or by bundled name. Raises UserError."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise UserError(f"{name}: no such recipe file")
+            raise UserError(f"{name}: no such {kind} file")
         return path
-    own = bundled("pipelines") / f"{name}.yaml"
+    own = bundled(FOLDERS[kind]) / f"{name}.yaml"
     if not own.is_file():
-        raise UserError(f"{name}: no recipe of this name{config.nearest(name, names())}; see `eagleray list recipes`")
+        near = config.nearest(name, names(kind))
+        raise UserError(f"{name}: no {kind} of this name{near}; see `eagleray list {kind}s`")
     return own
 
 

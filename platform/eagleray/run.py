@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from eagleray import checkpoint, config, dist, optim, place
 from eagleray import recipe as recipes
 from eagleray.cluster.world import World
 from eagleray.data import store
+from eagleray.data.batch import Batch
 from eagleray.data.cache import Cache
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader, rows
@@ -32,7 +33,7 @@ from eagleray.monitor import Monitor
 from eagleray.recipe import Recipe
 from eagleray.schedule import Progress, Schedule
 from eagleray.track import Tracking
-from eagleray.train import fit
+from eagleray.train import Step, fit
 from eagleray.views.draw import Views
 
 log = logging.getLogger(__name__)
@@ -64,20 +65,26 @@ class Plan:
 def resolve(recipe: Recipe) -> Recipe:
     """The recipe with absolute places, as a worker's working folder is not the user's."""
 
-    def place(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
-        return sources and tuple(replace(s, url=store.absolute(s.url)) for s in sources)
+    def placed(given: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
+        return given and tuple(replace(s, url=store.absolute(s.url)) for s in given)
 
     if recipe.out and "://" in recipe.out and not recipe.out.startswith("s3://"):
         raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
-    data = replace(recipe.data, train=place(recipe.data.train), test=place(recipe.data.test), cache=cache)
+    data = replace(recipe.data, train=placed(recipe.data.train), test=placed(recipe.data.test), cache=cache)
     return replace(recipe, out=store.absolute((recipe.out or "runs/run").rstrip("/")), data=data)
+
+
+def sources(recipe: Recipe) -> tuple[Source, ...]:
+    """What is trained on. Raises UserError."""
+    if recipe.data.train is None:
+        raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
+    return recipe.data.train
 
 
 def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:
     """Open the data, waiting `patience` seconds for it, and check that everything fits. Raises UserError and Outage."""
-    if recipe.data.train is None:
-        raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
+    train = sources(recipe)
     out = place.work(recipe.out or "")
     least, most = recipe.method.target.views  # type: ignore[attr-defined]
     views = Views.of(recipe.views)
@@ -89,7 +96,7 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: fl
         shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
         if group and any(n % group for n in shares):
             raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
-    index = open_index(recipe.data.train, out, note=note, patience=patience)
+    index = open_index(train, out, note=note, patience=patience)
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
     for key, labels in ("data.test", test), ("data.train", index):
         if test and labels and not labels.labelled:
@@ -191,7 +198,7 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, 
 
     Raises, after a checkpoint, UserError or Outage when the data cannot be read any more, and Preempted.
     """
-    recipe, o = p.recipe, p.recipe.optim
+    recipe = p.recipe
     loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
     samples = len(p.index) + len(p.index.bad)
     quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=samples, limit=recipe.data.bad_limit)
@@ -201,18 +208,7 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, 
     meter = Meter(p, world, folder, quarantine, monitor, clock)
     lr = p.lr
     saved, kept = time.monotonic(), step
-    steps = fit(
-        method,
-        meter.feed(loader, step),
-        optimizer,
-        lr=lr,
-        weight_decay=o.weight_decay,
-        clip=o.clip,
-        clip_each=o.clip_each,
-        seed=recipe.seed,
-        wrap=world.wrap,
-    )
-    for taken in steps:
+    for taken in training(recipe, world, method, optimizer, meter.feed(loader, step)):
         at, step = taken.at, taken.at.step + 1
         meter.add(taken)
         every = recipe.evaluate.every * p.stream.steps_per_epoch
@@ -238,6 +234,28 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, 
         if problem:
             raise problem
     return step
+
+
+def training(
+    recipe: Recipe,
+    world: World,
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Progress, Batch]],
+) -> Iterator[Step]:
+    """The recipe's steps on these batches."""
+    o = recipe.optim
+    return fit(
+        method,
+        batches,
+        optimizer,
+        lr=scaled(recipe),
+        weight_decay=o.weight_decay,
+        clip=o.clip,
+        clip_each=o.clip_each,
+        seed=recipe.seed,
+        wrap=world.wrap,
+    )
 
 
 def tell(p: Plan, world: World, folder: Folder, record: dict[str, Any]) -> None:

@@ -40,6 +40,11 @@ class Values:
         return tidy(rng.uniform(low, high), low, high)
 
 
+def in_words(value: Any) -> str:
+    """A value in a table or beside an axis."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def tidy(x: float, low: float, high: float) -> float:
     """Four digits are enough for a setting that people read, and copy."""
     return min(max(float(f"{x:.4g}"), low), high)
@@ -114,27 +119,10 @@ class Sweep(Branch):
             raise ValueError("scheduler=pbt: trials exchange their weights, so there can be one recipe only")
 
 
-def names() -> list[str]:
-    return sorted(p.stem for p in recipes.bundled("tune").glob("*.yaml"))
-
-
-def find(name: str) -> Path:
-    """The file of a sweep given by path or by bundled name. Raises UserError."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise UserError(f"{name}: no such sweep file")
-        return path
-    own = recipes.bundled("tune") / f"{name}.yaml"
-    if not own.is_file():
-        raise UserError(f"{name}: no sweep of this name{config.nearest(name, names())}; see `eagleray list sweeps`")
-    return own
-
-
 def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
     """The sweep with its recipes read in and one alternative at least. Overrides are keys of the recipes, which are
     then no longer varied; `out`; and keys of the sweep after `sweep.`. Raises UserError."""
-    path = find(name)
+    path = recipes.find(name, "sweep")
     pinned: dict[str, Any] = {}
     tree = config.read(path)
     for item in overrides:

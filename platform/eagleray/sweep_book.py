@@ -87,21 +87,17 @@ class Book:
 
 def begin(sweep: Sweep, folder: Path) -> None:
     """Note what the sweep is. Raises UserError when the folder holds another one, naming what differs."""
-    stored, mine = folder / "sweep.yaml", _identity(config.plain(sweep))
+    stored = folder / "sweep.yaml"
     if stored.exists():
-        theirs = _identity(config.plain(config.load(Sweep, stored)))
-        differ = [k for k in sorted(theirs.keys() | mine.keys()) if theirs.get(k) != mine.get(k)]
+        differ = config.differences(_identity(config.load(Sweep, stored)), _identity(sweep))
         if differ:
-            there = ", ".join(
-                f"{k.replace('alternatives..', '')} is {theirs.get(k)} there and {mine.get(k)} here" for k in differ[:3]
-            )
-            more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-            raise UserError(f"out={folder}: holds another sweep: {there}{more}; give another out=")
+            raise UserError(f"out={folder}: holds another sweep: {differ}; give another out=")
     files.replace(stored, config.dump(sweep))
 
 
-def _identity(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.flat(tree).items() if k not in GROWS}
+def _identity(sweep: Sweep) -> dict[str, Any]:
+    keys = config.flat(config.plain(sweep))
+    return {k.replace("alternatives..", ""): v for k, v in keys.items() if k not in GROWS}
 
 
 def write_best(book: Book, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagleray.sweep import RANGES
+from eagleray.picture import GREY, INK
+from eagleray.sweep import RANGES, in_words
 from eagleray.sweep_book import Book
 
-INK, GREY = "#222222", "#8c8c8c"
 COLOURS = ("#3b6ea5", "#b3261e", "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
 DPI, LOG = 110, 20.0  # a key whose values span more than such a factor is drawn on a logarithmic axis
@@ -151,16 +151,13 @@ class Scale:
 
     def ticks(self) -> list[tuple[float, str]]:
         known = [self.known[0], self.known[-1]] if self.range else self.known
-        return [(self.share(v), self.text(v)) for v in dict.fromkeys(known)]
-
-    def text(self, value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return [(self.share(v), in_words(v)) for v in dict.fromkeys(known)]
 
     def label(self, axes: Any) -> None:
         if self.log:
             axes.set_xscale("log")
         elif not self.range:
-            axes.set_xticks(range(len(self.known)), [self.text(v) for v in self.known])
+            axes.set_xticks(range(len(self.known)), [in_words(v) for v in self.known])
             axes.set_xlim(-0.5, len(self.known) - 0.5)
 
 

@@ -1,20 +1,18 @@
 """What `eagleray tune` does: check the sweep, run or continue it, and leave table, plots and the best recipe."""
 
-import fcntl
 import importlib.util
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from eagleray import config, files, launch, run, sweep_book, sweep_plots, track
-from eagleray.console import out
+from eagleray import config, files, launch, place, run, sweep_book, sweep_plots, track
+from eagleray.console import out, stoppable
 from eagleray.errors import UserError
 from eagleray.evals.protocols import LABELLED
 from eagleray.recipe import span
@@ -41,7 +39,8 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
     if "://" in (sweep.out or ""):
         raise UserError(f"out={sweep.out}: expected a folder, which all machines share")
     check_objective(sweep)
-    with alone(folder):
+    place.check_writable(str(folder))
+    with files.lock(folder):
         sweep_book.begin(sweep, folder)
         book = Book(sweep, folder)
         if not book.open_trials():
@@ -87,24 +86,24 @@ def describe(book: Book) -> str:
 
 def end(book: Book, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
     """Table, plots and best recipe, here and in MLflow."""
-    files = [book.folder / "sweep.yaml", sweep_book.write_table(book)]
+    written = [book.folder / "sweep.yaml", sweep_book.write_table(book)]
     best = book.best()
     if best:
         recipe = recipe_of(book.sweep, best["alternative"], best["values"], "best")
         workers = recipe.workers if span(recipe.workers)[1] > 1 else 0
-        files.append(sweep_book.write_best(book, run.resolve(recipe), best, workers=workers))
+        written.append(sweep_book.write_best(book, run.resolve(recipe), best, workers=workers))
     try:
-        files += sweep_plots.draw(book)
+        written += sweep_plots.draw(book)
     except Exception as e:  # no picture is worth a sweep
         out.print(f"warning: no plots: {one_line(e)}", markup=False)
     if tracking and tracking.parent:
         told = {"best": best["metric"]} if best else {}
         told |= {s: float(sum(r["state"] == s for r in book.rows.values())) for s in sweep_book.DONE}
         try:
-            track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", told, files)
+            track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", told, written)
         except Exception as e:
             out.print(f"warning: MLflow at {track.shown(tracking.uri)}: {one_line(e)}", markup=False)
-    conclude(book, files)
+    conclude(book, written)
     rows = list(book.rows.values())
     return {"out": str(book.folder), "best": best, "trials": rows}
 
@@ -154,38 +153,7 @@ def check_data(sweep: Sweep, folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One process per sweep. Raises UserError when another one is at work there, or the folder cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file: IO[str] = (folder / ".lock").open("a+")
-    except OSError as e:
-        raise UserError(f"out={folder}: cannot be written: {e.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(f"out={folder}: process {file.read()} is still running there") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-@contextmanager
 def screen(book: Book, asked: threading.Event) -> Iterator[Show]:
-    """Shows the trials. At SIGTERM or Ctrl-C every trial saves and stops; a second Ctrl-C ends all at once."""
-
-    def ask(number: int, frame: Any) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        out.print("stopping all trials after their steps; once more ends at once")
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with Show(book) as show:
-            yield show
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+    """Shows the trials; asked to stop, every one of them saves and stops."""
+    with stoppable(asked.set, "stopping all trials after their steps"), Show(book) as show:
+        yield show

@@ -1,7 +1,8 @@
 """What a person sees of a sweep: a live table in a terminal, a line per event elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from eagleray.console import out
 from eagleray.files import read_lines
-from eagleray.sweep import count
+from eagleray.sweep import count, in_words
 from eagleray.sweep_book import Book
 
 ROWS = 24  # of the live table; what runs, and what was last
@@ -44,8 +45,7 @@ class Show:
         book, keys = self.book, self.book.keys()
         with book.lock:
             rows = [dict(r) for r in book.rows.values()]
-        states = ", ".join(f"{n} {s}" for s in ORDER if (n := sum(r["state"] == s for r in rows)))
-        table = Table(title=f"{book.folder.name}: {count(book.sweep)} trials, {states}", title_justify="left")
+        table = Table(title=f"{book.folder.name}: {count(book.sweep)} trials, {states(rows)}", title_justify="left")
         several = len(book.sweep.alternatives) > 1
         for name in ["trial", *["alternative"] * several, *short(keys), "step", book.sweep.objective.key]:
             table.add_column(name)
@@ -53,7 +53,7 @@ class Show:
         table.add_column("ETA", justify="right")
         for row in sorted(rows, key=lambda r: (ORDER.index(r["state"]), r["id"]))[:ROWS]:
             live = self.look(row)
-            values = [told(row["values"].get(k)) for k in keys]
+            values = [in_words(row["values"].get(k)) for k in keys]
             metric = "" if row["metric"] is None else f"{row['metric']:.4g}"
             steps = f"{live['step']}/{row['steps'] or '?'}"
             named = [row["alternative"]] * several
@@ -84,19 +84,20 @@ def short(keys: list[str]) -> list[str]:
     return found
 
 
-def told(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def states(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many trials are in which state."""
+    found = Counter(r["state"] for r in rows)
+    return ", ".join(f"{found[s]} {s}" for s in ORDER if found[s])
 
 
 def conclude(book: Book, files: list[Path]) -> None:
     """Every trial in one line is in trials.csv; here the best, and where everything is."""
-    states = ", ".join(f"{n} {s}" for s in ORDER if (n := sum(r["state"] == s for r in book.rows.values())))
-    out.print(f"{count(book.sweep)} trials: {states}", markup=False)
+    out.print(f"{count(book.sweep)} trials: {states(book.rows.values())}", markup=False)
     for row in book.rows.values():
         if row["state"] == "failed" and out.is_terminal:
             out.print(f"trial {row['id']} failed: {row['why']}", markup=False)
     if best := book.best():
-        values = " ".join(f"{k}={told(v)}" for k, v in best["values"].items())
+        values = " ".join(f"{k}={in_words(v)}" for k, v in best["values"].items())
         out.print(
             f"best      trial {best['id']} {best['alternative']} {values}: {book.sweep.objective.key} "
             f"{best['metric']:.4g}\n"

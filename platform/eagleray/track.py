@@ -286,7 +286,7 @@ def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> No
     summary = json.loads((out / "summary.json").read_text())
     history = MLflow(out, tracking, params)
     history.log({"step": summary["steps"] + 1} | summary)
-    history.close("FINISHED", [out / f for f in RESULTS if (out / f).exists()])
+    history.close("FINISHED", [out / f for f in RESULTS])
 
 
 def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from eagleray.console import quietly
+from eagleray.options import Json
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +23,7 @@ def tune(
         int | None, typer.Option("--max-concurrent", help="trials at once; as many as fit by default", min=1)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue a sweep that was ended")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: Json = False,
 ) -> None:
     """Search the best settings: data.train=URL data.test=URL out=DIR sweep.trials=N ..."""
     from eagleray import sweep_run

@@ -1,11 +1,11 @@
 """Groups of images share batch statistics, and no rank count changes what they are."""
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from processes import free_port
 from torch import Tensor, nn
 
 from eagleray import dist
@@ -191,11 +191,8 @@ def _rank(rank: int, port: int, out: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each of two processes found, by method and rows."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     out = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank, (port, out), nprocs=2)
+    mp.spawn(_rank, (free_port(), out), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import eagleray
 from eagleray import config, run
 from eagleray import recipe as recipes
-from eagleray.data.store import store
+from eagleray.data.store import local, remote, store
 from eagleray.errors import UserError
 from eagleray.recipe import Recipe
 
@@ -58,9 +58,7 @@ def identify(out: str) -> str:
 
 def check_places(recipe: Recipe) -> None:
     """Raises UserError when a node could not find a place of the recipe."""
-    if recipe.data.train is None:
-        raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
-    for key, sources in ("data.train", recipe.data.train), ("data.test", recipe.data.test or ()):
+    for key, sources in ("data.train", run.sources(recipe)), ("data.test", recipe.data.test or ()):
         for source in sources:
             _check(key, source.url)
     _check("out", recipe.out or "")
@@ -70,7 +68,7 @@ def check_places(recipe: Recipe) -> None:
 
 def _check(key: str, place: str) -> None:
     store(place)
-    if "://" not in place.removeprefix("file://") and not place.removeprefix("file://").startswith("/"):
+    if not remote(place) and not local(place).is_absolute():
         raise UserError(f"{key}={place}: is relative to a folder of this machine; {SHARED}")
 
 

@@ -102,9 +102,8 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
         with_cpus = [n["CPU"] for n in nodes if n.get("CPU")]
         shares = [*with_cpus, sum(with_cpus) / most]
     each = math.floor(100 * min(shares, default=1)) / 100
-    if least < most or gpu:
-        each = max(int(each), 1)  # Ray resizes by whole CPUs
-    return gpu, max(int(each), 1) if each >= 1 else each
+    whole = each >= 1 or gpu or least < most  # Ray resizes by whole CPUs
+    return gpu, max(int(each), 1) if whole else each
 
 
 def _fit(trainer: Any, out: str) -> dict[str, Any] | None:

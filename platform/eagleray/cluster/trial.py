@@ -16,6 +16,7 @@ from eagleray import recipe as recipes
 from eagleray.cluster import ray_train, world
 from eagleray.errors import Outage, UserError
 from eagleray.files import read_lines
+from eagleray.folder import finished
 from eagleray.recipe import Recipe, span
 from eagleray.sweep import put
 from eagleray.track import Tracking, one_line
@@ -26,11 +27,6 @@ PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
 
 def place_of(folder: Path, name: str) -> Path:
     return folder / "trials" / name
-
-
-def finished(folder: Path) -> dict[str, Any] | None:
-    path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 class Following:
@@ -59,8 +55,7 @@ class Following:
     def _work(self) -> None:
         try:
             self.steps = run.plan(self.recipe).steps
-            done = finished(self.out)
-            if done and done["steps"] >= self.steps:
+            if done := finished(self.out, self.steps):
                 self.box["summary"] = done
             elif span(self.recipe.workers)[1] > 1:
                 import ray

@@ -132,6 +132,11 @@ def store(url: str) -> Store:
     return _S3 if scheme == "s3" else _LOCAL
 
 
+def remote(url: str) -> bool:
+    """Whether it is no path of this machine."""
+    return "://" in url.removeprefix("file://")
+
+
 def local(url: str) -> Path:
     return Path(url.removeprefix("file://"))
 
@@ -142,8 +147,7 @@ def parent(url: str) -> str:
 
 def absolute(url: str) -> str:
     """The URL with a local path made absolute: a worker's working folder is not the user's."""
-    path = url.removeprefix("file://")
-    return url if "://" in path else os.path.abspath(os.path.expanduser(path))
+    return url if remote(url) else os.path.abspath(os.path.expanduser(local(url)))
 
 
 def put_bytes(url: str, data: bytes) -> None:
