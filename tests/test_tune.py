@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import small_recipe
+from processes import below
 from test_run import assert_same, weights
 
 from eagleray import sweep_run
@@ -85,20 +86,6 @@ def wait_until(true: Any, process: subprocess.Popen[str]) -> None:
 
 def steps_of(out: Path) -> int:
     return sum(r[-1]["step"] for p in out.glob("trials/*/metrics.jsonl") if (r := read_lines(p)))
-
-
-def below(process: subprocess.Popen[str], title: str) -> list[int]:
-    """Processes with such a title below a command."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(None, 2) for line in table.splitlines()[1:]]
-    parents = {int(pid): int(ppid) for pid, ppid, _ in lines}
-
-    def inside(pid: int) -> bool:
-        while pid > 1 and pid != process.pid:
-            pid = parents.get(pid, 0)
-        return pid == process.pid
-
-    return [int(pid) for pid, _, args in lines if title in args and inside(int(pid))]
 
 
 def accounted(out: Path, trials: int) -> list[Any]:
@@ -216,6 +203,7 @@ def test_trials_with_workers_of_their_own_let_go_of_them(sweep: Path, shards: Pa
     os.kill(trial, signal.SIGKILL)
     text = wait(process)
     assert process.returncode == 0, text
+    assert "trial 000: its process died\ntrial 000 goes on" in text
     assert Counter(r["state"] for r in rows(out))["failed"] == 0
     assert len(rows(out)) == 3
 

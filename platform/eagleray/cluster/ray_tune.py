@@ -1,6 +1,7 @@
 """Trials on Ray Tune: which run at once, which are stopped early, and how each follows its own pretraining run."""
 
 import json
+import logging
 import math
 import os
 import threading
@@ -13,8 +14,9 @@ from typing import Any
 from eagleray import config, run
 from eagleray.cluster import ray_train
 from eagleray.cluster.session import session
-from eagleray.cluster.trial import POLL, Following, finished, place_of, reap
+from eagleray.cluster.trial import POLL, Following, place_of, reap
 from eagleray.errors import UserError
+from eagleray.folder import finished
 from eagleray.recipe import span
 from eagleray.sweep import RANGES, Space, Sweep, recipe_of, tidy
 from eagleray.sweep_book import Book
@@ -50,6 +52,8 @@ def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading
     """Run all trials that are not done, `most` at once, until they are, or `asked` to stop; `screen`
     shows how they are. Raises UserError."""
     os.environ.update(VARIABLES)
+    # The journal says in a line what a trial ended with.
+    logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
     with session() as ray, screen as show:  # Ray takes the signals, and the screen takes them back
         from ray import tune
 
@@ -60,7 +64,7 @@ def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading
             raise UserError(f"--max-concurrent {most}: scheduler={book.sweep.scheduler} needs to pause trials at will")
         desk, pbt = Desk(book, asked), book.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
-            tune.with_resources(trainable(tracking), each),
+            trainable(tracking, each),
             param_space=population(book) if pbt else None,
             tune_config=tune.TuneConfig(
                 metric="value",
@@ -307,6 +311,9 @@ def journal(desk: Desk) -> Any:
                     f"trial {name} {state} at step {row['step']}: {desk.book.sweep.objective.key} {row['metric']:.4g}"
                 )
 
+        def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            desk.book.note(f"trial {trial}: its process died")
+
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
             reap(place_of(desk.book.folder, name))
@@ -323,9 +330,9 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{row['alternative']} {values}".strip()
 
 
-def trainable(tracking: Tracking) -> Any:
-    """The class that Tune runs: one process, one trial after another. Tracking is a parameter and so no part of what
-    Tune writes down: its address may hold a password."""
+def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
+    """The class that Tune runs: one process, one trial after another, with such resources. Tracking is a parameter and
+    so no part of what Tune writes down: its address may hold a password."""
     from ray import tune
 
     class Trial(tune.Trainable):  # type: ignore[misc]
@@ -356,6 +363,6 @@ def trainable(tracking: Tracking) -> Any:
             if mark["trial"] != self.trial_name:
                 self.following.adopt(mark["trial"])
 
-    given = tune.with_parameters(Trial, tracking=tracking)
+    given = tune.with_resources(tune.with_parameters(Trial, tracking=tracking), each)
     given.__qualname__ = "Trial"  # what processes and Ray's pages show
     return given
