@@ -58,6 +58,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
     least, most = span(recipe.workers)
     # Ray waits so long for workers before it makes do with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # until a dead worker is noticed
     gpu, cpus = resources(recipe, [n["Resources"] for n in ray.nodes() if n["Alive"]])
     began = time.time()
     trainer = TorchTrainer(
