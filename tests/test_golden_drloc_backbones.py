@@ -7,7 +7,7 @@ from golden_cases import Case, cases
 from torch import Tensor
 
 from eagleray.models.cvt13 import CvT
-from eagleray.models.t2t import T2TViT, sinusoids
+from eagleray.models.t2t import T2TViT, checkpoint_filter_fn, sinusoids
 
 CVT = {  # our name of the authors' module
     r"layers\.(\d)\.2\.layers\.(\d+)": lambda m: f"stages.{m[1]}.{int(m[2]) + 2}",
@@ -63,7 +63,7 @@ def test_t2t_vit(case: Case) -> None:
     weights = case.under("w.")
     position = weights.pop("pos_embed")
     case.check(sinusoids(*position.shape[1:], position.device).unsqueeze(0), "w.pos_embed")
-    model.load_state_dict({name.replace("tokens_to_token", "patch_embed"): value for name, value in weights.items()})
+    model.load_state_dict(checkpoint_filter_fn(weights, model))
     check(case, model.eval())
     case.check(model.patch_embed(case["x"]), "tokens_after_t2t")
     case.check(model.forward_features(case["x"]), "tokens_final")

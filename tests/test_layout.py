@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom: a file imports from its own level or below. What is not named here is at the bottom.
 LEVELS = [
-    {"cli", "demo", "jobs_cli", "tune_cli"},
+    {"cli", "demo", "jobs_cli", "tune_cli", "finetune_cli"},
     {"sweep_run"},
     {"launch"},
     {"ticks", "sweep_table"},
@@ -29,7 +29,7 @@ LEVELS = [
     {"run"},
     {"meter"},
     {"folder", "monitor"},
-    {"export", "evals", "health", "picture", "sweep_plots"},
+    {"export", "evals", "health", "picture", "sweep_plots", "weights"},
     {"cluster", "cluster.world", "cluster.gauges", "sweep_book", "goodput"},
     {"sweep", "place"},
     {"recipe"},
@@ -54,7 +54,7 @@ OWNERS |= {
     "scipy": {"data/sources/imagenet.py"},
 }
 OWNERS |= {
-    "typer": {"cli.py", "jobs_cli.py", "tune_cli.py", "options.py"},
+    "typer": {"cli.py", "jobs_cli.py", "tune_cli.py", "finetune_cli.py", "options.py"},
     "rich": {"console.py", "ticks.py", "sweep_table.py"},
 }
 

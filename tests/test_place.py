@@ -10,9 +10,10 @@ import pytest
 from s3.server import Swift, store_of
 from test_run import assert_same, start, weights
 
-from eagleray import checkpoint, launch, place
+from eagleray import checkpoint, launch, place, run
 from eagleray.errors import UserError
 from eagleray.files import read_lines
+from eagleray.weights import restored
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert not place.get(out, ".owner")
     text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
     assert "done already" in text
-    recipe, _, _ = launch.load(out)
+    recipe, _, _ = restored(out, run.build)
     assert recipe.out == out
 
 

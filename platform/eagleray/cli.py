@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray import jobs_cli, tune_cli
+from eagleray import finetune_cli, jobs_cli, tune_cli
 from eagleray.console import bar, fail, out, quietly
 from eagleray.errors import UserError
 from eagleray.options import Json, Overrides, RecipeName
@@ -199,6 +199,7 @@ def list_(kind: Annotated[Kind, typer.Argument()], as_json: Json = False) -> Non
             out.print(f"{name:<36} {text}", markup=False)
 
 
+finetune_cli.register(app)
 jobs_cli.register(app)
 tune_cli.register(app)
 

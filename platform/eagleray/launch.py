@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from eagleray import checkpoint, config, files, place, run, track
+from eagleray import config, files, place, run, track, weights
 from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.cluster.ray_map import ray_map
@@ -29,12 +28,10 @@ from eagleray.data import card
 from eagleray.data import prepare as preparing
 from eagleray.data.index import open_index
 from eagleray.data.sources.job import Job
-from eagleray.data.store import remote
 from eagleray.errors import UserError
 from eagleray.evals import protocols
 from eagleray.export import snippet, to_timm
 from eagleray.folder import finished
-from eagleray.methods.method import Method
 from eagleray.models.backbone import TESTED
 from eagleray.recipe import Evaluate, Recipe
 from eagleray.ticks import Ticks
@@ -60,6 +57,7 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         if (folder / "mlflow.json").exists():
             place.put(kept, "mlflow.json", (folder / "mlflow.json").read_text())
     else:
+        start(kept, recipe, folder)
         begin(kept, recipe)
         # In a thread: the signal may come while this one is in the middle of a request to the same store.
         ask = threading.Thread(target=place.put, args=(kept, ".stop", "")).start
@@ -75,6 +73,14 @@ def tracked(kept: str) -> Tracking:
     """Where the run's history goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
     uri = tracking_uri(place.view(kept), os.environ.get("MLFLOW_TRACKING_URI"))
     return Tracking(uri, name=kept.rpartition("/")[2])
+
+
+def start(kept: str, recipe: Recipe, folder: Path) -> None:
+    """Say what a new run's backbone takes over of backbone.weights. Raises UserError when that is too little."""
+    if recipe.backbone.weights and not files.read_lines(folder / "metrics.jsonl"):
+        report = weights.fill(run.backbone(recipe), weights.read(recipe.backbone.weights, run.build))
+        place.put(kept, "weights.txt", "\n".join(report.lines()) + "\n")
+        out.print(f"{report}: {kept}/weights.txt", markup=False)
 
 
 def begin(kept: str, recipe: Recipe) -> None:
@@ -143,38 +149,12 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
 
 
-def load(path: str) -> tuple[Recipe, Method, Path]:
-    """The recipe, method and folder of a run, of its newest checkpoint or of a checkpoint file. Raises UserError."""
-    file = Path(path)
-    if remote(path) or file.is_dir():
-        folder = place.view(path.rstrip("/"))
-        state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
-        if state is None:
-            raise UserError(f"{path}: no intact checkpoint in its checkpoints/")
-    else:
-        folder = file.parent.parent
-        if file.with_suffix(".json").exists() and not checkpoint.intact(file):
-            raise UserError(f"{path}: is damaged: it is not what its manifest says")
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            yaml.safe_load(state["recipe"]), state["method"].keys(), state["images"]
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such checkpoint") from None
-        except Exception as e:  # torch names a damaged file in many ways
-            raise UserError(f"{path}: is not a checkpoint of this program ({type(e).__name__})") from None
-    recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), path)
-    method = run.build(recipe)
-    method.begin(state["images"])
-    method.load_state_dict(state["method"])
-    return recipe, method, folder
-
-
 def evaluate(path: str, train: str, test: str | None, names: Sequence[str]) -> dict[str, float]:
     """Scores of a checkpoint's backbone on shards, labelled ones where a protocol needs that. Raises UserError."""
     for name in names:
         if name not in protocols.PROTOCOLS:
             raise UserError(f"--protocol {name}: unknown{config.nearest(name, protocols.PROTOCOLS)}")
-    recipe, method, folder = load(path)
+    recipe, method, folder = weights.restored(path, run.build)
 
     def say(line: str) -> None:
         out.print(line, markup=False)
@@ -212,7 +192,7 @@ def prepare(job: Job, *, workers: int | None) -> None:
 
 def export(path: str, destination: Path | None) -> None:
     """Write a checkpoint's backbone for timm. Raises UserError."""
-    recipe, method, folder = load(path)
+    recipe, method, folder = weights.restored(path, run.build)
     target = destination or folder / "export"
     file = to_timm(method.export(), recipe.backbone, target)
     out.print(f"{file}\nload it   {snippet(target)}", markup=False)

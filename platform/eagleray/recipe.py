@@ -50,6 +50,8 @@ class Network:
     """The backbone: a timm name and what is changed about it."""
 
     name: str = "vit_small_patch16_224"
+    # What it starts from: a run, checkpoint or file of tensors, or timm:NAME for timm's pretrained ones; None: nothing.
+    weights: str | None = None
     drop_path: Share = 0.0  # of the student; momentum copies never drop
     init: Literal["timm", "moco"] = "timm"
     # How a ViT places its patches at any crop size: a trained table resampled as in timm or DINO, a fixed one, none.

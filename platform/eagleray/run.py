@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from eagleray import checkpoint, config, dist, optim, place
+from eagleray import checkpoint, config, dist, optim, place, weights
 from eagleray import recipe as recipes
 from eagleray.cluster.world import World
 from eagleray.data import store
@@ -72,7 +72,9 @@ def resolve(recipe: Recipe) -> Recipe:
         raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
     data = replace(recipe.data, train=placed(recipe.data.train), test=placed(recipe.data.test), cache=cache)
-    return replace(recipe, out=store.absolute((recipe.out or "runs/run").rstrip("/")), data=data)
+    source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)
+    network = replace(recipe.backbone, weights=source)
+    return replace(recipe, out=store.absolute((recipe.out or "runs/run").rstrip("/")), data=data, backbone=network)
 
 
 def sources(recipe: Recipe) -> tuple[Source, ...]:
@@ -108,14 +110,23 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: fl
     return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
 
 
-def build(recipe: Recipe) -> Method:
-    """The method with fresh weights, the same wherever it is built. Raises UserError."""
+def build(recipe: Recipe, start: weights.Found | None = None) -> Method:
+    """The method with fresh weights, the same wherever it is built; `start` replaces those of its backbone, before the
+    method makes copies of it. Raises UserError."""
     torch.manual_seed(recipe.seed)
-    backbone = Backbone(**asdict(recipe.backbone))
-    backbone.micro_batch = size = recipe.optim.micro_batch
-    if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in backbone.modules()):
+    network = backbone(recipe)
+    if start:
+        weights.fill(network, start)
+    return recipe.method.build(network)  # type: ignore[no-any-return]
+
+
+def backbone(recipe: Recipe) -> Backbone:
+    """The backbone with fresh weights. Raises UserError."""
+    network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
+    network.micro_batch = size = recipe.optim.micro_batch
+    if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
-    return recipe.method.build(backbone)  # type: ignore[no-any-return]
+    return network
 
 
 def try_sizes(recipe: Recipe) -> None:
@@ -146,12 +157,15 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     with Folder(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
         dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         p = plan(recipe, patience=60 * recipe.data.patience)
-        method = build(recipe)
+        state = newest(folder, recipe)
+        source = recipe.backbone.weights if state is None else None
+        method = build(recipe, weights.read(source, build) if source else None)
         method.begin(len(p.index))
         method.to(world.device)
         world.synchronise(method)
         optimizer = make_optimizer(recipe, method)
-        state = restore(folder, recipe, parts := Parts(method, optimizer, watching(p, method, optimizer)))
+        parts = Parts(method, optimizer, watching(p, method, optimizer))
+        state = restore(state, parts)
         step = folder.begin(state["step"], world.size)
         log.info("%s", describe(p, method, world))
         clock = Clock(time.monotonic() - state["seconds"], state["useful"])
@@ -290,15 +304,20 @@ def save(folder: Folder, p: Plan, parts: Parts, step: int, clock: Clock) -> None
         log.debug("saving step %d", step)
 
 
-def restore(folder: Folder, recipe: Recipe, parts: Parts) -> dict[str, Any]:
-    """Put the newest checkpoint back. Returns step and seconds so far, zero for a new run."""
+def newest(folder: Folder, recipe: Recipe) -> dict[str, Any] | None:
+    """The newest checkpoint of the run. Raises UserError when it is of another recipe."""
     state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
     if len(set(dist.objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks found different checkpoints")  # of a disk that fails; a restart may mend it
+    if state and state["digest"] != recipes.digest(recipe):
+        raise UserError(f"{folder.out}: its checkpoints are of another recipe")
+    return state
+
+
+def restore(state: dict[str, Any] | None, parts: Parts) -> dict[str, Any]:
+    """Put a checkpoint back. Returns step and seconds so far, zero for a new run."""
     if state is None:
         return {"step": 0, "seconds": 0.0, "useful": 0.0}
-    if state["digest"] != recipes.digest(recipe):
-        raise UserError(f"{folder.out}: its checkpoints are of another recipe")
     for name, part in parts._asdict().items():
         part.load_state_dict(state[name])
     return state

@@ -36,6 +36,7 @@ class T2TViT(nn.Module):
         """`token_dim` is the width of the token transformers, `kernel_ratio` their random features per channel."""
         super().__init__()
         self.num_features = self.embed_dim = embed_dim
+        self.dims = [embed_dim] * depth
         self.patch_embed = TokensToToken(token_dim, embed_dim, kernel_ratio)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.blocks = nn.Sequential(
@@ -137,6 +138,18 @@ def init(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
+def checkpoint_filter_fn(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The authors' weights by our names; their table of fixed positions is left over."""
+    return {name.replace("tokens_to_token", "patch_embed"): value for name, value in state.items()}
+
+
 @register_model
 def t2t_vit_14(pretrained: bool = False, **options: Any) -> nn.Module:
-    return build_model_with_cfg(T2TViT, "t2t_vit_14", pretrained, kwargs_filter=("in_chans",), **options)
+    return build_model_with_cfg(
+        T2TViT,
+        "t2t_vit_14",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        kwargs_filter=("in_chans",),
+        **options,
+    )
