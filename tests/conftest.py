@@ -44,6 +44,7 @@ METHODS = {
     "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
+    "drloc": "classes: 20, mixup: 0.0, cutmix: 0.0, pairs: 8, weight: {value: 0.5}, ema: 0.9",
     "esvit": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1, region_from: 0.15",
     "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
     "moby": "dim: 12, hidden: 16, queue: 64",
@@ -53,10 +54,12 @@ METHODS = {
     "selfpatch_moby": "dim: 12, hidden: 16, queue: 64, patch_prototypes: 32, patch_hidden: 8, heads: 2, freeze_last: 0",
     "simclr": "dim: 12, hidden: 16",
     "simsiam": "dim: 24, hidden: 8",
+    "supervised": "classes: 20, mixup: 0.0, cutmix: 0.0",
     "swav": "dim: 12, hidden: 16, prototypes: 20, queue: 40, queue_start: 0.1, freeze_prototypes: 1",
     "vicreg": "dim: 12, hidden: 16",
 }
 VIEWS = dict.fromkeys(("dino", "esvit", "selfpatch", "swav"), CROPS)
+VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= {"instdisc": "[{size: 16, scale: [0.3, 1.0]}]"}
 
 

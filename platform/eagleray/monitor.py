@@ -205,8 +205,9 @@ class Bank:
 
 
 def exported(method: Method) -> Encoder[Any]:
-    """The encoder whose backbone evaluations read."""
-    backbone = method.export()
+    """The encoder whose backbone evaluations read, or, where that one is an average that sees no training image, the one
+    that is trained."""
+    backbone = method.watched()
     return next(m for m in method.modules() if isinstance(m, Encoder) and m.backbone is backbone)
 
 

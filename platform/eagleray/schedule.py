@@ -19,8 +19,8 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Linear from `warmup_from` to `value` over `warmup` epochs, then half a cosine to `end`, or a tenth at each of
-    `drops`, if given. Raises ValueError for both."""
+    """Linear from `warmup_from` to `value` over `warmup` epochs, then half a cosine, or a straight line, to `end`, or a
+    tenth at each of `drops`, if given. Raises ValueError for both."""
 
     value: float
     warmup_from: float = 0.0
@@ -29,6 +29,7 @@ class Schedule:
     drops: tuple[float, ...] = ()  # epochs
     inclusive: bool = False  # the last warm-up step is at `value` already (DINO), not the first after it (MoCo v3)
     per_epoch: bool = False  # moves between epochs only
+    straight: bool = False  # to `end` (DRLoc's weight)
     # As timm's scheduler asked after each step (MoBY): a step behind, so the first two are alike, and a cosine counted
     # from the start of training, so `value` is never quite reached.
     timm: bool = False
@@ -47,5 +48,7 @@ class Schedule:
             return self.value * 0.1 ** sum(at.epoch >= drop for drop in self.drops)
         begin = 0 if self.timm else warm
         left = max(at.epochs * ticks - begin, 1)
+        if self.straight:
+            return self.end + (self.value - self.end) * (1 - min(now - begin, left) / left)
         # Multiplied before divided, as in DINO: 1 + cos loses digits near pi, and those that it keeps depend on this.
         return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - begin, left) / left))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from eagleray.errors import UserError
 from eagleray.models import cvt13, cvt_esvit, pvt, swin, t2t, vil, vit  # noqa: F401  timm shall know their models
 from eagleray.models.parts import by_parts
+from eagleray.models.stages import handed_on, stages, widths
 
 Head = TypeVar("Head", bound=nn.Module)
 
@@ -93,6 +94,30 @@ class Backbone(nn.Module):
         ph, pw = self.model.patch_embed.patch_size
         patches = out[:, self.model.num_prefix_tokens :]
         return Features(pooled, patches, (images.shape[2] // ph, images.shape[3] // pw))
+
+    @property
+    def dims(self) -> list[int]:
+        """Channels of what `grids` gives of every stage."""
+        return widths(self.model)
+
+    def grids(self, images: Tensor, *, every: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """(B, 3, H, W) to pooled vectors (B, D) and the last stage's tokens (B, D, h, w), or those of `every` stage of a
+        pyramid and of every block of a ViT. A pyramid's are read before the norm at its end, a ViT's last after it.
+        Raises UserError for a model without such parts."""
+        size = self.micro_batch if self.training else None
+        pooled, *grids = by_parts(lambda x: self._grids(x, every=every), images, size)
+        return pooled, grids
+
+    def _grids(self, images: Tensor, *, every: bool) -> tuple[Tensor, ...]:
+        parts = stages(self.model)
+        with handed_on(parts if every else parts[-1:]) as seen:
+            out = self._features(images)
+        h, w = out.grid
+        if seen[-1].ndim == 3:  # a ViT's, all on one grid
+            tokens = [x[:, -h * w :] for x in seen[:-1]] + [out.patches]
+            return out.pooled, *(x.mT.unflatten(2, out.grid) for x in tokens)
+        last = getattr(self.model, "stage_fmt", getattr(self.model, "output_fmt", "NCHW")) == "NHWC"
+        return out.pooled, *(x.permute(0, 3, 1, 2) if last else x for x in seen)
 
     def last_blocks(self, images: Tensor, n: int) -> list[Tensor]:
         """The outputs of a ViT's last n blocks, each through the final norm: n x (B, 1 + N, D), class token first."""

@@ -38,7 +38,7 @@ class CvT(Pyramid):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_features = dims[-1]
+        self.dims, self.num_features = dims, dims[-1]
         rates = drop_rates(drop_path_rate, depths)
         stages = []
         for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):

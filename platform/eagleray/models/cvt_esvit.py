@@ -41,7 +41,7 @@ class CvT(Pyramid):
             blocks = [Block(dim, heads[i], mlp_ratios[i], windows[i], rate) for rate in drop[i]]
             stages.append(nn.Sequential(embed, LayerNorm2d(dim, eps=1e-5), *blocks))
         self.stages = nn.Sequential(*stages)
-        self.num_features = dims[-1]
+        self.dims, self.num_features = dims, dims[-1]
         self.norm = nn.LayerNorm(dims[-1], eps=1e-5)
         self.head = classifier(dims[-1], num_classes)
         self.apply(init)

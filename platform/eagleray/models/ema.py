@@ -35,3 +35,14 @@ def online_of(target: nn.Module) -> nn.Module:
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     """target <- momentum * target + (1 - momentum) * online, for parameters; buffers are left alone."""
     torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1.0 - momentum)
+
+
+@torch.no_grad()
+def average(target: nn.Module, online: nn.Module, decay: float) -> None:
+    """An average of weights that is not run while training: what batch norm has counted follows too."""
+    ema_update(target, online, decay)
+    for kept, new in zip(target.buffers(), online.buffers(), strict=True):
+        if kept.is_floating_point():
+            kept.lerp_(new, 1.0 - decay)
+        else:
+            kept.copy_(new)

@@ -39,7 +39,7 @@ class PVT(Pyramid):
     ) -> None:
         """`img_size` sets the size of the position tables; `reductions` are of the grid of keys and values."""
         super().__init__()
-        self.num_features = dims[-1]
+        self.dims, self.num_features = dims, dims[-1]
         rates = drop_rates(drop_path_rate, depths)
         stages, size = [], img_size
         for i, (before, dim) in enumerate(itertools.pairwise((3, *dims))):

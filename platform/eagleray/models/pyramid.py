@@ -10,7 +10,9 @@ class Pyramid(nn.Module):
     """B images, C channels of the last stage, whose grid is h x w; `forward_features` gives (B, h, w, C)."""
 
     output_fmt = "NHWC"
+    stage_fmt = "NCHW"  # of what goes from stage to stage
     num_features: int
+    dims: Sequence[int]  # of each stage
     head: nn.Module  # of class scores, or nn.Identity
 
     def forward_features(self, x: Tensor) -> Tensor:

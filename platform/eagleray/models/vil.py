@@ -23,6 +23,8 @@ class ViL(Pyramid):
     """Stages of a patch embedding and blocks. Tokens are (B, G + N, C): G global ones of the stage, then the N = h * w
     patches, row-major. At `img_size` the relative positions of full attention are as trained, elsewhere resampled."""
 
+    stage_fmt = "NHWC"
+
     def __init__(
         self,
         *,
@@ -51,7 +53,7 @@ class ViL(Pyramid):
             blocks = [Block(dim, attn, rate) for attn, rate in zip(attentions, drop[i], strict=True)]
             stages.append(Stage(before, dim, patches[i], tokens[i], blocks))
         self.stages = nn.Sequential(*stages)
-        self.num_features = dims[-1]
+        self.dims, self.num_features = dims, dims[-1]
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6)
         self.head = classifier(dims[-1], num_classes)
         self.apply(init)

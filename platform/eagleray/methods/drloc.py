@@ -1,0 +1,78 @@
+"""Dense relative localisation beside supervised training: Liu et al. 2021, arXiv:2106.03746, section 3. The defaults
+are what the authors' code trains with; docs/decisions/0015-drloc-targets.md has what their paper says otherwise."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from eagleray.data.batch import Batch
+from eagleray.errors import UserError
+from eagleray.losses.drloc import Localiser, Mode, Pool, Targets, coarse, drloc_loss, exhaustive_pairs, random_pairs
+from eagleray.methods.method import Classes, Classifier, NotNegative, Positive, Share, judged
+from eagleray.models.backbone import Backbone
+from eagleray.schedule import Progress, Schedule
+
+
+class DRLoc(Classifier):
+    """The classifier's cross-entropy, and lambda times how badly an MLP tells from two tokens how far apart they lie."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        classes: Classes,
+        smoothing: Share = 0.1,
+        mixup: NotNegative = 0.8,
+        cutmix: NotNegative = 1.0,
+        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies
+        pairs: Positive = 64,  # of an image, m
+        # Lambda. The paper has it constant, 0.5 for Swin and 0.1 for T2T and CvT.
+        weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
+        mode: Mode = "l1",
+        targets: Targets = "raw",  # of l1 and l1_signed
+        pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner, whatever m
+        stages: Literal["last", "all"] = "last",  # all: an MLP for each, on its own grid (L_all)
+        # Tokens on a side, k. A last grid of twice as many and more is pooled to fewer than that; it sets the classes.
+        grid: Positive = 7,
+        pool: Pool = "3x3",  # 2x2 is the paper's
+    ) -> None:
+        super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
+        if stages == "all" and not mode.startswith("l1"):
+            raise UserError(
+                f"method.stages=all: each stage has another number of offsets; mode={mode} needs one of them"
+            )
+        self.pairs, self.weight, self.mode, self.targets = pairs, weight, mode, targets
+        self.pairing, self.every, self.grid, self.pool = pairing, stages == "all", grid, pool
+        offsets = None if mode.startswith("l1") else 2 * grid - 1 if mode.endswith("signed") else grid
+        dims = backbone.dims if self.every else [backbone.dim]
+        self.localisers = nn.ModuleList(Localiser(dim, offsets) for dim in dims)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        x, y = self.mixing(torch.cat(batch.views), batch.label.repeat(len(batch.views)))
+        pooled, grids = self.encoder.backbone.grids(x, every=self.every)
+        z = self.encoder.head(pooled)  # (V * B, C)
+        out = judged(z, y, sure=not self.mixing.on)
+        if not self.every:
+            grids = [coarse(g, self.grid, self.pool) for g in grids]
+        apart = [self.apart(f, g, batch, at) for f, g in zip(self.localisers, grids, strict=True)]
+        drloc = torch.stack(apart).sum()
+        return {**out, "loss": out["loss"] + self.weight(at) * drloc, "classes": out["loss"], "drloc": drloc}
+
+    def apart(self, f: nn.Module, g: Tensor, batch: Batch, at: Progress) -> Tensor:
+        """The loss of pairs of tokens of a grid (V * B, D, h, w)."""
+        n, drawn = g.shape[2] * g.shape[3], (len(batch.views), batch.rows, at.step, g.device)
+        pairs = random_pairs(n, self.pairs, *drawn) if self.pairing == "random" else exhaustive_pairs(n, *drawn)
+        assert isinstance(f, Localiser)
+        return drloc_loss(f, g, pairs, mode=self.mode, targets=self.targets)
+
+    def try_views(self, views: Sequence[Tensor]) -> None:
+        super().try_views(views)
+        *_, g = self.encoder.backbone.grids(views[0], every=self.every)[1]
+        h, w = coarse(g, self.grid, self.pool).shape[2:]
+        if not self.mode.startswith("l1") and max(h, w) > self.grid:
+            raise UserError(
+                f"method.grid={self.grid}: {h} x {w} tokens of a view of {views[0].shape[3]} pixels have more offsets "
+                f"than mode={self.mode} has classes for; expected method.grid={max(h, w)}"
+            )
