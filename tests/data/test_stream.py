@@ -1,5 +1,7 @@
 """The stream of global batches on real shards: whoever reads it, wherever it starts, whatever is broken."""
 
+import dataclasses
+import random
 import re
 import time
 from collections.abc import Callable
@@ -109,6 +111,23 @@ def test_resume_equals_no_stop(folder: Path, start: int) -> None:
     assert_equal(read(s, readers=1 + start % LANES, start=start, steps=13 - start), whole[start:])
 
 
+@pytest.mark.parametrize("readers", [2, 4])
+def test_views_by_policies_are_the_same_whoever_reads_them(folder: Path, readers: int) -> None:
+    views = [View(size=16, count=2, jitter=0.0, randaugment="rand-m9-mstd0.5-inc1", erasing=0.5), View(size=8)]
+    augmented = dataclasses.replace(stream(folder), views=Views.of(views))
+    plain = dataclasses.replace(stream(folder), views=Views.of([View(size=16, count=2, jitter=0.0), View(size=8)]))
+    before = random.getstate(), np.random.get_state()[1].copy()
+    [one], [ours] = (read(augmented, readers=r, start=3, steps=1) for r in (1, readers))
+    assert random.getstate() == before[0]
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert_equal([one], [ours])
+    [other] = read(plain, readers=1, start=3, steps=1)
+    assert torch.equal(other.pixels[1], one.pixels[1])  # a view without a policy is as it was
+    differ = (other.pixels[0] != one.pixels[0]).flatten(2).any(2)
+    assert 0.4 < differ.float().mean() < 1  # two operations, each by a chance of a half
+    assert torch.equal(other.boxes, one.boxes)
+
+
 def test_other_epochs_and_seeds_look_and_come_otherwise(folder: Path) -> None:
     s, other = stream(folder), stream(folder, seed=8)
     first, second = (read(s, readers=1, start=start, steps=5) for start in (0, 5))
@@ -186,7 +205,7 @@ def inside(inner: Read, outer: Read) -> bool:
     return inner[0] == outer[0] and outer[1] <= inner[1] and inner[2] <= outer[2]
 
 
-@pytest.mark.parametrize("readers", [1, 4])
+@pytest.mark.parametrize("readers", [2, 4])
 def test_no_byte_is_fetched_twice_in_an_epoch(folder: Path, reads: list[Read], readers: int) -> None:
     s = stream(folder)
     reads.clear()

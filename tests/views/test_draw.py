@@ -1,11 +1,13 @@
 """Drawn parameters: a pure function of (seed, epoch, sample, view), in torchvision's distributions."""
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import v2
 
 from eagleray.views import draw
@@ -151,11 +153,12 @@ def test_operations_happen_as_often_as_torchvisions(name: str, transform: Any, p
 
 def test_every_parameter_is_drawn_on_its_own() -> None:
     """None of them tells anything about another, nor about the crop."""
-    views, u = many(blur=0.5, solarize=0.5, gray=0.5, jitter=0.5)
-    columns = [*photometrics(views, u).T, *crops(views, u, 375, 500)[:, 2:].T]
+    views, u = many(blur=0.5, solarize=0.5, gray=0.5, jitter=0.5, erasing=0.5)
+    columns = [*draw.more(views, seed=1, epoch=2, sample=3).T]
+    columns += [*photometrics(views, u).T[: COLUMNS.index("erase_top")], *crops(views, u, 375, 500)[:, 2:].T]
     columns += [u[:, draw.PLACE_X], u[:, draw.PLACE_Y]]
     r = np.corrcoef(columns)
-    own = [COLUMNS.index(c) for c in ("first", "second", "third", "fourth")]
+    own = [draw.MORE + COLUMNS.index(c) for c in ("first", "second", "third", "fourth")]
     r[np.ix_(own, own)] = 0  # of one permutation
     r[-3, -4] = r[-4, -3] = 0  # height and width of one box
     np.fill_diagonal(r, 0)
@@ -198,3 +201,46 @@ def test_every_view_has_its_own_settings() -> None:
     params = dict(zip(COLUMNS, photometrics(views, u).T, strict=True))
     assert params["flip"].tolist() == [0, 0, 1]
     assert ((params["sigma"] > 0) == [True, True, False]).all()
+
+
+def boxes(chance: float, size: int = 32, count: int = M) -> NDArray:
+    """What is erased (n, 5)."""
+    views, u = many(count, size=size, erasing=chance)
+    more = draw.more(views, seed=1, epoch=2, sample=3)
+    return photometrics(views, u, more)[:, COLUMNS.index("erase_top") :]
+
+
+def test_boxes_are_drawn_as_timms() -> None:
+    """Compared are those of a side that both draw: heights, widths, and where they are."""
+    size, count = 32, 3000
+    random.seed(0)
+    theirs = RandomErasing(1.0, mode="pixel", device="cpu")
+    marked = (theirs(torch.zeros(3, size, size))[0] != 0 for _ in range(count))
+    edges = np.array(
+        [(y.min(), x.min(), y.max() + 1, x.max() + 1) for y, x in (m.nonzero(as_tuple=True) for m in marked)]
+    )
+    top, left, h, w, _ = boxes(1.0, size).T
+    for ours, other in zip((top, left, top + h, left + w), edges.T, strict=True):
+        assert ks(ours, other) < 0.04
+    assert ks(h * w, np.prod(edges[:, 2:] - edges[:, :2], axis=1)) < 0.04
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+def test_boxes_lie_in_the_image_and_are_as_often_as_they_should(p: float) -> None:
+    for size in (4, 32):
+        top, left, h, w, seed = boxes(p, size).T
+        assert abs((h > 0).mean() - p) <= 4 * (p * (1 - p) / M) ** 0.5 + (size == 4) * 0.01
+        assert ((h > 0) == (w > 0)).all()
+        assert min(top.min(), left.min()) >= 0
+        assert max((top + h).max(), (left + w).max()) <= size
+        assert ((seed == np.floor(seed)) & (seed < 2**24)).all()
+
+
+def test_what_is_drawn_does_not_move_when_views_are_erased() -> None:
+    views, u = many(50)
+    erased, v = many(50, erasing=1.0)
+    assert (u == v).all()
+    end = COLUMNS.index("erase_top")
+    more = draw.more(erased, seed=1, epoch=2, sample=3)
+    assert (photometrics(views, u)[:, :end] == photometrics(erased, v, more)[:, :end]).all()
+    assert draw.more(views, seed=1, epoch=2, sample=3).size == 0

@@ -168,3 +168,26 @@ def test_every_image_in_a_batch_has_its_own_parameters(size: int) -> None:
 
 def test_taps_reach_three_deviations_of_the_widest_blur() -> None:
     assert 3 * max(View().sigma) <= photometric.TAPS // 2
+
+
+def test_a_box_becomes_normal_noise_and_the_rest_stays() -> None:
+    x = images(4, 32)
+    p = params(4)
+    p[1, COLUMNS.index("erase_top") :] = torch.tensor([3.0, 5.0, 20.0, 24.0, 77.0])
+    out, plain = apply(x, p), apply(x, params(4))
+    inside = torch.zeros(4, 3, 32, 32, dtype=torch.bool)
+    inside[1, :, 3:23, 5:29] = True
+    assert torch.equal(out[~inside], plain[~inside])
+    assert abs(out[inside].mean()) < 0.1
+    assert abs(out[inside].std() - 1) < 0.1
+
+
+def test_noise_does_not_depend_on_the_batch() -> None:
+    x, p = images(3, 16), params(3)
+    p[:, COLUMNS.index("erase_top") :] = torch.tensor([[1.0, 1.0, 8.0, 8.0, seed] for seed in (1.0, 2.0, 1.0)])
+    state = torch.get_rng_state()
+    whole = apply(x, p)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(whole[2:], apply(x[2:], p[2:]))
+    assert torch.equal(whole[0, :, 1:9, 1:9], whole[2, :, 1:9, 1:9])
+    assert not torch.equal(whole[0, :, 1:9, 1:9], whole[1, :, 1:9, 1:9])

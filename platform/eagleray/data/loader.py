@@ -56,7 +56,7 @@ class Loader:
         for part in parts:
             if part.error:
                 raise part.error
-        params = torch.cat([p.params for p in parts], 1)  # (V, B, 13), stays on the CPU
+        params = torch.cat([p.params for p in parts], 1)  # (V, B, 18), stays on the CPU
         views: list[Tensor] = []
         for group in zip(*[p.pixels for p in parts], strict=True):
             pixels = torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)  # (views, B, 3, S, S)

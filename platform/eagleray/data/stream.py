@@ -25,6 +25,7 @@ from eagleray.errors import Outage, UserError
 from eagleray.views import draw
 from eagleray.views.crop import corners, crop
 from eagleray.views.draw import Views
+from eagleray.views.randaugment import augment
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Part:
     """What one reader gives to one step: b images, V views in G groups of neighbours of one size."""
 
     pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
-    params: Tensor  # (V, b, 13), see views.draw
+    params: Tensor  # (V, b, 18), see views.draw
     boxes: Tensor  # (V, b, 4)
     index: Tensor  # (b,)
     label: Tensor  # (b,)
@@ -178,14 +179,19 @@ class Stream:
         u = draw.uniforms(len(self.views.views), seed=self.seed, epoch=turn.epoch, sample=key)
         height, width = image.shape[1:]
         boxes = draw.crops(self.views, u, height, width)
-        crop(image, boxes, self.views.views, [view[row] for group in part.pixels for view in group])
+        crops = [view[row] for group in part.pixels for view in group]
+        crop(image, boxes, self.views.views, crops)
+        more = draw.more(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
+        for pixels, view, v in zip(crops, self.views.views, more, strict=True):
+            if view.randaugment:
+                augment(pixels, view, int(v[draw.POLICY] * 2**32))
         part.index[row], part.label[row] = sample, block.label(sample)
-        return _Drawn(u, boxes, height, width)
+        return _Drawn(u, more, boxes, height, width)
 
     def _note(self, part: Part, drawn: Sequence["_Drawn"]) -> None:
         """What is still to be done to the crops, and where they are from."""
-        u, boxes, height, width = (np.array(x) for x in zip(*drawn, strict=True))
-        params = draw.photometrics(self.views, u)  # (b, V, 13)
+        u, more, boxes, height, width = (np.array(x) for x in zip(*drawn, strict=True))
+        params = draw.photometrics(self.views, u, more)  # (b, V, 18)
         places = corners(boxes, params[..., 0], height[:, None], width[:, None])  # (b, V, 4)
         part.params, part.boxes = (torch.from_numpy(x.swapaxes(0, 1).copy()) for x in (params, places))
 
@@ -214,6 +220,7 @@ class _Drawn(NamedTuple):
     """Of one sample."""
 
     u: NDArray[np.float64]  # (V, WIDTH)
+    more: NDArray[np.float64]  # (V, MORE), or (V, 0)
     boxes: NDArray[np.int64]  # (V, 4)
     height: int
     width: int

@@ -20,8 +20,13 @@ PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GR
     2 * TRIES, 2 * TRIES + 13
 )
 WIDTH = 2 * TRIES + 13
+# And of views that are augmented by policies or erased, from a generator beside it, where nothing above moves:
+# areas, aspect ratios, then one each of:
+ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
+MORE = 2 * TRIES + 5
+ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # share of the area, height over width: timm's
 
-# Columns of the photometric parameters (V, 13): what `photometric.apply` reads.
+# Columns of the photometric parameters (V, 18): what `photometric.apply` reads.
 COLUMNS: tuple[str, ...] = (
     "flip",
     "jitter",
@@ -35,6 +40,7 @@ COLUMNS: tuple[str, ...] = (
     "hue",
 )
 COLUMNS += ("gray", "sigma", "solarize")
+COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Views:
     strength: NDArray[np.float64]  # (V, 4)
     sigma: NDArray[np.float64]  # (V, 2)
     chance: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
+    size: NDArray[np.int64]  # (V,)
+    erasing: NDArray[np.float64]  # (V,)
+    more: bool  # whether some view needs more than `uniforms`
 
     @classmethod
     def of(cls, views: Sequence[View]) -> "Views":
@@ -58,6 +67,9 @@ class Views:
             np.array([x.strength for x in v]),
             np.array([x.sigma for x in v]),
             np.array([(x.flip, x.jitter, x.gray, x.blur, x.solarize) for x in v]),
+            np.array([x.size for x in v]),
+            np.array([x.erasing for x in v]),
+            any(x.erasing or x.randaugment for x in v),
         )
 
 
@@ -65,6 +77,14 @@ def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.fl
     """(V, WIDTH) numbers in [0, 1)."""
     key = np.array([seed, (epoch << 40) | sample], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random((views, WIDTH))
+
+
+def more(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
+    """(V, MORE) numbers in [0, 1) beside `uniforms`; (V, 0) where no view needs them."""
+    if not v.more:
+        return np.empty((len(v.views), 0))
+    key = np.array([seed, (epoch << 40) | sample], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 1])).random((len(v.views), MORE))
 
 
 def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
@@ -95,9 +115,9 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def photometrics(v: Views, u: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Parameters of the photometric operations (..., V, 13) from uniforms (..., V, WIDTH), columns as in COLUMNS; sigma
-    0 means no blur."""
+def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+    """Parameters of the photometric operations (..., V, 18) from uniforms (..., V, WIDTH), and (..., V, MORE) where views
+    are erased, columns as in COLUMNS; sigma 0 means no blur, and a height of 0 that nothing is erased."""
     flip, jitter, gray, blur, solarize = np.moveaxis(u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance, -1, 0)
     low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
     factors = low + (high - low) * u[..., BRIGHTNESS : SATURATION + 1]
@@ -110,8 +130,24 @@ def photometrics(v: Views, u: NDArray[np.float64]) -> NDArray[np.float32]:
         order,
         factors,
         *(x[..., None] for x in (shift, gray, sigma, solarize)),
+        np.zeros((*u.shape[:-1], 5)) if extra is None or not v.erasing.any() else erased(v, extra),
     )
     return np.concatenate(columns, -1).astype(np.float32)
+
+
+def erased(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Top, left, height and width (..., V, 5) of the boxes to be erased, in pixels, and a seed of 24 bits for their
+    noise, from (..., V, MORE); zeros where none fits or none is due. Zhong et al. 2020, arXiv:1708.04896."""
+    side = v.size[:, None]
+    area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
+    aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
+    h, w = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))  # (..., V, TRIES)
+    fits = (h > 0) & (w > 0) & (h < side) & (w < side)
+    first = fits.argmax(-1)[..., None]
+    h, w = (np.take_along_axis(x, first, -1)[..., 0] for x in (h, w))
+    top, left = (np.floor(u[..., i] * (v.size - x + 1)) for i, x in ((ERASE_Y, h), (ERASE_X, w)))
+    box = np.stack([top, left, h, w, np.floor(u[..., NOISE] * 2**24)], -1)
+    return box * (fits.any(-1) & (u[..., ERASE] < v.erasing))[..., None]
 
 
 def between(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:

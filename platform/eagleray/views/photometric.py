@@ -1,4 +1,4 @@
-"""Colour jitter, grayscale, blur, solarise, flip and normalise for a batch, on any device, each image its own way.
+"""Colour jitter, grayscale, blur, solarise, flip, normalise and erase for a batch, on any device, each image its own way.
 
 Each operation touches only the images that it applies to. Which those are is known on the CPU, where the parameters
 were drawn, so the device is never waited for.
@@ -15,13 +15,13 @@ from eagleray.views.draw import COLUMNS
 TAPS = 13  # of the blur, 3 standard deviations of the widest
 LUMA = (0.2989, 0.587, 0.114)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-FLIP, JITTER, FIRST, BRIGHTNESS, GRAY, SIGMA, SOLARIZE = (
-    COLUMNS.index(c) for c in ("flip", "jitter", "first", "brightness", "gray", "sigma", "solarize")
+FLIP, JITTER, FIRST, BRIGHTNESS, GRAY, SIGMA, SOLARIZE, TOP = (
+    COLUMNS.index(c) for c in ("flip", "jitter", "first", "brightness", "gray", "sigma", "solarize", "erase_top")
 )
 
 
 def apply(images: Tensor, params: Tensor) -> Tensor:
-    """uint8 images (B, 3, S, S) on the device and their parameters (B, 13), on the CPU, to normalised views."""
+    """uint8 images (B, 3, S, S) on the device and their parameters (B, 18), on the CPU, to normalised views."""
     x = images.float() / 255
     on_device = params.to(x.device, non_blocking=True)
     jitter = params[:, JITTER] > 0
@@ -33,7 +33,7 @@ def apply(images: Tensor, params: Tensor) -> Tensor:
     some(x, params[:, SIGMA] > 0, lambda part, rows: blur(part, on_device[rows, SIGMA]))
     some(x, params[:, SOLARIZE] > 0, lambda part, _: solarize(part))
     some(x, params[:, FLIP] > 0, lambda part, _: part.flip(-1))
-    return normalise_(x)
+    return erase_(normalise_(x), params[:, TOP:])
 
 
 def some(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -96,6 +96,16 @@ def solarize(x: Tensor) -> Tensor:
 def normalise_(x: Tensor) -> Tensor:
     """Images (B, 3, S, S) in [0, 1] to zero mean and unit deviation over ImageNet, in place."""
     return x.sub_(per_channel(MEAN, x.device)).div_(per_channel(STD, x.device))
+
+
+def erase_(x: Tensor, boxes: Tensor) -> Tensor:
+    """Normal noise in boxes (B, 5) on the CPU, `draw.erased`, of images (B, 3, S, S), in place. Each box has a seed of
+    its own, so its noise is the same in any batch, on devices of one kind."""
+    for row in boxes[:, 2].nonzero().squeeze(1).tolist():
+        top, left, h, w, seed = (int(value) for value in boxes[row].tolist())
+        noise = torch.Generator(x.device).manual_seed(seed)
+        x[row, :, top : top + h, left : left + w].normal_(generator=noise)
+    return x
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """What a view of an image is, as data: the crop and the photometric operations, in the order they are applied."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -14,13 +15,20 @@ def ordered(ends: tuple[float, float]) -> tuple[float, float]:
     return ends
 
 
+def known(policy: str) -> str:
+    if not re.fullmatch(r"rand(-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)*", policy):
+        raise ValueError("timm's name of a RandAugment policy is expected, such as rand-m9-mstd0.5-inc1")
+    return policy
+
+
 Range = Annotated[tuple[float, float], AfterValidator(ordered)]
+Policy = Annotated[str, AfterValidator(known)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class View:
-    """Random resized crop, jitter, grayscale, blur, solarise, flip, normalise."""
+    """Random resized crop, RandAugment, jitter, grayscale, blur, solarise, flip, normalise, random erasing."""
 
     size: Annotated[int, Field(gt=0)] = 224  # pixels, square
     count: Annotated[int, Field(gt=0)] = 1
@@ -28,16 +36,20 @@ class View:
     ratio: Range = (3 / 4, 4 / 3)  # width over height
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     flip: Probability = 0.5
+    randaugment: Policy | None = None  # timm's, such as rand-m9-mstd0.5-inc1; jitter is to be 0 then, as in timm
     jitter: Probability = 0.8
     strength: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)  # brightness, contrast, saturation, hue
     gray: Probability = 0.2
     blur: Probability = 0.0
     sigma: Range = (0.1, 2.0)  # pixels
     solarize: Probability = 0.0  # pixels of 128 and more of 255 are inverted
+    erasing: Probability = 0.0  # a box becomes noise
 
     def __post_init__(self) -> None:
         if self.scale[1] > 1:
             raise ValueError(f"scale={self.scale}: a crop is at most the whole image, 1")
+        if self.randaugment and self.jitter:
+            raise ValueError(f"randaugment={self.randaugment} goes with jitter=0, got jitter={self.jitter}")
         if min(self.strength) < 0 or self.strength[3] > 0.5:
             raise ValueError(
                 f"strength={self.strength}: expected none below 0, and a hue of at most 0.5, half the circle"
