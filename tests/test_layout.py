@@ -51,7 +51,7 @@ OWNERS |= {
     "webdataset": {"data/shards.py", "data/pack.py"},
     "matplotlib": {"data/sheet.py", "picture.py", "sweep_plots.py"},
     "optuna": {"sweep.py"},
-    "scipy": {"data/sources/imagenet.py"},
+    "scipy": {"data/sources/imagenet.py", "data/sources/matlab.py"},
 }
 OWNERS |= {
     "typer": {"cli.py", "jobs_cli.py", "tune_cli.py", "finetune_cli.py", "options.py"},

@@ -81,13 +81,13 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="imagenet-1k, imagenet-22k, openimages, webvision, coco, folder, webdataset or parquet",
+            help="a name of `list datasets`, imagenet-22k, openimages, webvision, coco, folder, webdataset or parquet",
             metavar="SOURCE",
         ),
     ],
     origin: Annotated[str, typer.Argument(help="file, folder or s3:// URL of the source", metavar="FROM")],
     destination: Annotated[str, typer.Argument(help="folder or s3:// URL for the shards", metavar="DST")],
-    split: Annotated[str, typer.Option(help="of imagenet-1k, openimages, webvision and coco; train by default")] = "",
+    split: Annotated[str, typer.Option(help="of sets that have several; by default the first, of training")] = "",
     size: Annotated[int, typer.Option(help="MiB of source bytes per shard", min=1)] = 128,
     max_side: Annotated[int, typer.Option(help="pixels; larger images become JPEGs of this longer side", min=0)] = 0,
     min_side: Annotated[int, typer.Option(help="pixels; images with a shorter side are left out", min=0)] = 0,
@@ -96,7 +96,7 @@ def prepare(
     workers: Annotated[
         int | None, typer.Option(help="Ray tasks at once; 0: in this process; all CPUs by default", min=0)
     ] = None,
-    labels: Annotated[str, typer.Option(help="imagenet-1k: devkit or LOC_val_solution.csv, for --split val")] = "",
+    labels: Annotated[str, typer.Option(help="imagenet-1k, -100: devkit or LOC_val_solution.csv for --split val")] = "",
     images: Annotated[str, typer.Option(help="openimages: folder of the files; the public bucket by default")] = "",
     column: Annotated[str, typer.Option(help="parquet: column of the images, where there are several")] = "",
 ) -> None:
@@ -184,11 +184,12 @@ class Kind(StrEnum):
     backbones = "backbones"
     recipes = "recipes"
     sweeps = "sweeps"
+    datasets = "datasets"
 
 
 @app.command("list")
 def list_(kind: Annotated[Kind, typer.Argument()], as_json: Json = False) -> None:
-    """List methods, tested backbones, or recipes with their headers."""
+    """List methods, tested backbones, recipes with their headers, sweeps, or datasets."""
     from eagleray import launch
 
     rows = launch.catalogue(kind.value)

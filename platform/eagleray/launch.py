@@ -26,6 +26,7 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.console import Follow, out, stoppable
 from eagleray.data import card
 from eagleray.data import prepare as preparing
+from eagleray.data.datasets import DATASETS
 from eagleray.data.index import open_index
 from eagleray.data.sources.job import Job
 from eagleray.errors import UserError
@@ -209,6 +210,8 @@ def catalogue(kind: str) -> dict[str, str]:
     if kind == "sweeps":
         lines = {n: recipes.find(n, "sweep").read_text().splitlines()[0] for n in recipes.names("sweep")}
         return {n: line.removeprefix("#").strip() for n, line in lines.items()}
+    if kind == "datasets":
+        return {name: str(d) for name, d in DATASETS.items()}
     return {n: headline(recipes.find(n).read_text()) for n in recipes.names()}
 
 

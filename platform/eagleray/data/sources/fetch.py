@@ -1,4 +1,4 @@
-"""The bytes of items, whatever holds them."""
+"""The bytes of items, whatever holds them; pixels that are no image file become one."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from eagleray.data.ahead import ahead
 from eagleray.data.ranges import Span, content
-from eagleray.data.sources import parquet
+from eagleray.data.sources import cifar, parquet, svhn
 from eagleray.data.sources.item import Item
 
 
@@ -15,7 +15,10 @@ def fetch(items: pa.Table, column: str) -> Iterator[tuple[Item, bytes | memoryvi
     rows = [Item(**row) for row in items.to_pylist()]
     if column:
         return _cells(rows, column)
-    return zip(rows, ahead(lambda i: content(Span(i.key, i.url, i.offset, i.size)), rows), strict=True)
+    if rows and rows[0].extension == svhn.ARRAY:
+        return svhn.images(rows)
+    found = zip(rows, ahead(lambda i: content(Span(i.key, i.url, i.offset, i.size)), rows), strict=True)
+    return ((item, cifar.picture(data) if item.extension == cifar.PLANES else data) for item, data in found)
 
 
 def _cells(rows: list[Item], column: str) -> Iterator[tuple[Item, bytes]]:

@@ -3,18 +3,27 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from eagleray.data.datasets import DATASETS
+from eagleray.data.sources.cifar import cifar_10, cifar_100
+from eagleray.data.sources.domainnet import domainnet
+from eagleray.data.sources.flowers import flowers
 from eagleray.data.sources.folder import coco, folder
 from eagleray.data.sources.imagenet import imagenet_1k, imagenet_22k
+from eagleray.data.sources.imagenet_100 import imagenet_100
 from eagleray.data.sources.item import Found
 from eagleray.data.sources.job import Job
 from eagleray.data.sources.openimages import openimages
 from eagleray.data.sources.parquet import parquet
+from eagleray.data.sources.pets import pets
+from eagleray.data.sources.svhn import svhn
 from eagleray.data.sources.webdataset import webdataset
 from eagleray.data.sources.webvision import webvision
 from eagleray.errors import UserError
 
 OWN = "your own to know: the source does not say"
 IMAGENET = "ImageNet terms of access: non-commercial research and education only"
+RESEARCH = "published for research; no formal licence"
+FAIR = "fair use, as its authors state; the images belong to their owners"
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,13 @@ class Source:
     licence: str
     splits: tuple[str, ...] = ()
     options: tuple[str, ...] = ()  # that only some sources take, by their fields in Job
+
+
+DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+
+
+def _splits(name: str) -> tuple[str, ...]:
+    return tuple(DATASETS[name].splits)
 
 
 SOURCES = {
@@ -44,6 +60,13 @@ SOURCES = {
         "images under the licences of their Flickr authors, annotations CC BY 4.0",
         ("train2017", "val2017", "test2017", "unlabeled2017"),
     ),
+    "imagenet-100": Source(imagenet_100, IMAGENET, ("train", "val"), ("labels",)),
+    "cifar-10": Source(cifar_10, RESEARCH, _splits("cifar-10")),
+    "cifar-100": Source(cifar_100, RESEARCH, _splits("cifar-100")),
+    "flowers-102": Source(flowers, RESEARCH, _splits("flowers-102")),
+    "pets": Source(pets, "CC BY-SA 4.0; the images belong to their owners", _splits("pets")),
+    "svhn": Source(svhn, "non-commercial use only", _splits("svhn")),
+    **{name: Source(domainnet, FAIR, _splits(name)) for name in DOMAINS},
     "folder": Source(folder, OWN),
     "webdataset": Source(webdataset, OWN),
     "parquet": Source(parquet, OWN, options=("column",)),
