@@ -6,21 +6,20 @@ import re
 from pathlib import Path
 
 from eagleray import recipe
+from eagleray.data.datasets import DATASETS
 
 PAGE = Path(__file__).with_name("recipes.md")
 MARK = "<!-- from here on written by docs/recipes.py -->\n"
 LABELS = ("Published", "Cost", "Ours")
 COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", *LABELS)
 DATA = {
-    "in1k": "ImageNet-1k",
     "in10": "ImageNet-10",
     "coco": "COCO",
     "in22k": "ImageNet-22k",
     "openimages": "OpenImages-v4",
     "webvision": "WebVision-v1",
-    "cifar10": "CIFAR-10",
     "shapes": "drawn shapes",
-}
+} | {dataset.short: dataset.title for dataset in DATASETS.values()}
 
 
 def page(written: str) -> str:

@@ -12,14 +12,16 @@ import pytest
 import torch
 import yaml
 
-from eagleray import config, recipe
+from eagleray import config, recipe, run
+from eagleray.data.datasets import DATASETS
 from eagleray.models.backbone import Backbone
 
 ROOT = Path(__file__).parent.parent
 NAMES = recipe.names()
+DATA = ("in1k", "in10", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
 NAME = (
     r"(?P<method>[a-z0-9_]+?)_(?P<backbone>vit(?P<size>xs|[sblh])(?P<patch>\d+)(?P<kind>[a-z]*)|[a-z0-9]+)"
-    r"_(?:in1k|in10|coco|in22k|openimages|webvision|cifar10|shapes)_(?:ep(?P<epochs>\d+)|demo)(?P<variant>_.+)?"
+    r"_(?P<data>" + "|".join(DATA) + r")_(?:(?P<length>ep|ft)(?P<epochs>\d+)|demo)(?P<variant>_.+)?"
 )
 SIZES = {"xs": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
 KINDS = {"": ("timm", "timm"), "bn": ("batch", "timm"), "conv": ("timm", "conv")}
@@ -157,7 +159,70 @@ SELFPATCH = {  # of the supplement
         Row("selfpatch_vitxs8_in10_ep200_k8", "60.4 87.2"),
     ],
 }
-ROWS = [(kind, n, row) for kind, of in (("esvit", ESVIT), ("selfpatch", SELFPATCH)) for n in of for row in of[n]]
+SETS = ("cifar10", "cifar100", "flowers", "svhn", *("clipart", "infograph", "painting", "quickdraw", "real", "sketch"))
+DRLOC_3 = {  # 100 epochs from scratch, one column for each of the ten sets
+    "supervised_cvt13": "89.02 73.50 54.29 91.47 60.34 19.39 54.79 70.10 76.33 56.98",
+    "drloc_cvt13": "90.30 74.51 56.29 95.36 60.64 20.05 55.26 70.36 77.05 57.56",
+    "supervised_swint": "59.47 53.28 34.51 71.60 38.05 8.20 35.92 24.08 73.47 11.97",
+    "drloc_swint": "83.89 66.23 39.37 94.23 47.47 10.16 41.86 69.41 75.59 38.55",
+    "supervised_t2t14": "84.19 65.16 31.73 95.36 43.55 6.89 34.24 69.83 73.93 31.51",
+    "drloc_t2t14": "87.56 68.03 34.35 96.49 52.36 9.51 42.78 70.16 74.63 51.95",
+}
+DRLOC_4 = {  # fine-tuned from ImageNet-1k
+    "supervised_swint": "97.95 88.22 98.03 96.10 73.51 41.07 72.99 75.81 85.48 72.37",
+    "drloc_swint": "98.37 88.40 98.21 97.87 79.51 46.10 73.28 76.01 85.61 72.86",
+    "supervised_t2t14": "98.37 87.33 97.98 97.03 74.59 38.53 72.29 74.16 84.56 72.18",
+    "drloc_t2t14": "98.52 87.65 98.08 98.20 78.22 45.69 72.42 74.27 84.57 72.29",
+}
+
+
+def columns(of: dict[str, str], sets: tuple[str, ...], length: str) -> list[Row]:
+    """A row for each column of a table."""
+    named = ((name, short, n) for name, line in of.items() for short, n in zip(sets, line.split(), strict=True))
+    return [Row(f"{name}_{short}_{length}", printed) for name, short, printed in named]
+
+
+DRLOC = {
+    1: [
+        Row("supervised_swint_in100_ep100", "82.76"),
+        Row("drloc_swint_in100_ep100", "84.02"),
+        Row("drloc_swint_in100_ep100_signed", "83.14"),
+        Row("drloc_swint_in100_ep100_ce", "83.86"),
+        Row("drloc_swint_in100_ep100_reg", "83.24"),
+        Row("drloc_swint_in100_ep100_all", "81.88"),
+    ],
+    2: [
+        Row("supervised_swint_cifar100_ep100", "53.28"),
+        Row("drloc_swint_cifar100_ep100", "66.23"),
+        Row("supervised_cvt13_in100_ep100", "85.62"),
+        Row("drloc_cvt13_in100_ep100", "85.98"),
+        Row("supervised_swint_in100_ep100", "82.76"),
+        Row("drloc_swint_in100_ep100", "84.02"),
+        Row("supervised_t2t14_in100_ep100", "82.74"),
+        Row("drloc_t2t14_in100_ep100", "83.90"),
+        Row("supervised_cvt13_in100_ep300", "90.16"),
+        Row("drloc_cvt13_in100_ep300", "90.28"),
+        Row("supervised_swint_in100_ep300", "89.68"),
+        Row("drloc_swint_in100_ep300", "90.32"),
+        Row("supervised_t2t14_in100_ep300", "87.76"),
+        Row("drloc_t2t14_in100_ep300", "88.16"),
+    ],
+    3: columns(DRLOC_3, SETS, "ep100"),
+    4: columns(DRLOC_4, SETS, "ft100"),
+    7: [Row("drloc_swint_cifar100_ep100", "66.23"), Row("drloc_swint_cifar100_ep100_exhaustive", "64.40")],
+}
+TRANSFER = ("cifar10", "cifar100", "flowers", "pets")
+SLIDES = {  # of MoCo v3: fine-tuning
+    5: [Row(f"supervised_vit{size}16_in1k_ft50", n) for size, n in (("s", "81.4"), ("b", "83.2"), ("l", "84.1"))],
+    6: columns({"supervised_vitb16": "98.9 90.5 97.7 93.2"}, TRANSFER, "ft100")
+    + columns({"supervised_vitb16": "77.8 48.5 54.4 40.1"}, TRANSFER, "ft100")
+    + columns({"supervised_vitl16": "99.1 91.1 98.6 93.7"}, TRANSFER, "ft100")
+    + columns({"supervised_vitl16": "77.1 48.3 54.3 42.8"}, TRANSFER, "ft100")
+    + columns({"supervised_vith14": "99.1 91.2 98.8 94.2"}, TRANSFER, "ft100")
+    + columns({"supervised_vith14": "75.9 48.0 52.8 40.4"}, TRANSFER, "ft100"),
+}
+PAPERS = {"esvit": ESVIT, "selfpatch": SELFPATCH, "drloc": DRLOC, "moco v3": SLIDES}
+ROWS = [(paper, n, row) for paper, of in PAPERS.items() for n in of for row in of[n]]
 
 
 def docs() -> ModuleType:
@@ -223,6 +288,47 @@ def test_the_page_of_recipes_is_up_to_date():
     assert text.count("<!--") == 1
     for name in NAMES:
         assert text.count(f"\n| `{name}` |") == 1
+
+
+LABELLED = [name for name in NAMES if recipe.load(name).method.name in ("supervised", "drloc")]
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_recipes_with_labels_fit_their_sets(name: str):
+    """Classes and places are those of the set in the name; what is fine-tuned says from what."""
+    said = re.fullmatch(NAME, name)
+    assert said
+    r = recipe.load(name)
+    dataset, short = next((n, d) for n, d in DATASETS.items() if d.short == said["data"])
+    assert r.method.args["classes"] == short.classes
+    if r.data.train:
+        train, test = list(short.splits)[:2]
+        assert r.data.test
+        assert (r.data.train[0].url, r.data.test[0].url) == (f"data/{dataset}/{train}", f"data/{dataset}/{test}")
+    assert (r.backbone.weights is not None) == (said["length"] == "ft")
+    if r.backbone.weights and r.backbone.weights.startswith("runs/"):  # where such a run is left
+        source = recipe.load(r.backbone.weights.removeprefix("runs/"))
+        assert structure(source) == structure(r)
+
+
+def structure(r: recipe.Recipe) -> tuple[dict[str, torch.Size], list[int]]:
+    """Of its backbone: shapes of tensors, and attention heads, which they do not tell."""
+    with torch.device("meta"):
+        model = run.backbone(r).model
+    heads = [m.num_heads for m in model.modules() if hasattr(m, "num_heads")]
+    return {k: v.shape for k, v in model.state_dict().items()}, heads
+
+
+@pytest.mark.parametrize("name", [name for name in LABELLED if name.startswith("drloc_")])
+def test_drloc_differs_from_its_twin_in_the_method_alone(name: str):
+    said = re.fullmatch(NAME, name)
+    assert said
+    twin = name.replace("drloc_", "supervised_").removesuffix(said["variant"] or "")
+    here, there = (recipe.identity(recipe.load(n)) for n in (name, twin))
+    differ = {k for k in here.keys() | there.keys() if here.get(k) != there.get(k)}
+    shared = {f"method.{key}" for key in recipe.load(twin).method.args}
+    assert all(k.startswith("method.") for k in differ)
+    assert not differ & shared
 
 
 @pytest.mark.parametrize("missing", ["Published", "Cost", "Ours"])
