@@ -301,10 +301,10 @@ def test_recipes_with_labels_fit_their_sets(name: str):
     r = recipe.load(name)
     dataset, short = next((n, d) for n, d in DATASETS.items() if d.short == said["data"])
     assert r.method.args["classes"] == short.classes
-    if r.data.train:
-        train, test = list(short.splits)[:2]
-        assert r.data.test
-        assert (r.data.train[0].url, r.data.test[0].url) == (f"data/{dataset}/{train}", f"data/{dataset}/{test}")
+    train, test = list(short.splits)[:2]
+    assert r.data.train
+    assert r.data.test
+    assert (r.data.train[0].url, r.data.test[0].url) == (f"data/{dataset}/{train}", f"data/{dataset}/{test}")
     assert (r.backbone.weights is not None) == (said["length"] == "ft")
     if r.backbone.weights and r.backbone.weights.startswith("runs/"):  # where such a run is left
         source = recipe.load(r.backbone.weights.removeprefix("runs/"))
