@@ -28,7 +28,8 @@ FAMILIES = (
     *("simsiam_heads", "simsiam_loss", "barlow_twins", "vicreg"),
     *("esvit_swin", "esvit_vil", "esvit_cvt", "esvit_correspondence"),
     *("cvt_forward", "t2t_vit_forward"),
-    *("drloc_l1", "drloc_ce", "drloc_reg", "drloc_exhaustive", "drloc_multigrid", "drloc_pool", "drloc_lambda_schedule"),
+    *("drloc_l1", "drloc_ce", "drloc_reg", "drloc_exhaustive", "drloc_multigrid", "drloc_pool"),
+    "drloc_lambda_schedule",
     *("moby_contrastive_loss", "moby_full_steps", "moby_loss", "moby_schedules"),
     *("selfpatch_aggregation", "selfpatch_cosine_schedule", "selfpatch_dinohead", "selfpatch_neighbour_index"),
 )

@@ -1,6 +1,7 @@
 """Optimisers: what a step is, that a skipped one is none, and which parameters are treated how."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from eagleray import optim
 from eagleray.data.batch import Batch
 from eagleray.errors import UserError
 from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone, Encoder
 from eagleray.schedule import Progress
 from eagleray.train import fit
 
+TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 NAMES = ("adamw", "lars", "lamb", "sgd")
 
 
@@ -190,3 +193,72 @@ def test_fit_leaves_the_rate_of_a_constant_part(name: str):
     for n in at_rest:
         assert at_work[n] > 0
         assert at_rest[n] == (at_work[n] if n.startswith("predictor.") else 0.0)
+
+
+def rates(method: nn.Module, groups: list[dict[str, Any]]) -> dict[str, float]:
+    found = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    return {name: found[id(p)] for name, p in method.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"])
+def test_layers_learn_at_timms_rates(name: str):
+    """Against timm's groups of the same model with a head; its weight decay of vectors is another matter."""
+    method = nn.Module()
+    method.encoder = Encoder(Backbone(name), nn.Linear(2, 2))
+    theirs = timm.create_model(name, num_classes=2)
+    groups = timm.optim.param_groups_layer_decay(theirs, layer_decay=0.7)
+    want = {f"encoder.backbone.model.{n}": scale for n, scale in rates(theirs, groups).items()}
+    ours = rates(method, optim.param_groups(method, decay="matrices", layer_decay=0.7))
+    assert ours.pop("encoder.head.weight") == ours.pop("encoder.head.bias") == 1
+    assert ours == pytest.approx({n: scale for n, scale in want.items() if n in ours})
+    assert len(set(ours.values())) > 10
+
+
+@pytest.mark.parametrize("name", ["cvt_13", "t2t_vit_14", "pvt_small", "vil_tiny", "cvt_tiny_esvit"])
+def test_layers_of_our_own_models(name: str):
+    """Blocks in their order, each on its own; nothing but what lies beside them is without a layer."""
+    with torch.device("meta"):
+        backbone = Backbone(name)
+    found = {n.removeprefix(".model."): s for n, s in optim.scales(backbone, 0.5).items()}
+    blocks: dict[str, set[float]] = {}
+    for n, scale in found.items():
+        if block := re.match(r"(stages\.\d+\.(?:blocks\.)?|blocks\.)\d+\.", n):
+            blocks.setdefault(block[0], set()).add(scale)
+    assert all(len(of) == 1 for of in blocks.values())
+    order = [min(of) for of in blocks.values()]
+    assert order == sorted(order)
+    assert max(found.values()) == 0.5
+    depth = {"cvt_13": 16, "t2t_vit_14": 15, "pvt_small": 20, "vil_tiny": 16, "cvt_tiny_esvit": 16}
+    assert len(set(found.values())) == depth[name]  # with what a stage, or the model, begins with
+
+
+def test_a_layer_learns_at_its_share_of_the_rate():
+    class One(Method):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder(Backbone("vit_tiny_patch16_224", options=TINY), nn.Linear(24, 2))
+
+        def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+            return {"loss": self.encoder(batch.views).sum()}
+
+    method = One()
+    before = {n: p.detach().clone() for n, p in method.named_parameters()}
+    optimizer = optim.make("sgd", method, decay="all", momentum=0.0, layer_decay=0.5)
+    batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(0), torch.empty(2), torch.empty(2), (2,))
+    method(batch, Progress(0, 1, 1))["loss"].backward()
+    grads = {n: p.grad.clone() for n, p in method.named_parameters()}
+    method.zero_grad()
+    list(fit(method, [(Progress(0, 1, 1), batch)], optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.0))
+    shares = {"patch_embed": 0.125, "blocks.0.": 0.25, "blocks.1.": 0.5, "head.": 1.0}
+    for name, p in method.named_parameters():
+        share = next((s for part, s in shares.items() if part in name), None)
+        if share:
+            torch.testing.assert_close(p.detach(), before[name] - 0.1 * share * grads[name], msg=name)
+
+
+def test_layers_that_nobody_knows_are_refused():
+    with torch.device("meta"):
+        backbone = Backbone("vit_tiny_patch16_224")
+    backbone.model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"optim.layer_decay=0.5: Linear does not say what its layers are"):
+        optim.param_groups(backbone, decay="all", layer_decay=0.5)

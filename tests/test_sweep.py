@@ -120,6 +120,7 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"objective": {"key": "monitor/knm"}}, "no run reports this; did you mean 'monitor/knn'?"),
         ({"objective": {"key": "linear/top1"}}, "expected scheduler=none"),
         ({"objective": {"key": "knn/top1"}}, "with evaluate.every=0 it is known at a trial's end only"),
+        ({"objective": {"key": "classifier/top1"}}, "mocov3 has no classifier"),
         ({"objective": {"mode": "most"}}, "'max' or 'min'"),
         ({"trails": 3}, "trails: unknown key; did you mean 'trials'?"),
         ({"space": {"data.workers": {"choice": [0, 16]}}}, "data.workers=16 data.lanes=8"),
@@ -127,6 +128,24 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
 )
 def test_what_is_wrong_is_one_line(changes: dict[str, Any], said: str, tmp_path: Path):
     assert said in wrong(tmp_path, **changes)
+
+
+def test_a_classifier_is_an_objective_where_there_is_one(tmp_path: Path):
+    space = {"optim.lr.value": {"log": [1e-4, 1e-2]}}
+    text = SMALL.replace("{name: mocov3, dim: 16, hidden: 32}", "{name: supervised, classes: 20}")
+    for key, more, said in (
+        ("knn/top1", "", "supervised is judged by its classifier"),
+        ("classifier/top1", "", "needs data.test"),
+        ("classifier/top1", ", test: shards", "with evaluate.every=0"),
+        ("accuracy", "", None),
+    ):
+        path = write(tmp_path, objective={"key": key}, space=space)
+        (tmp_path / "small.yaml").write_text(text.replace("workers: 0}", f"workers: 0{more}}}"))
+        if said is None:
+            sweep_run.check_objective(load(path))
+        else:
+            with pytest.raises(UserError, match=said):
+                sweep_run.check_objective(load(path))
 
 
 def test_every_value_is_tried_before_anything_starts(tmp_path: Path):

@@ -125,6 +125,7 @@ class Follow:
     def _progress(self, r: dict[str, Any]) -> None:
         text = f"loss {r['loss']:.3f}  {r['images_per_s']:.0f} images/s  data wait {100 * r['data_wait']:.0f} %"
         text += f"  bad {r['bad_samples']}" + (f"  kNN {r['knn/top1']:.1f} %" if "knn/top1" in r else "")
+        text += f"  top-1 {r['classifier/top1']:.1f} %" if "classifier/top1" in r else ""
         self.bar.update(self.task, completed=r["step"], rate=text)
         if not out.is_terminal and (r["step"] >= self.shown or time.monotonic() - self.told > LONG):
             done = r["step"] / self.steps

@@ -205,8 +205,8 @@ class Bank:
 
 
 def exported(method: Method) -> Encoder[Any]:
-    """The encoder whose backbone evaluations read, or, where that one is an average that sees no training image, the one
-    that is trained."""
+    """The encoder whose backbone evaluations read, or the one that it is an average of, if it sees no training image
+    itself."""
     backbone = method.watched()
     return next(m for m in method.modules() if isinstance(m, Encoder) and m.backbone is backbone)
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from timm.models import group_parameters
 from torch import Tensor, nn
 
 from eagleray.errors import UserError
+from eagleray.models.backbone import Backbone
 
 
 def make(
@@ -18,10 +20,12 @@ def make(
     momentum: float = 0.9,
     constant: Sequence[str] = (),
     constant_lr: float = 0.0,
+    layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
     """`adamw` and `sgd` are PyTorch's, fused; `lars` is that of MoCo v3. SwAV's LARC is not `lars`: it divides by
-    |g| + wd * |p| and scales and decays vectors too. Raises UserError for a `constant` part that there is not."""
-    groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr)
+    |g| + wd * |p| and scales and decays vectors too. Raises UserError for a `constant` part that there is not, and for
+    `layer_decay` where the layers are not known."""
+    groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
     if name == "lars":
         return LARS(groups, momentum=momentum)
     if name == "lamb":
@@ -36,27 +40,54 @@ def make(
 
 
 def param_groups(
-    method: nn.Module, *, decay: str, constant: Sequence[str] = (), constant_lr: float = 0.0
+    method: nn.Module,
+    *,
+    decay: str,
+    constant: Sequence[str] = (),
+    constant_lr: float = 0.0,
+    layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Decayed and undecayed trainable parameters. `all` decays everything (MoCo v3), `matrices` leaves out biases and
     other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too).
-    The parts of the method in `constant` get the same two groups of their own, marked with their rate."""
+    The parts of the method in `constant` get the same two groups of their own, marked with their rate; with
+    `layer_decay`, so does each layer of the trunk, marked with the share of the rate that it learns at."""
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
             raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
     decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias")) for n, p in named]
     stills = [n.split(".")[0] in constant for n, _ in named]
+    deep = {} if layer_decay is None else scales(method, layer_decay)
+    shares = [deep.get(n, 1.0) for n, _ in named]
+    rows = list(zip(named, decayed, stills, shares, strict=True))
     return [
         {
-            "params": [p for (_, p), d, s in zip(named, decayed, stills, strict=True) if (d, s) == (keep, still)],
+            "params": [p for (_, p), *kind in rows if kind == [keep, still, share]],
             "decay": keep,
             "weight_decay": 0.0,
         }
         | ({"constant_lr": constant_lr} if still else {})
+        | ({} if layer_decay is None else {"lr_scale": share})
         for still in ((False, True) if constant else (False,))
+        for share in sorted({*shares, 1.0})
         for keep in (True, False)
     ]
+
+
+def scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
+    """By name, the share of the learning rate of each parameter of a trunk: layer_decay to the number of layers above
+    it, that of the heads, whose share is 1, among them. Layers are what timm says: stem, then blocks (Bao et al. 2022,
+    arXiv:2106.08254, BEiT). Raises UserError."""
+    out: dict[str, float] = {}
+    for prefix, part in method.named_modules():
+        if isinstance(part, Backbone):
+            if not hasattr(part.model, "group_matcher"):
+                name = type(part.model).__name__
+                raise UserError(f"optim.layer_decay={layer_decay}: {name} does not say what its layers are")
+            layers = group_parameters(part.model, part.model.group_matcher(coarse=False), reverse=True)
+            top = max(layers.values()) + 1
+            out |= {f"{prefix}.model.{name}": layer_decay ** (top - layer) for name, layer in layers.items()}
+    return out
 
 
 class LARS(torch.optim.Optimizer):

@@ -94,6 +94,7 @@ class Optim:
     epochs: Positive = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
     lr_images: Positive | None = None  # lr.value is meant for a batch of this size and scales linearly; None: as it is
+    layer_decay: Share | None = None  # of the rate, from each layer of the backbone to the one below; None: all alike
     constant_lr: tuple[str, ...] = ()  # parts of the method whose rate stays at lr.value (SimSiam's predictor)
     weight_decay: Schedule = Schedule(value=0.04, end=0.4)
     decay: Literal["all", "matrices"] = "matrices"  # matrices: biases and other vectors are not decayed

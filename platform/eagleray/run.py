@@ -13,7 +13,7 @@ from torch import nn
 from eagleray import checkpoint, config, dist, optim, place, weights
 from eagleray import recipe as recipes
 from eagleray.cluster.world import World
-from eagleray.data import store
+from eagleray.data import labels, store
 from eagleray.data.batch import Batch
 from eagleray.data.cache import Cache
 from eagleray.data.index import Index, open_index
@@ -23,11 +23,12 @@ from eagleray.data.retry import PATIENCE
 from eagleray.data.source import Source
 from eagleray.data.stream import Stream
 from eagleray.errors import UserError
+from eagleray.evals.classifier import classifier
 from eagleray.evals.protocols import Sets, evaluate
 from eagleray.export import to_timm
 from eagleray.folder import Folder
 from eagleray.meter import Meter
-from eagleray.methods.method import Method
+from eagleray.methods.method import Classifier, Method
 from eagleray.models.backbone import Backbone
 from eagleray.monitor import Monitor
 from eagleray.recipe import Recipe
@@ -100,8 +101,13 @@ def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: fl
             raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
     index = open_index(train, out, note=note, patience=patience)
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
-    for key, labels in ("data.test", test), ("data.train", index):
-        if test and labels and not labels.labelled:
+    if issubclass(recipe.method.target, Classifier):
+        classes = recipe.method.args["classes"]
+        labels.check("data.train", index, classes, every=True)
+        if test:
+            labels.check("data.test", test, classes, every=False)
+    for key, data in ("data.test", test), ("data.train", index):
+        if test and data and not data.labelled:
             raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")
     cache = Cache(Path(recipe.data.cache), recipe.data.cache_size) if recipe.data.cache else None
     wait = 60 * recipe.data.patience
@@ -133,7 +139,8 @@ def try_sizes(recipe: Recipe) -> None:
     """Raises UserError when the method cannot be built, or its backbone cannot take a size that the recipe asks for."""
     with torch.device("meta"):
         method = build(recipe)
-        optim.param_groups(method, decay=recipe.optim.decay, constant=recipe.optim.constant_lr)
+        o = recipe.optim
+        optim.param_groups(method, decay=o.decay, constant=o.constant_lr, layer_decay=o.layer_decay)
         backbone = method.export()
         for size in sorted({v.size for v in recipe.views} | {recipe.evaluate.size}):
             try:
@@ -144,6 +151,7 @@ def try_sizes(recipe: Recipe) -> None:
                 raise UserError(
                     f"backbone.name={recipe.backbone.name}: its {found} features are not its {backbone.dim}"
                 )
+        method.try_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
 
 
 def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
@@ -202,9 +210,8 @@ class Parts(NamedTuple):
 def watching(p: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
     m = p.recipe.monitor
     bank = m.bank or min(len(p.index) // 10, BANK)
-    return Monitor(
-        method, optimizer, every=m.every, bank=bank, labelled=p.index.labelled, k=m.k, temperature=m.temperature
-    )
+    labelled = p.index.labelled and not isinstance(method, Classifier)  # whose images are mixed, and their labels
+    return Monitor(method, optimizer, every=m.every, bank=bank, labelled=labelled, k=m.k, temperature=m.temperature)
 
 
 def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, step: int) -> int:
@@ -230,8 +237,7 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, 
         if step % recipe.log_steps == 0 or look or step == p.steps:
             record = meter.flush(at, lr(at))
             if look:
-                sets = Sets.of(p.index, p.test, recipe.evaluate.limit)
-                record |= evaluate(method.export(), sets, recipe.evaluate, protocols=("knn",))
+                record |= between(p, method)
                 meter.since = time.perf_counter()
             tell(p, world, folder, record)
         minutes = (time.monotonic() - saved) / 60
@@ -280,7 +286,15 @@ def tell(p: Plan, world: World, folder: Folder, record: dict[str, Any]) -> None:
 
 def make_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
     o, lr = recipe.optim, scaled(recipe).value
-    return optim.make(o.name, method, decay=o.decay, momentum=o.momentum, constant=o.constant_lr, constant_lr=lr)
+    return optim.make(
+        o.name,
+        method,
+        decay=o.decay,
+        momentum=o.momentum,
+        constant=o.constant_lr,
+        constant_lr=lr,
+        layer_decay=o.layer_decay,
+    )
 
 
 def scaled(recipe: Recipe) -> Schedule:
@@ -324,7 +338,35 @@ def restore(state: dict[str, Any] | None, parts: Parts) -> dict[str, Any]:
 
 
 def finish(p: Plan, world: World, folder: Folder, method: Method, step: int) -> dict[str, Any]:
-    """Evaluate beside an untrained backbone, and export. Ranks share the work of the features."""
+    """Evaluate and export. Ranks share the work of the features."""
+    scores = classified(p, method) if isinstance(method, Classifier) else compared(p, world, method)
+    if world.rank == 0:
+        if isinstance(method, Classifier):
+            log.info(
+                "%s", ", ".join(f"{n} {value:.2f} %" for n, value in scores.items()) or "no data.test: no accuracy"
+            )
+        to_timm(method.export(), p.recipe.backbone, folder.path / "export")
+    return scores | {"steps": step, "epochs": round(p.at(step).epoch, 3), "images": step * p.stream.batch}
+
+
+def between(p: Plan, method: Method) -> dict[str, float]:
+    """What is evaluated while training goes on."""
+    if isinstance(method, Classifier):
+        return classified(p, method)
+    sets = Sets.of(p.index, p.test, p.recipe.evaluate.limit)
+    return evaluate(method.export(), sets, p.recipe.evaluate, protocols=("knn",))
+
+
+def classified(p: Plan, method: Classifier) -> dict[str, float]:
+    """How the classifier does on the test set, if there is one."""
+    if p.test is None:
+        return {}
+    e, device = p.recipe.evaluate, next(method.parameters()).device
+    return classifier(method, p.test, size=e.size, resize=e.resize, device=device)
+
+
+def compared(p: Plan, world: World, method: Method) -> dict[str, float]:
+    """What frozen features are worth, beside those of an untrained backbone."""
     sets = Sets.of(p.index, p.test, p.recipe.evaluate.limit)
     if not sets:
         log.info("no labels: nothing to evaluate")
@@ -336,8 +378,7 @@ def finish(p: Plan, world: World, folder: Folder, method: Method, step: int) -> 
             if sets and f"{protocol}/top1" in scores:
                 top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1_untrained"]
                 log.info("%s top-1 %.1f %%, untrained %.1f %%%s", protocol, top1, before, sets.how(p.recipe, protocol))
-        to_timm(method.export(), p.recipe.backbone, folder.path / "export")
-    return scores | {"steps": step, "epochs": round(p.at(step).epoch, 3), "images": step * p.stream.batch}
+    return scores
 
 
 def describe(p: Plan, method: Method, world: World) -> str:

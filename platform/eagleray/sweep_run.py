@@ -15,6 +15,7 @@ from eagleray import config, files, launch, place, run, sweep_book, sweep_plots,
 from eagleray.console import out, stoppable
 from eagleray.errors import UserError
 from eagleray.evals.protocols import LABELLED
+from eagleray.methods.method import Classifier
 from eagleray.recipe import span
 from eagleray.sweep import Sweep, corners, count, load, recipe_of
 from eagleray.sweep_book import Book
@@ -22,11 +23,13 @@ from eagleray.sweep_table import Show, conclude
 from eagleray.track import Tracking, one_line, tracking_uri
 
 # What every run reports; a method may have more numbers of its own.
-REPORTED = ["loss", "grad_norm", "monitor/knn", "entropy", "usage", "gain", "images_per_s", "data_wait"]
+REPORTED = ["loss", "grad_norm", "monitor/knn", "entropy", "usage", "gain", "accuracy", "images_per_s", "data_wait"]
 REPORTED += [f"health/{n}" for n in ("backbone_std", "backbone_rank", "projector_std", "projector_rank", "uniformity")]
 REPORTED += [f"health/{n}" for n in ("alignment", "update", "growth", "ema_distance")]
+FROZEN = ("linear/top1", "knn/top1", "knn/top5")
 FINAL = ("linear/top1", "goodput", "wall_seconds")  # of summary.json only
-EVALUATED = ("knn/top1", "knn/top5")
+CLASSIFIED = ("classifier/top1", "classifier/top5", "classifier/mean_per_class")  # of methods that learn from labels
+EVALUATED = ("knn/top1", "knn/top5", *CLASSIFIED)
 
 
 def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool) -> dict[str, Any]:
@@ -131,6 +134,13 @@ def check_objective(sweep: Sweep) -> None:
         raise UserError(f"{where}: is known at a trial's end only: expected scheduler=none, not {sweep.scheduler}")
     for name, b in sweep.alternatives.items():
         r = recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}")
+        learns = issubclass(r.method.target, Classifier)
+        if key in CLASSIFIED and not (learns and r.data.test):
+            raise UserError(
+                f"{where}: {r.method.name} has no classifier" if not learns else f"{where}: needs data.test"
+            )
+        if learns and (key in FROZEN or key == "monitor/knn"):
+            raise UserError(f"{where}: {r.method.name} is judged by its classifier, not by frozen features")
         if early and key in EVALUATED and not r.evaluate.every:
             raise UserError(
                 f"{where}: with evaluate.every=0 it is known at a trial's end only; scheduler={sweep.scheduler} needs "

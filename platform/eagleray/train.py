@@ -46,7 +46,7 @@ def fit(
     for at, batch in batches:
         method.train()
         for group in optimizer.param_groups:
-            group["lr"] = group.get("constant_lr") or lr(at)
+            group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
         before = [b.clone() for b in small]  # centres, batch norm
         torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path, the same after a restart

@@ -1,6 +1,6 @@
-"""How far apart do two tokens lie? Dense relative localisation: Liu et al. 2021, arXiv:2106.03746; what the paper leaves
-open, and the targets, as in the authors' code. B images, D channels, a grid of h x w tokens, m pairs of an image, C
-classes of offsets on an axis."""
+"""How far apart do two tokens lie? Dense relative localisation: Liu et al. 2021, arXiv:2106.03746; what its text leaves
+open is as in the authors' code. B images, D channels, a grid of h x w tokens, m pairs of an image, C classes of offsets
+on an axis."""
 
 from typing import Literal
 

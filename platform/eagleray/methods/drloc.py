@@ -16,7 +16,7 @@ from eagleray.schedule import Progress, Schedule
 
 
 class DRLoc(Classifier):
-    """The classifier's cross-entropy, and lambda times how badly an MLP tells from two tokens how far apart they lie."""
+    """The classifier's cross-entropy, and lambda times how badly an MLP tells how far apart two tokens lie."""
 
     def __init__(
         self,

@@ -101,9 +101,9 @@ class Backbone(nn.Module):
         return widths(self.model)
 
     def grids(self, images: Tensor, *, every: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """(B, 3, H, W) to pooled vectors (B, D) and the last stage's tokens (B, D, h, w), or those of `every` stage of a
-        pyramid and of every block of a ViT. A pyramid's are read before the norm at its end, a ViT's last after it.
-        Raises UserError for a model without such parts."""
+        """(B, 3, H, W) to pooled vectors (B, D) and the last tokens (B, D, h, w), or those of `every` stage of a
+        pyramid or block of a ViT. A pyramid's are read before the norm at its end, a ViT's last ones after it. Raises
+        UserError for a model without such parts."""
         size = self.micro_batch if self.training else None
         pooled, *grids = by_parts(lambda x: self._grids(x, every=every), images, size)
         return pooled, grids

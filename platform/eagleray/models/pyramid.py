@@ -1,6 +1,7 @@
 """What the backbones of stages have in common: the face of timm's, and a mean over the last grid."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from timm.layers import calculate_drop_path_rates
 from torch import Tensor, nn
@@ -14,6 +15,11 @@ class Pyramid(nn.Module):
     num_features: int
     dims: Sequence[int]  # of each stage
     head: nn.Module  # of class scores, or nn.Identity
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers, first to last, as timm asks for them: what a stage begins with, then each of its blocks."""
+        start = r"^stages\.(\d+)\.(?:[01]|embed|norm|position|tokens)(?:\.|$)"
+        return {"blocks": [(start, (-1,)), (r"^stages\.(\d+)\.(?:blocks\.)?(\d+)", None), ("^norm", (99999,))]}
 
     def forward_features(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -50,6 +50,10 @@ class T2TViT(nn.Module):
         trunc_normal_(self.cls_token, std=0.02)
         self.apply(init)
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers, first to last, as timm asks for them."""
+        return {"stem": "^cls_token|^patch_embed", "blocks": [(r"^blocks\.(\d+)", None), ("^norm", (99999,))]}
+
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, 1 + N, D), class token first."""
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x)], 1)

@@ -116,8 +116,8 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 
 
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """Parameters of the photometric operations (..., V, 18) from uniforms (..., V, WIDTH), and (..., V, MORE) where views
-    are erased, columns as in COLUMNS; sigma 0 means no blur, and a height of 0 that nothing is erased."""
+    """Parameters of the photometric operations (..., V, 18), columns as in COLUMNS, from uniforms (..., V, WIDTH), and
+    (..., V, MORE) where views are erased; sigma 0 means no blur, and a height of 0 that nothing is erased."""
     flip, jitter, gray, blur, solarize = np.moveaxis(u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance, -1, 0)
     low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
     factors = low + (high - low) * u[..., BRIGHTNESS : SATURATION + 1]

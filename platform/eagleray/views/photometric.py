@@ -1,4 +1,4 @@
-"""Colour jitter, grayscale, blur, solarise, flip, normalise and erase for a batch, on any device, each image its own way.
+"""Colour jitter, grayscale, blur, solarise, flip, normalise, erase: for a batch, on any device, each image its own way.
 
 Each operation touches only the images that it applies to. Which those are is known on the CPU, where the parameters
 were drawn, so the device is never waited for.
