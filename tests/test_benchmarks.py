@@ -109,6 +109,14 @@ def test_backbones(environment: dict[str, str]) -> None:
     assert out["pvt_s"]["published_speed"] == pytest.approx(851 / 1007, rel=1e-3)
 
 
+def test_drloc_cost(environment: dict[str, str]) -> None:
+    small = ("--backbone", "toy", "--size", "16", "--batch", "4", "--rounds", "2")
+    out = result(environment, "drloc_cost.py", *small)
+    assert all(out[f"{what}_{of}"] > 0 for what in ("seconds", "memory") for of in ("supervised", "drloc"))
+    assert out["memory_ratio"] == pytest.approx(out["memory_drloc"] / out["memory_supervised"], rel=1e-2)
+    assert min(out["cpu_ratio"], out["seconds_ratio"]) > 1
+
+
 def test_resume(environment: dict[str, str]) -> None:
     out = result(environment, "resume.py", *RESUME, "--workers", "2")
     assert all(out[f"first_batch_s_{place}"] > 0 for place in (0, 50, 99))

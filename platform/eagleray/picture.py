@@ -53,7 +53,11 @@ TOP = (
     Panel(
         "kNN, top-1 %",
         1.25,
-        [Line("monitor/knn", "training crops", BLUE), Line("knn/top1", "evaluation", INK, ":", marker="D")],
+        [
+            Line("monitor/knn", "training crops", BLUE),
+            Line("knn/top1", "evaluation", INK, ":", marker="D"),
+            Line("classifier/top1", "classifier", INK, ":", marker="D"),  # of a method that learns from labels
+        ],
         marks="kNN dip",
     ),
 )
@@ -119,9 +123,9 @@ def read(folder: Path) -> dict[str, Curve]:
     summary = folder / "summary.json"
     if summary.exists():
         done = json.loads(summary.read_text())
-        both = ((0, "knn/top1_untrained"), (done["steps"], "knn/top1"))
-        before, after = ({"step": step, "knn/top1": done[key]} if key in done else {} for step, key in both)
-        records = [r for r in (before, *records, after) if r]
+        ends = ((0, "knn/top1_untrained"), (done["steps"], "knn/top1"), (done["steps"], "classifier/top1"))
+        found = [{"step": n, key.removesuffix("_untrained"): done[key]} if key in done else {} for n, key in ends]
+        records = [r for r in (found[0], *records, *found[1:]) if r]
     columns: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for record in records:
         for key, value in record.items():
