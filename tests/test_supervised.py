@@ -208,6 +208,19 @@ def test_grids_of_every_stage(backbone: str):
     assert torch.equal(one, grids[-1])
 
 
+@pytest.mark.parametrize(
+    ("name", "classifier", "localiser"),
+    [("t2t_vit_14", 21.55 - 0.08, 0.66), ("cvt_13", 19.94, 0.66), ("swin_tiny_patch4_window7_224", 28.29, 1.05)],
+)
+def test_there_are_as_many_parameters_as_in_the_authors_code(name: str, classifier: float, localiser: float):
+    """Millions, of 1000 classes; T2T-ViT's positions and random features are no parameters here."""
+    with torch.device("meta"):
+        plain, more = Supervised(Backbone(name), classes=1000), DRLoc(Backbone(name), classes=1000)
+    count = [sum(p.numel() for p in method.parameters()) / 1e6 for method in (plain, more)]
+    assert count[0] == pytest.approx(classifier, abs=0.006)
+    assert count[1] - count[0] == pytest.approx(localiser, abs=0.005)
+
+
 @pytest.mark.parametrize("keys", [{"stages": "all"}, {"mode": "ce_signed", "grid": 4}, {"pairing": "exhaustive"}])
 def test_variants_train(keys: dict[str, Any]):
     x, y = images(8, size=16)
