@@ -10,7 +10,7 @@ import pytest
 from s3.server import Swift, store_of
 from test_run import assert_same, start, weights
 
-from eagleray import checkpoint, launch, place, run
+from eagleray import checkpoint, place, run
 from eagleray.errors import UserError
 from eagleray.files import read_lines
 from eagleray.weights import restored
