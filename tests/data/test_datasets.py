@@ -11,6 +11,7 @@ from data.pictures import picture
 from data.test_sources import listed, reasons, refused
 from scipy.io import savemat
 
+from eagleray import launch
 from eagleray.data.datasets import DATASETS
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
@@ -228,6 +229,12 @@ def test_every_set_can_be_prepared():
     small = {name for name in DATASETS if name.endswith("-small")}
     assert DATASETS.keys() - small <= SOURCES.keys()
     assert len({d.short for d in DATASETS.values()}) == len(DATASETS)
+
+
+def test_sets_are_listed():
+    listed = launch.catalogue("datasets")
+    assert listed.keys() == DATASETS.keys()
+    assert listed["svhn"].startswith("SVHN: 73,257 train, 26,032 test; 10 classes; classifier/top1; from ufldl.stanford.edu")
 
 
 def test_sizes_are_those_of_drlocs_table_1():
