@@ -234,7 +234,7 @@ def test_every_set_can_be_prepared():
 def test_sets_are_listed():
     listed = launch.catalogue("datasets")
     assert listed.keys() == DATASETS.keys()
-    assert listed["svhn"].startswith("SVHN: 73,257 train, 26,032 test; 10 classes; classifier/top1; from ufldl.stanford.edu")
+    assert listed["svhn"].startswith("SVHN: 73,257 train, 26,032 test; 10 classes; classifier/top1; from ufldl")
 
 
 def test_sizes_are_those_of_drlocs_table_1():
