@@ -201,6 +201,21 @@ def rates(method: nn.Module, groups: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"])
+def test_what_timms_models_name_is_not_decayed(name: str):
+    """Against timm's groups; a position table and Swin's relative ones are matrices."""
+    method = nn.Module()
+    method.encoder = Encoder(Backbone(name), nn.Linear(2, 2))
+    model = method.encoder.backbone.model
+    named = getattr(model, "no_weight_decay", set)()
+    [spared, _] = timm.optim.param_groups_weight_decay(model, 0.1, no_weight_decay_list=named)
+    ours = optim.param_groups(method, decay="timm")
+    left = {id(p) for g in ours if not g["decay"] for p in g["params"]} - {id(method.encoder.head.bias)}
+    assert left == {id(p) for p in spared["params"]}
+    tables = {"vit_tiny_patch16_224": 2, "swin_tiny_patch4_window7_224": 12, "resnet50": 0}
+    assert sum(p.ndim > 1 for p in spared["params"]) == tables[name]
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"])
 def test_layers_learn_at_timms_rates(name: str):
     """Against timm's groups of the same model with a head; its weight decay of vectors is another matter."""
     method = nn.Module()

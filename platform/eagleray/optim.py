@@ -48,14 +48,16 @@ def param_groups(
     layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Decayed and undecayed trainable parameters. `all` decays everything (MoCo v3), `matrices` leaves out biases and
-    other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too).
+    other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too),
+    `timm` what timm's model names besides: class token and position tables, Swin's relative ones (DeiT, Swin).
     The parts of the method in `constant` get the same two groups of their own, marked with their rate; with
     `layer_decay`, so does each layer of the trunk, marked with the share of the rate that it learns at."""
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
             raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
-    decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias")) for n, p in named]
+    spared = spare(method) if decay == "timm" else set()
+    decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias") and n not in spared) for n, p in named]
     stills = [n.split(".")[0] in constant for n, _ in named]
     deep = {} if layer_decay is None else scales(method, layer_decay)
     shares = [deep.get(n, 1.0) for n, _ in named]
@@ -72,6 +74,13 @@ def param_groups(
         for share in sorted({*shares, 1.0})
         for keep in (True, False)
     ]
+
+
+def spare(method: nn.Module) -> set[str]:
+    """The parameters that the models in a method ask not to be decayed."""
+    trunks = [(prefix, part.model) for prefix, part in method.named_modules() if isinstance(part, Backbone)]
+    asked = [(prefix, getattr(model, "no_weight_decay", set)()) for prefix, model in trunks]
+    return {f"{prefix}.model.{name}" for prefix, names in asked for name in names}
 
 
 def scales(method: nn.Module, layer_decay: float) -> dict[str, float]:

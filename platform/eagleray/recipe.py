@@ -97,7 +97,8 @@ class Optim:
     layer_decay: Share | None = None  # of the rate, from each layer of the backbone to the one below; None: all alike
     constant_lr: tuple[str, ...] = ()  # parts of the method whose rate stays at lr.value (SimSiam's predictor)
     weight_decay: Schedule = Schedule(value=0.04, end=0.4)
-    decay: Literal["all", "matrices"] = "matrices"  # matrices: biases and other vectors are not decayed
+    # matrices: biases and other vectors are not decayed; timm: nor is what timm's model names, such as position tables
+    decay: Literal["all", "matrices", "timm"] = "matrices"
     clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
     clip_each: bool = False  # the norm of every tensor on its own (DINO), not of all together
 
