@@ -17,10 +17,10 @@ demo: setup
 	@$(RUN)/python -m eagleray.demo $(if $(DATA),"$(DATA)")
 
 test: setup
-	$(RUN)/python -m pytest -q -m "not slow"
+	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-all: setup
-	$(RUN)/python -m pytest -q
+	$(RUN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: setup
 	$(RUN)/ruff check

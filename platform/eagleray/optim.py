@@ -79,8 +79,8 @@ def param_groups(
 def spare(method: nn.Module) -> set[str]:
     """The parameters that the models in a method ask not to be decayed."""
     trunks = [(prefix, part.model) for prefix, part in method.named_modules() if isinstance(part, Backbone)]
-    asked = [(prefix, getattr(model, "no_weight_decay", set)()) for prefix, model in trunks]
-    return {f"{prefix}.model.{name}" for prefix, names in asked for name in names}
+    spared = ((prefix, model.no_weight_decay()) for prefix, model in trunks if hasattr(model, "no_weight_decay"))
+    return {f"{prefix}.model.{name}" for prefix, names in spared for name in names}
 
 
 def scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
