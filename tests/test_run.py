@@ -68,8 +68,11 @@ def test_history_is_in_mlflow(whole: Path):
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{whole.parent / 'mlflow.db'}")
-    [run] = client.search_runs([client.get_experiment_by_name("eagleray").experiment_id])
+    experiment = client.get_experiment_by_name("eagleray")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    [run] = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
+    assert run.data.tags["mlflow.source.name"] == "eagleray"
     assert run.data.params["optim.batch"] == "32"
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [m.step for m in history] == list(range(1, 21))

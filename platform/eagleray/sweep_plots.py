@@ -12,7 +12,7 @@ from eagleray.sweep_book import Book
 
 COLOURS = ("#3b6ea5", "#b3261e", "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
-DPI, LOG = 110, 20.0  # a key whose values span more than such a factor is drawn on a logarithmic axis
+DPI = 110
 COLUMNS = 4  # of panels
 NAMED = 12  # curves at most that have their trial's name; of more, the best one has
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
@@ -41,7 +41,7 @@ def keys(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, st
     for panel in axes.flat[len(varied) :]:
         panel.set_visible(False)
     for panel, key in zip(axes.flat, varied, strict=False):
-        scale = Scale([r["values"][key] for r in rows if key in r["values"]], listed=key in listed(book))
+        scale = Scale([r["values"][key] for r in rows if key in r["values"]], kinds(book)[key])
         for row in rows:
             if key in row["values"]:
                 done = row["state"] == "finished"
@@ -72,7 +72,7 @@ def parallel(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str
     several = len(book.sweep.alternatives) > 1
     columns = ["alternative", *columns] if several else columns
     table = [{**r["values"], "alternative": r["alternative"], book.sweep.objective.key: r["metric"]} for r in rows]
-    scales = {c: Scale([t[c] for t in table if c in t], listed=c in listed(book)) for c in columns}
+    scales = {c: Scale([t[c] for t in table if c in t], kinds(book).get(c, "uniform")) for c in columns}
     figure = Figure(figsize=(max(1.7 * len(columns), 6.0), 4.4), dpi=DPI, layout="constrained")
     figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
     axes = figure.subplots()
@@ -124,20 +124,21 @@ def curves(book: Book, colours: Mapping[str, str]) -> Path:
     return save(figure, book.folder / "curves.png")
 
 
-def listed(book: Book) -> set[str]:
-    """The keys whose values are from a list, not a range."""
-    spaces = (b.space for b in book.sweep.alternatives.values())
-    return {k for space in spaces for k, v in space.items() if v.kind not in RANGES}
+def kinds(book: Book) -> dict[str, str]:
+    """How each key is varied; one that is chosen from a list in one alternative is drawn as a list for all."""
+    found = [(k, v.kind) for b in book.sweep.alternatives.values() for k, v in b.space.items()]
+    return dict(sorted(found, key=lambda kind: kind[1] not in RANGES))
 
 
 class Scale:
     """Where values lie on an axis: those of a range by their size or its logarithm, those of a list side by side."""
 
-    def __init__(self, values: Sequence[Any], *, listed: bool) -> None:
+    def __init__(self, values: Sequence[Any], kind: str) -> None:
+        """`kind` as a sweep has it."""
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        self.range = numbers and not listed
+        self.range = numbers and kind in RANGES
         self.known: list[Any] = sorted(set(values)) if numbers else sorted(set(values), key=str)
-        self.log = self.range and self.known[0] > 0 and self.known[-1] / self.known[0] >= LOG
+        self.log = self.range and kind == "log"
 
     def at(self, value: Any) -> float:
         return value if self.range else self.known.index(value)  # type: ignore[no-any-return]

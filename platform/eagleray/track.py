@@ -2,6 +2,7 @@
 server that is away has missed is sent when it is back."""
 
 import contextlib
+import getpass
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ REPLY = 10  # seconds that a server may take for one answer
 STORED = 120  # and for one file, which it may have to hand on to a store
 LOOK = 30.0  # seconds between looks at the machine
 RESULTS = ("recipe.yaml", "summary.json", "export", "health.png")  # what MLflow gets of a finished run
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
 
@@ -243,7 +245,10 @@ class Run:
         experiment = self._experiment()
         key = self._noted().get("key") or uuid.uuid4().hex
         self._remember({"key": key})
-        tags = self.tracking.labels | {"eagleray.key": key}
+        by = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL"}
+        with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
+            by["mlflow.user"] = getpass.getuser()
+        tags = by | self.tracking.labels | {"eagleray.key": key}
         return self.client.create_run(experiment, run_name=self.name, tags=tags).info.run_id  # type: ignore[no-any-return]
 
     def _noted(self) -> dict[str, str]:
@@ -263,7 +268,7 @@ class Run:
         own = uri.removeprefix("sqlite:///")
         place = None if own == uri else (Path(own).absolute().parent / "mlflow-artifacts").as_uri()
         try:
-            return client.create_experiment(title, artifact_location=place)  # type: ignore[no-any-return]
+            return client.create_experiment(title, artifact_location=place, tags=KIND)  # type: ignore[no-any-return]
         except Exception:
             found = client.get_experiment_by_name(title)  # two runs begin at once
             if found is None:
