@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 import subprocess
 import sys
 import zipfile
@@ -204,3 +205,13 @@ def test_the_wheel_carries_the_recipes(tmp_path: Path):
 def test_yaml_is_plain():
     for name in recipe.names():
         assert isinstance(yaml.safe_load(recipe.find(name).read_text()), dict)
+
+
+def test_documented_commands_name_what_there_is():
+    """Recipes and sweeps in the commands of README and docs; what is to be replaced is written in capitals."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    for commands, kind, many in (("pretrain|submit|show", "recipe", 3), ("tune", "sweep", 3)):
+        named = set(re.findall(rf"eagleray(?:\.sbatch)? (?:{commands}) ([a-z]\w+)(?=[ `\n])", text))
+        assert named <= set(recipe.names(kind)), named - set(recipe.names(kind))
+        assert len(named) >= many, named
