@@ -11,7 +11,7 @@ from golden_cases import Case, cases
 from PIL import Image
 from torch import Tensor, nn
 
-from eagleray import config, dist, launch
+from eagleray import config, dist, launch, weights
 from eagleray.data.index import Index, open_index
 from eagleray.data.shards import Sample, encode, write_shards
 from eagleray.errors import UserError
@@ -197,7 +197,7 @@ def test_the_command_needs_no_labels(
 ):
     recipe = config.load(Recipe, small)
     object.__setattr__(recipe, "evaluate", config.check(type(recipe.evaluate), {"size": 32, "resize": 32}, "evaluate"))
-    monkeypatch.setattr(launch, "load", lambda path: (recipe, Exports(), tmp_path))
+    monkeypatch.setattr(weights, "restored", lambda path, build: (recipe, Exports(), tmp_path))
     labelled, unlabelled = str(shards / "test"), str(mosaic)
     perfect = {"correspondence/accuracy": 1, "correspondence/error": 0, "correspondence/images": 23}
     assert launch.evaluate(tmp_path, unlabelled, None, ["correspondence"]) == perfect
