@@ -17,6 +17,7 @@ from typing import Any
 
 import mlflow_server
 import pytest
+from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
@@ -26,7 +27,7 @@ from eagleray import track
 from eagleray.errors import Outage
 from eagleray.files import JsonLines, read_lines
 from eagleray.machine import Machine
-from eagleray.track import MLflow, Tracking, finish, parent_run, send_missing, shown
+from eagleray.track import MLflow, Tracking, finish, make_database, parent_run, send_missing, shown
 
 AWAY = 20  # seconds for which a server is away
 BLOCKED = 0.010  # seconds that a step may be held up
@@ -278,6 +279,24 @@ def test_an_address_that_is_none_is_told_at_once(tmp_path: Path, caplog: pytest.
     assert time.monotonic() - began < 20
     [warning] = caplog.messages
     assert warning.startswith("MLflow at none cannot be used, metrics go to metrics.jsonl alone: ")
+
+
+def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its maker may be killed, and several may make it at once: half of it would be of no use to anybody."""
+    uri, path = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "search_experiments", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            make_database(uri)
+    assert not path.exists()
+    command = [sys.executable, "-c", f"from eagleray.track import make_database; make_database({uri!r})"]
+    makers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "platform"}) for _ in range(2)]
+    assert [m.wait() for m in makers] == [0, 0]
+    assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]
+    client = MlflowClient(uri)
+    made = client.create_run(client.create_experiment("one")).info.run_id
+    make_database(uri)
+    assert client.get_run(made).info.run_id == made
 
 
 def test_parent_and_child(memory: Memory, tmp_path: Path):

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import re
+import tempfile
 import threading
 import time
 import uuid
@@ -170,6 +171,7 @@ class Run:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        make_database(self.tracking.uri)
         self.client = MlflowClient(self.tracking.uri)
         if self.note:
             self.id = self._found() or self._made()
@@ -274,6 +276,25 @@ class Run:
             if found is None:
                 raise
             return found.experiment_id  # type: ignore[no-any-return]
+
+
+def make_database(uri: str) -> None:
+    """An SQLite database that is not there yet is made aside and then moved into place: one whose maker was killed
+    half-way could never be used, and two runs that begin at once spoil it for each other."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or path.exists():
+        return
+    from mlflow import MlflowClient
+
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        made = Path(folder) / path.name
+        MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
+        try:
+            os.link(made, path)  # unlike a move, never over another's
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            made.replace(path)
 
 
 def noted(note: Path, uri: str) -> dict[str, str]:
