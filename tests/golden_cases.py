@@ -32,6 +32,7 @@ FAMILIES = (
     "drloc_lambda_schedule",
     *("moby_contrastive_loss", "moby_full_steps", "moby_loss", "moby_schedules"),
     *("selfpatch_aggregation", "selfpatch_cosine_schedule", "selfpatch_dinohead", "selfpatch_neighbour_index"),
+    *("davis_label_propagation", "davis_j_f"),
 )
 
 

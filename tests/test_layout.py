@@ -19,9 +19,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom: a file imports from its own level or below. What is not named here is at the bottom.
 LEVELS = [
-    {"cli", "demo", "jobs_cli", "tune_cli", "finetune_cli"},
-    {"sweep_run"},
-    {"launch"},
+    {"cli", "demo", "jobs_cli", "tune_cli", "finetune_cli", "report_cli", "evaluate_cli"},
+    {"sweep_run", "evaluation"},
+    {"launch", "extraction"},
     {"ticks", "sweep_table"},
     {"console"},
     {"cluster.ray_tune"},
@@ -29,7 +29,7 @@ LEVELS = [
     {"cluster.ray_train", "cluster.ray_map", "cluster.jobs", "cluster.parcel"},
     {"run"},
     {"meter"},
-    {"folder", "monitor"},
+    {"folder", "monitor", "report"},
     {"export", "evals", "health", "picture", "sweep_plots", "weights"},
     {"cluster", "cluster.world", "cluster.gauges", "sweep_book", "goodput"},
     {"sweep", "place"},
@@ -50,12 +50,18 @@ OWNERS = {
 }
 OWNERS |= {
     "webdataset": {"data/shards.py", "data/pack.py"},
-    "matplotlib": {"data/sheet.py", "picture.py", "sweep_plots.py"},
+    "matplotlib": {"data/sheet.py", "picture.py", "sweep_plots.py", "report/plots.py"},
+    "jinja2": {"report/page.py"},
     "optuna": {"sweep.py"},
+    "faster_coco_eval": {"evals/detection_scores.py"},
+    "sklearn": {"evals/logistic.py", "evals/metrics.py"},
     "scipy": {"data/sources/imagenet.py", "data/sources/matlab.py"},
 }
+OWNERS["matplotlib"] |= {"evals/segmentation_picture.py"}
+OWNERS["matplotlib"] |= {"evals/draw.py"}
+OWNERS["scipy"] |= {"evals/davis_measures.py"}
 OWNERS |= {
-    "typer": {"cli.py", "jobs_cli.py", "tune_cli.py", "finetune_cli.py", "options.py"},
+    "typer": {"cli.py", "evaluate_cli.py", "jobs_cli.py", "tune_cli.py", "finetune_cli.py", "report_cli.py", "options.py"},
     "rich": {"console.py", "ticks.py", "sweep_table.py"},
 }
 

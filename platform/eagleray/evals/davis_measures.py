@@ -1,0 +1,38 @@
+"""How well masks of a video are found: region similarity J and contour accuracy F of DAVIS, Perazzi et al. 2016 (CVPR),
+section 5."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import distance_transform_edt
+
+Mask = NDArray[np.bool_]  # (H, W)
+
+TOLERANCE = 0.008  # of the image's diagonal: how far apart contours may lie and still match
+
+
+def region(found: Mask, truth: Mask) -> float:
+    """J: intersection over union; 1 where both are empty."""
+    union = np.count_nonzero(found | truth)
+    return np.count_nonzero(found & truth) / union if union else 1.0
+
+
+def boundary(found: Mask, truth: Mask, tolerance: float = TOLERANCE) -> float:
+    """F: the harmonic mean of the share of the found contour's pixels that lie within the tolerance, rounded up to
+    pixels, of a true one's, and of the reverse; 1 where both contours are empty."""
+    one, other = contour(found), contour(truth)
+    if not one.any() or not other.any():
+        return float(one.any() == other.any())
+    reach = math.ceil(tolerance * math.hypot(*found.shape))
+    # A pixel lies in the other contour, widened by a disk, exactly when its distance is at most the disk's radius.
+    precision = np.mean(distance_transform_edt(~other)[one] <= reach)
+    recall = np.mean(distance_transform_edt(~one)[other] <= reach)
+    return float(2 * precision * recall / (precision + recall)) if precision + recall else 0.0
+
+
+def contour(mask: Mask) -> Mask:
+    """Pixels that differ from the one to the right, below or across; beyond the image lies the same as at its edge."""
+    wide = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
+    out: Mask = (mask != wide[:-1, 1:]) | (mask != wide[1:, :-1]) | (mask != wide[1:, 1:])
+    return out
