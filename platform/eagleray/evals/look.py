@@ -1,0 +1,257 @@
+"""What a backbone's features hold, to look at: principal components of patches, as in figure 1 of Oquab et al. 2023
+(DINOv2), arXiv:2304.07193; nearest images; and the ten likest patches of two views or of two images, as in figure 4 of
+Li et al. 2021 (EsViT), arXiv:2106.09785."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagleray.data.index import Index
+from eagleray.errors import UserError
+from eagleray.evals import draw
+from eagleray.evals.correspondence import matches
+from eagleray.evals.features import batches, image, some
+from eagleray.evals.outcome import Outcome
+from eagleray.models.backbone import Backbone
+from eagleray.views import draw as drawing
+from eagleray.views import photometric
+from eagleray.views.crop import crop
+from eagleray.views.view import View
+
+Note = Callable[[str], None]
+BATCH = 32
+EDGE = 0.01  # share of the patches that each end of a component's colours leaves out
+SCALE = (0.4, 0.6)  # of the second view: share of the first's area
+
+
+class Nearest(NamedTuple):
+    """Of q queries, the k nearest others, nearest first."""
+
+    index: Tensor  # (q, k) rows
+    cosine: Tensor  # (q, k)
+
+
+@torch.inference_mode()
+def components(
+    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: int = 448, images: int = 6
+) -> Outcome:
+    """The first principal component of the patches of several images together, and the first three of those that it
+    puts in the foreground, as red, green and blue: the same colour means the same in all images. Numbers are the share
+    of the patches' variance that three components hold, and that of the foreground, in percent. Raises UserError."""
+    crops, patches, grid = described(backbone, index, images, size)
+    scores, held = principal(patches.flatten(0, 1), 3)
+    first = scores[:, 0].view(len(patches), *grid)
+    front = foreground(first)
+    colours = torch.zeros(*front.shape, 3)
+    colours[front] = spread(principal(patches.view(*front.shape, -1)[front], 3)[0])
+    rows = {}
+    for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
+        tiles = [
+            draw.Tile(draw.pixels(picture), f"image {i}"),
+            draw.Tile(draw.heated(picture, ramp), "first component"),
+        ]
+        rows[f"image {i}"] = [*tiles, draw.Tile(draw.coloured(picture, colours[i]), "components of the foreground")]
+    out.mkdir(parents=True, exist_ok=True)
+    path = draw.sheet(rows, out / "components.png", "Principal components of patches, of all images together")
+    numbers = {"components/variance": 100 * held, "components/foreground": 100 * front.float().mean().item()}
+    note(
+        f"components: three hold {numbers['components/variance']:.1f} % of the variance of {len(crops)} images' patches"
+    )
+    return Outcome(numbers, {"size": size, "images": len(crops), "grid": f"{grid[0]} x {grid[1]}"}, (path,))
+
+
+def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
+    """Scores (n, k) of vectors (n, D) on their first k principal components, or all where there are fewer, then zeros;
+    and the share of the variance that these hold. The largest weight of a component is positive."""
+    centred = (x - x.mean(0)).double()
+    values, vectors = torch.linalg.eigh(centred.T @ centred)
+    axes = vectors.flip(1)[:, :k]
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+    scores = centred @ axes
+    held = values.flip(0)[:k].sum() / values.sum().clamp(min=1e-30)
+    return F.pad(scores, (0, k - scores.shape[1])).float(), held.clamp(0, 1).item()
+
+
+def foreground(first: Tensor) -> Tensor:
+    """The patches (B, h, w) on one side of the mean of the first component: the side that is rarer at the borders of
+    the images, where more of the background is."""
+    front = first > first.mean()
+    border = torch.ones_like(front)
+    border[:, 1:-1, 1:-1] = False
+    inside = front[~border].float().mean() if (~border).any() else torch.tensor(0.0)
+    return front if front[border].float().mean() <= inside else ~front
+
+
+def spread(x: Tensor) -> Tensor:
+    """Columns of (n, k), each from 0 to 1 but for the ends, which are cut."""
+    if not len(x):
+        return x
+    low, high = torch.quantile(x, torch.tensor([EDGE, 1 - EDGE], dtype=x.dtype), dim=0)
+    return ((x - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+
+
+@torch.inference_mode()
+def neighbours(
+    backbone: Backbone,
+    index: Index,
+    *,
+    out: Path,
+    note: Note = print,
+    size: int = 224,
+    limit: int = 1000,
+    queries: int = 8,
+    k: int = 8,
+) -> Outcome:
+    """A sheet of some images and, beside each, the k that are nearest by the cosine of pooled features; with labels,
+    the percent of those that are of the query's class, green where they are. Raises UserError."""
+    device, training = next(backbone.parameters()).device, backbone.training
+    backbone.eval()
+    samples: list[int] = []
+    parts = []
+    for found, crops in batches(index, some(np.arange(len(index)), limit), size, size, BATCH):
+        samples += found
+        parts.append(backbone.pooled(photometric.normalise_(crops.to(device).float() / 255)).float().cpu())
+    backbone.train(training)
+    if len(samples) < 2:
+        raise UserError(f"{index.shards[0].url}: {len(samples)} images decode there; expected 2 or more")
+    chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
+    near = nearest(torch.cat(parts), chosen, k)
+    labels = index.label[samples] if index.labelled else None
+    rows = {}
+    for query, others, cosines in zip(chosen.tolist(), near.index.tolist(), near.cosine.tolist(), strict=True):
+        tiles = [draw.Tile(read(index, samples[query], size), "query")]
+        for other, cosine in zip(others, cosines, strict=True):
+            edge = "" if labels is None else draw.GREEN if labels[other] == labels[query] else draw.RED
+            tiles.append(draw.Tile(read(index, samples[other], size), f"cosine {cosine:.2f}", edge=edge))
+        rows[f"image {samples[query]}\n{index.key(samples[query])[:12]}"] = tiles
+    out.mkdir(parents=True, exist_ok=True)
+    frame = "; green: of the query's class" if labels is not None else ""
+    title = f"The {near.index.shape[1]} nearest of {len(samples)} images{frame}"
+    numbers = {"neighbours/cosine": near.cosine.mean().item()}
+    if labels is not None:
+        same = labels[near.index.numpy()] == labels[chosen.numpy()][:, None]
+        numbers["neighbours/same_class"] = 100 * float(same.mean())
+    note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
+    settings = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.index.shape[1]}
+    return Outcome(numbers, settings, (draw.sheet(rows, out / "neighbours.png", title),))
+
+
+def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
+    """Among vectors (n, D), of those in rows `queries` (q,): themselves do not count."""
+    unit = F.normalize(x, dim=1)
+    cosine = unit[queries] @ unit.T
+    cosine[torch.arange(len(queries)), queries] = -torch.inf
+    values, places = cosine.sort(dim=1, descending=True, stable=True)
+    k = min(k, len(x) - 1)
+    return Nearest(places[:, :k], values[:, :k])
+
+
+@torch.inference_mode()
+def pairs(
+    backbone: Backbone,
+    index: Index,
+    *,
+    out: Path,
+    note: Note = print,
+    size: int = 224,
+    images: int = 3,
+    limit: int = 64,
+) -> Outcome:
+    """The ten likest patches of an image and another view of it, a smaller and recoloured crop, and of an image and the
+    one that is nearest to it among `limit`. Of two views, a match is right where its ends are at most a patch apart;
+    numbers are the percent of those and the mean distance in pixels. Raises UserError."""
+    crops, patches, grid = described(backbone, index, limit, size)
+    if len(crops) < 2:
+        raise UserError(f"{index.shards[0].url}: 1 image decodes there; expected 2 or more")
+    picked = range(min(images, len(crops)))
+    second, boxes, flips = second_views(crops[: len(picked)], size)
+    device = next(backbone.parameters()).device
+    others = embedded(backbone, second.to(device))
+    rows, errors = [], []
+    reach = size / min(grid)
+    for i in picked:
+        ends = found(patches[i], others[i], grid, size)
+        there = torch.from_numpy(ends[:, 2:]).double()
+        there[:, 0] = torch.where(flips[i], size - there[:, 0], there[:, 0])
+        top, left, height, width = boxes[i].tolist()
+        there = there * torch.tensor([width / size, height / size]) + torch.tensor([left, top])
+        error = (there - torch.from_numpy(ends[:, :2])).norm(dim=1).numpy()
+        errors.append(error)
+        right = error <= reach
+        title = f"image {i} and a view of it: {right.sum()} of {len(right)} within a patch"
+        rows.append(draw.Pair(draw.pixels(crops[i]), viewed(second[i]), ends, right, title))
+    near = nearest(patches.mean(1), torch.tensor(picked), 1)
+    for i, j in zip(picked, near.index[:, 0].tolist(), strict=True):
+        ends = found(patches[i], patches[j], grid, size)
+        title = f"image {i} and the nearest of {len(crops)} by mean patch"
+        rows.append(draw.Pair(draw.pixels(crops[i]), draw.pixels(crops[j]), ends, None, title))
+    out.mkdir(parents=True, exist_ok=True)
+    path = draw.pairs(rows, out / "pairs.png", "The ten likest patches; green: right, red: wrong, yellow: unknown")
+    numbers = {"pairs/right": 100 * float(np.mean(np.stack(errors) <= reach)), "pairs/error": float(np.mean(errors))}
+    note(f"pairs: {numbers['pairs/right']:.0f} % right, {numbers['pairs/error']:.1f} pixels apart")
+    return Outcome(numbers, {"size": size, "images": len(picked), "scale": SCALE}, (path,))
+
+
+def found(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
+    """Centres (k, 4) of the patches (N, D) that match: x and y in one, x and y in the other, in pixels."""
+    match = matches(one, other)
+    at = [((place % grid[1] + 0.5) * size / grid[1], (place // grid[1] + 0.5) * size / grid[0])
+          for place in (match.one, match.other)]  # fmt: skip
+    return torch.stack([x for point in at for x in point], 1).double().cpu().numpy()
+
+
+def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], Tensor]:
+    """Another view of each image (B, 3, S, S), normalised; its box (B, 4), top, left, height and width; and whether it
+    is mirrored (B,). The same each time."""
+    view = View(size=size, scale=SCALE)
+    kind = drawing.Views.of([view])
+    u = np.stack([drawing.uniforms(1, seed=0, epoch=0, sample=i) for i in range(len(crops))])  # (B, 1, WIDTH)
+    boxes = np.concatenate([drawing.crops(kind, row, size, size) for row in u])
+    views = torch.empty_like(crops)
+    for image_, box, place in zip(crops, boxes, views, strict=True):
+        crop(image_, box[None], [view], [place])
+    params = torch.from_numpy(drawing.photometrics(kind, u)[:, 0])
+    return photometric.apply(views, params), boxes, params[:, photometric.FLIP] > 0
+
+
+def viewed(x: Tensor) -> draw.Pixels:
+    """A normalised view (3, S, S) as pixels."""
+    mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
+    return ((x.cpu() * std + mean).clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy().astype(np.float32) / 255
+
+
+def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of these. Raises UserError."""
+    training = backbone.training
+    backbone.eval()
+    device = next(backbone.parameters()).device
+    kept, patches, grid = [], [], (0, 0)
+    for _, crops in batches(index, some(np.arange(len(index)), images), size, size, 8):
+        features = backbone(photometric.normalise_(crops.to(device).float() / 255))
+        kept.append(crops)
+        patches.append(features.patches.float().cpu())
+        grid = features.grid
+    backbone.train(training)
+    if not kept:
+        raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
+    return torch.cat(kept), torch.cat(patches), grid
+
+
+def embedded(backbone: Backbone, x: Tensor) -> Tensor:
+    training = backbone.training
+    backbone.eval()
+    out = backbone(x).patches.float().cpu()
+    backbone.train(training)
+    return out
+
+
+def read(index: Index, sample: int, size: int) -> draw.Pixels:
+    picture = image(index, sample, size, size)
+    assert picture is not None  # it decoded a moment ago
+    return draw.pixels(picture)
