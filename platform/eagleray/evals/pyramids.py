@@ -1,0 +1,61 @@
+"""Maps of an image from any backbone, for what tells the class of every pixel: the stages of a pyramid, or blocks of
+a ViT, which all work on one grid."""
+
+from collections.abc import Sequence
+
+import torch
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+
+from eagleray.errors import UserError
+from eagleray.evals.detection_pyramid import rescalers
+from eagleray.models.backbone import Backbone
+
+SIZE = 224  # pixels of an image that patches of 7, 8, 14, 16 and 32 all fit into
+COARSEST = 32  # pixels from cell to cell of the last map of a pyramid
+
+
+class Maps(nn.Module):
+    """Images (B, 3, H, W), each side a multiple of `cell`, to maps (B, dims[i], h, w), the finest first.
+
+    A ViT's are read after the blocks `taps`, counted from 1 as if it had twelve. With `rescale` they become four times
+    and twice as fine, as they are and half as fine, as in XCiT; without, they stay on its grid, as in SelfPatch's code.
+    Raises UserError for a backbone without grids."""
+
+    def __init__(self, backbone: Backbone, taps: Sequence[int], *, rescale: bool) -> None:
+        super().__init__()
+        self.backbone = backbone
+        shapes = [x.shape for x in sample(backbone)]
+        self.taps = list(range(len(shapes)))
+        self.cell = COARSEST
+        if flat := len({s[2:] for s in shapes}) == 1:
+            self.taps = [max(len(shapes) * tap // 12 - 1, 0) for tap in taps]
+            self.cell = SIZE // shapes[0][2]
+        self.dims = [shapes[tap][1] for tap in self.taps]
+        parts: list[nn.Module] = [nn.Identity() for _ in self.dims]
+        if flat and rescale:
+            parts = rescalers(self.dims)
+        elif not flat and any(isinstance(m, nn.LayerNorm) for m in backbone.modules()):
+            parts = [LayerNorm2d(dim) for dim in self.dims]  # of tokens that no norm has seen yet, as Swin's code has
+        self.scale = nn.ModuleList(parts)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        _, grids = self.backbone.grids(images, every=True)
+        return [scale(grids[tap]) for scale, tap in zip(self.scale, self.taps, strict=True)]
+
+
+@torch.no_grad()
+def sample(backbone: Backbone) -> list[Tensor]:
+    """What each stage or block gives for an empty image. Raises UserError."""
+    training = backbone.training
+    backbone.eval()
+    try:
+        found = backbone.grids(torch.zeros(1, 3, SIZE, SIZE, device=next(backbone.parameters()).device), every=True)[1]
+        if len(found) > 1 and all(x.ndim == 4 for x in found):
+            return found
+        why = f"{len(found)} outputs"
+    except Exception as e:  # models refuse a size, or give no grid, in many ways
+        why = " ".join(str(e).split())[:200]
+    finally:
+        backbone.train(training)
+    raise UserError(f"{type(backbone.model).__name__} gives no maps of {SIZE} x {SIZE} pixels: {why}")

@@ -1,0 +1,255 @@
+"""Semantic segmentation: a backbone fine-tuned with a head that tells the class of every pixel.
+
+Semantic FPN as in SelfPatch (Yun et al. 2022, arXiv:2206.07990, supplement A and its code) and UPerNet as in Swin (Liu
+et al. 2021, arXiv:2103.14030, appendix A2.3), whose settings for ADE20K SelfPatch (supplement C) and DRLoc (Liu et al.
+2021, arXiv:2106.03746, appendix B.2) take. K classes."""
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray import checkpoint, optim, train
+from eagleray.data.ahead import ahead
+from eagleray.data.batch import Batch
+from eagleray.errors import UserError
+from eagleray.evals import segmentation_scores as scoring
+from eagleray.evals.drop_path import set_drop_path
+from eagleray.evals.outcome import Outcome
+from eagleray.evals.pyramids import Maps
+from eagleray.evals.segmentation_data import IGNORED, Masks, crops, fitted
+from eagleray.evals.segmentation_heads import SemanticFPN, UPerNet
+from eagleray.evals.segmentation_picture import Shown, draw, table
+from eagleray.models.backbone import Backbone
+from eagleray.schedule import Progress
+
+WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
+SHORT = 10  # a run shorter than ADE20K's warms up in one of so many steps
+HELPER = 0.4  # weight of UPerNet's second classifier
+LINES = 20  # notes about a training
+MINUTES = 10.0  # between checkpoints
+PICTURES = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A head, and what the papers train it with."""
+
+    make: Callable[..., SemanticFPN | UPerNet]  # of the channels of each map and the number of classes
+    steps: int
+    drop_path: float
+    taps: tuple[int, ...]  # of twelve blocks of a ViT
+    rescale: bool  # whether a ViT's maps become a pyramid
+
+
+HEADS = {
+    "fpn": Kind(SemanticFPN, 40_000, 0.1, (3, 6, 9, 12), rescale=False),
+    "upernet": Kind(UPerNet, 160_000, 0.2, (4, 6, 8, 12), rescale=True),
+}
+
+
+def segmentation(
+    backbone: Backbone,
+    folder: Path,
+    out: Path,
+    note: Callable[[str], None],
+    *,
+    head: str = "fpn",
+    steps: int | None = None,
+    batch: int = 16,
+    size: int = 512,
+    lr: float = 6e-5,
+    weight_decay: float = 0.01,
+    multi_scale: bool = False,
+    seed: int = 0,
+) -> Outcome:
+    """Fine-tune a copy of the backbone on the training images of `folder` and score it on the validation images: mIoU,
+    mAcc and aAcc in percent, with `multi_scale` also as means over six sizes and mirrored images. `size` is that of the
+    crops and the images' short side. The same call continues a training that was stopped. Raises UserError."""
+    if head not in HEADS:
+        raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps {steps}: expected 1 or more")
+    if batch < 2:
+        raise UserError(f"--batch {batch}: expected 2 or more, as batch norm needs several images")
+    masks, kind = Masks.of(folder), HEADS[head]
+    torch.manual_seed(seed)
+    backbone = copy.deepcopy(backbone)
+    weights = digest(backbone)
+    settings: dict[str, Any] = {
+        "head": head,
+        "steps": steps or kind.steps,
+        "batch": batch,
+        "size": size,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "drop_path": set_drop_path(backbone.model, kind.drop_path),
+        "train": len(masks.train),
+        "val": len(masks.val),
+        "classes": len(masks.classes),
+        "seed": seed,
+    }
+    net = Segmenter(backbone, kind, len(masks.classes)).to(next(backbone.parameters()).device)
+    net.try_size(size, fitted(masks.read(masks.val[0])[0], size))
+    out.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(json.dumps([settings, weights, str(folder.resolve())]).encode()).hexdigest()[:8]
+    fine_tune(net, masks, settings, out / f"segmentation-{head}-{name}", note)
+    net.eval()
+    return report(net, masks, settings, out, note, multi_scale=multi_scale)
+
+
+class Segmenter(nn.Module):
+    """A backbone, its maps and a head; what `train.fit` trains."""
+
+    def __init__(self, backbone: Backbone, kind: Kind, classes: int) -> None:
+        super().__init__()
+        self.maps = Maps(backbone, kind.taps, rescale=kind.rescale)
+        self.head = kind.make(self.maps.dims, classes)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        """The loss of normalised crops (B, 3, H, W) with classes (B, H, W); a mean over the pixels that have one."""
+        [x] = batch.views
+        losses = [self.loss(z, batch.label) for z in self.raw(x)]
+        return {"loss": losses[0] + HELPER * sum(losses[1:])}
+
+    def raw(self, x: Tensor) -> list[Tensor]:
+        """Scores (B, K, H, W), those of a second classifier too while training."""
+        h, w = x.shape[2:]
+        x = F.pad(x, (0, -w % self.maps.cell, 0, -h % self.maps.cell))
+        found = self.head(self.maps(x))
+        return [F.interpolate(z.float(), x.shape[2:], mode="bilinear")[..., :h, :w] for z in found]
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Normalised images (B, 3, H, W) to scores (B, K, H, W)."""
+        return self.raw(x)[0]
+
+    @staticmethod
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y, ignore_index=IGNORED)
+
+    def before_step(self, at: Progress) -> None:
+        """Nothing moves but the parameters."""
+
+    def after_step(self, at: Progress) -> None:
+        """Nothing follows them."""
+
+    @torch.no_grad()
+    def try_size(self, size: int, shape: tuple[int, int]) -> None:
+        """Raises UserError where the backbone cannot take crops of `size` or images of `shape`."""
+        self.eval()
+        for h, w in ((size, size), shape):
+            try:
+                self.scores(torch.zeros(1, 3, h, w, device=next(self.parameters()).device))
+            except Exception as e:  # each model says it its own way
+                name, why = type(self.maps.backbone.model).__name__, " ".join(str(e).split())[:200]
+                raise UserError(f"--size {size}: {name} cannot take images of {w} x {h} pixels: {why}") from None
+
+
+def fine_tune(
+    net: Segmenter,
+    masks: Masks,
+    settings: dict[str, Any],
+    folder: Path,
+    note: Callable[[str], None],
+) -> None:
+    """Train, or continue from the checkpoint in `folder`. Raises UserError."""
+    steps, lr, decay = settings["steps"], settings["lr"], settings["weight_decay"]
+    optimizer = optim.make("adamw", net, decay="timm")
+    state = checkpoint.newest(folder)
+    start = 0
+    if state:
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+        note(f"segmentation: continues at step {start} of {steps}")
+    began = told = saved = time.monotonic()
+    for taken in train.fit(
+        cast(Any, net),  # which is no method of pretraining, and has what training needs of one
+        batches(masks, settings, start, next(net.parameters()).device),
+        optimizer,
+        lr=lambda at: poly(at.step, steps, lr),
+        weight_decay=lambda _: decay,
+        seed=settings["seed"],
+    ):
+        step, now = taken.at.step + 1, time.monotonic()
+        if step % max(steps // LINES, 1) == 0 or step == steps or now - told > 60:
+            left = (now - began) / (step - start) * (steps - step)
+            note(f"segmentation: step {step} of {steps}, loss {float(taken.values['loss']):.3f}, {minutes(left)} left")
+            told = now
+        if step == steps or now - saved > 60 * MINUTES:
+            state = {"step": step, "net": net.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoint.save(folder, step, state, keep=1)
+            saved = now
+
+
+def batches(
+    masks: Masks, settings: dict[str, Any], start: int, device: torch.device
+) -> Iterator[tuple[Progress, Batch]]:
+    """Steps from `start` on; an epoch counts as one step, as all schedules are in steps."""
+    steps, batch = settings["steps"], settings["batch"]
+    drawn = crops(masks, start=start, stop=steps, batch=batch, size=settings["size"], seed=settings["seed"])
+    for step, (x, y) in enumerate(drawn, start):
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        index = torch.arange(step * batch, (step + 1) * batch)
+        yield Progress(step, 1, steps), Batch([x], torch.zeros(1, batch, 4), index, y, (batch,))
+
+
+def poly(step: int, steps: int, lr: float) -> float:
+    """A straight line from `lr` to zero, below it by a straight line while it warms up: mmcv's poly of power 1 with a
+    linear warm-up, of which SelfPatch's and Swin's ADE20K settings have 1500 steps."""
+    warm = min(WARMUP, steps // SHORT)
+    up = 1 - (1 - step / warm) * (1 - RATIO) if step < warm else 1.0
+    return lr * up * (1 - step / steps)
+
+
+def report(
+    net: Segmenter,
+    masks: Masks,
+    settings: dict[str, Any],
+    out: Path,
+    note: Callable[[str], None],
+    *,
+    multi_scale: bool,
+) -> Outcome:
+    """Numbers, the table of classes and a picture of some of the validation images."""
+    device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
+    single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
+    shown = []
+    every = max(len(masks.val) // PICTURES, 1)
+    for i, (image, truth) in enumerate(ahead(masks.read, masks.val)):
+        x = image.to(device)
+        found = scoring.likely(net.scores, x, size=settings["size"]).argmax(0).cpu()
+        single += scoring.confusion(truth, found, classes)
+        if multi_scale:
+            mean = scoring.likely(net.scores, x, size=settings["size"], scales=scoring.SCALES, mirror=True)
+            several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
+        if i % every == 0 and len(shown) < PICTURES:
+            shown.append(Shown(image, truth, found))
+    numbers = {f"segmentation/{n}": v for n, v in scoring.scores(single).items()}
+    if multi_scale:
+        numbers |= {f"segmentation/{n}_multi_scale": v for n, v in scoring.scores(several).items()}
+        settings = {**settings, "scales": list(scoring.SCALES), "mirrored": True}
+    table(out / f"{name}.csv", masks.classes, single)
+    draw(out / f"{name}.png", shown, masks.classes)
+    note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
+    return Outcome(numbers, settings, (out / f"{name}.png",))
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+
+
+def digest(backbone: Backbone) -> str:
+    """A name of the weights."""
+    total = hashlib.sha256()
+    for name, tensor in backbone.state_dict().items():
+        total.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()[:16]
