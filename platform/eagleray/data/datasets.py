@@ -34,6 +34,11 @@ def shards(title: str, short: str, classes: int, train: int, test: int) -> Datas
     return Dataset(title, short, classes, {"train": train, "test": test}, "shards, used as they are", "train-*, test-*")
 
 
+def other(title: str, short: str, classes: int, splits: dict[str, int]) -> Dataset:
+    """A set whose own files (HDF5, videos) are not read."""
+    return Dataset(title, short, classes, splits, "elsewhere, for prepare folder", "class folders of images")
+
+
 CIFAR = "cs.toronto.edu/~kriz/cifar.html: "
 VGG = "robots.ox.ac.uk/~vgg/data/"
 IMAGENET = "image-net.org/download-images, as imagenet-1k"
@@ -89,6 +94,105 @@ DATASETS = {
         "ufldl.stanford.edu/housenumbers: train_32x32.mat, test_32x32.mat",
         "train_32x32.mat, test_32x32.mat",
     ),
+    "food-101": Dataset(
+        "Food-101",
+        "food101k",
+        101,
+        {"train": 75_750, "test": 25_250},
+        "data.vision.ee.ethz.ch/cvl/datasets_extra/food-101: food-101.tar.gz",
+        "images/CLASS/*.jpg, meta/train.txt, meta/test.txt",
+    ),
+    "sun397": Dataset(
+        "SUN397",
+        "sun397",
+        397,
+        {"train": 19_850, "test": 19_850},
+        "vision.princeton.edu/projects/2010/SUN: SUN397.tar.gz, Partitions.zip",
+        "a/abbey/*.jpg ..., Training_01.txt, Testing_01.txt",
+    ),
+    "cars": Dataset(
+        "Stanford Cars",
+        "cars",
+        196,
+        {"train": 8_144, "test": 8_041},
+        "ai.stanford.edu/~jkrause/cars: cars_train.tgz, cars_test.tgz, car_devkit.tgz, cars_test_annos_withlabels.mat",
+        "cars_train/*.jpg, cars_test/*.jpg, devkit/cars_train_annos.mat, cars_test_annos_withlabels.mat",
+    ),
+    "aircraft": Dataset(
+        "FGVC-Aircraft, variants",
+        "aircraft",
+        100,
+        {"trainval": 6_667, "test": 3_333, "train": 3_334, "val": 3_333},
+        VGG + "fgvc-aircraft: fgvc-aircraft-2013b.tar.gz, its folder data/",
+        "images/*.jpg, images_variant_train.txt, images_variant_val.txt, images_variant_trainval.txt, "
+        "images_variant_test.txt",
+    ),
+    "voc2007": Dataset(
+        "PASCAL VOC 2007, classification",
+        "voc2007",
+        20,
+        {"trainval": 5_011, "test": 4_952, "train": 2_501, "val": 2_510},
+        "host.robots.ox.ac.uk/pascal/VOC/voc2007: VOCtrainval_06-Nov-2007.tar, VOCtest_06-Nov-2007.tar",
+        "JPEGImages/*.jpg, ImageSets/Main/CLASS_SPLIT.txt",
+    ),
+    "dtd": Dataset(
+        "Describable Textures, partition 1",
+        "dtd",
+        47,
+        {"trainval": 3_760, "test": 1_880, "train": 1_880, "val": 1_880},
+        VGG + "dtd: dtd-r1.0.1.tar.gz",
+        "images/CLASS/*.jpg, labels/train1.txt, labels/val1.txt, labels/test1.txt",
+    ),
+    "caltech-101": Dataset(
+        "Caltech-101",
+        "caltech101",
+        102,
+        {"train": 3_060, "test": 6_084},
+        "data.caltech.edu: caltech-101.zip, and 101_ObjectCategories.tar.gz in it",
+        "101_ObjectCategories/CLASS/*.jpg",
+    ),
+    "mnist": Dataset(
+        "MNIST",
+        "mnist60k",
+        10,
+        {"train": 60_000, "test": 10_000},
+        "yann.lecun.com/exdb/mnist: four .gz files",
+        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte",
+    ),
+    "fer2013": Dataset(
+        "FER2013",
+        "fer2013k",
+        7,
+        {"trainval": 32_298, "test": 3_589, "train": 28_709, "val": 3_589},
+        "kaggle.com/c/challenges-in-representation-learning-facial-expression-recognition-challenge: fer2013.tar.gz",
+        "fer2013.csv",
+    ),
+    "stl10": Dataset(
+        "STL-10",
+        "stl10",
+        10,
+        {"train": 5_000, "test": 8_000},
+        "cs.stanford.edu/~acoates/stl10: stl10_binary.tar.gz",
+        "train_X.bin, train_y.bin, test_X.bin, test_y.bin, class_names.txt",
+    ),
+    "gtsrb": Dataset(
+        "GTSRB",
+        "gtsrb",
+        43,
+        {"train": 26_640, "test": 12_630},
+        "benchmark.ini.rub.de: GTSRB-Training_fixed.zip, GTSRB_Final_Test_Images.zip, GTSRB_Final_Test_GT.zip",
+        "Training/CLASS/*.ppm, Final_Test/Images/*.ppm, GT-final_test.csv",
+    ),
+    "hateful-memes": Dataset(
+        "Hateful Memes",
+        "hateful",
+        2,
+        {"train": 8_500, "dev": 500},
+        "hatefulmemeschallenge.com",
+        "img/*.png, train.jsonl, dev.jsonl or dev_seen.jsonl",
+    ),
+    "pcam": other("PatchCamelyon", "pcam", 2, {"trainval": 294_912, "test": 32_768, "train": 262_144, "val": 32_768}),
+    "ucf101": other("UCF101, middle frames, split 1", "ucf101", 101, {"train": 9_537, "test": 3_783}),
     "clipart": domain("Clipart", 33_525, 14_604),
     "infograph": domain("Infograph", 36_023, 15_582),
     "painting": domain("Painting", 50_416, 21_850),

@@ -6,8 +6,16 @@ import pyarrow as pa
 
 from eagleray.data.ahead import ahead
 from eagleray.data.ranges import Span, content
-from eagleray.data.sources import cifar, parquet, svhn
+from eagleray.data.sources import cifar, fer2013, mnist, parquet, stl10, svhn
 from eagleray.data.sources.item import Item
+
+# What makes a file of pixels that are none, by their items' extension.
+PICTURES = {
+    cifar.PLANES: cifar.picture,
+    fer2013.WORDS: fer2013.picture,
+    mnist.GREY: mnist.picture,
+    stl10.COLUMNS: stl10.picture,
+}
 
 
 def fetch(items: pa.Table, column: str) -> Iterator[tuple[Item, bytes | memoryview]]:
@@ -18,7 +26,7 @@ def fetch(items: pa.Table, column: str) -> Iterator[tuple[Item, bytes | memoryvi
     if rows and rows[0].extension == svhn.ARRAY:
         return svhn.images(rows)
     found = zip(rows, ahead(lambda i: content(Span(i.key, i.url, i.offset, i.size)), rows), strict=True)
-    return ((item, cifar.picture(data) if item.extension == cifar.PLANES else data) for item, data in found)
+    return ((item, PICTURES[item.extension](data) if item.extension in PICTURES else data) for item, data in found)
 
 
 def _cells(rows: list[Item], column: str) -> Iterator[tuple[Item, bytes]]:

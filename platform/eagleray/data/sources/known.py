@@ -4,18 +4,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from eagleray.data.datasets import DATASETS
+from eagleray.data.sources.caltech_101 import caltech_101
+from eagleray.data.sources.cars import cars
 from eagleray.data.sources.cifar import cifar_10, cifar_100
 from eagleray.data.sources.domainnet import domainnet
+from eagleray.data.sources.fer2013 import fer2013
 from eagleray.data.sources.flowers import flowers
 from eagleray.data.sources.folder import coco, folder
+from eagleray.data.sources.gtsrb import gtsrb
+from eagleray.data.sources.hateful_memes import hateful_memes
 from eagleray.data.sources.imagenet import imagenet_1k, imagenet_22k
 from eagleray.data.sources.imagenet_100 import imagenet_100
 from eagleray.data.sources.item import Found
 from eagleray.data.sources.job import Job
+from eagleray.data.sources.mnist import mnist
 from eagleray.data.sources.openimages import openimages
 from eagleray.data.sources.parquet import parquet
+from eagleray.data.sources.path_lists import aircraft, dtd, food_101, sun397
 from eagleray.data.sources.pets import pets
+from eagleray.data.sources.stl10 import stl10
 from eagleray.data.sources.svhn import svhn
+from eagleray.data.sources.voc2007 import voc2007
 from eagleray.data.sources.webdataset import webdataset
 from eagleray.data.sources.webvision import webvision
 from eagleray.errors import UserError
@@ -66,6 +75,18 @@ SOURCES = {
     "flowers-102": Source(flowers, RESEARCH, _splits("flowers-102")),
     "pets": Source(pets, "CC BY-SA 4.0; the images belong to their owners", _splits("pets")),
     "svhn": Source(svhn, "non-commercial use only", _splits("svhn")),
+    "food-101": Source(food_101, RESEARCH, _splits("food-101")),
+    "sun397": Source(sun397, RESEARCH, _splits("sun397")),
+    "cars": Source(cars, "non-commercial research only", _splits("cars")),
+    "aircraft": Source(aircraft, "non-commercial research only", _splits("aircraft")),
+    "voc2007": Source(voc2007, "images under the terms of Flickr", _splits("voc2007")),
+    "dtd": Source(dtd, RESEARCH, _splits("dtd")),
+    "caltech-101": Source(caltech_101, "CC BY 4.0; the images belong to their owners", _splits("caltech-101")),
+    "mnist": Source(mnist, RESEARCH, _splits("mnist")),
+    "fer2013": Source(fer2013, RESEARCH, _splits("fer2013")),
+    "stl10": Source(stl10, IMAGENET, _splits("stl10")),
+    "gtsrb": Source(gtsrb, RESEARCH, _splits("gtsrb")),
+    "hateful-memes": Source(hateful_memes, "the terms of its challenge: research only", _splits("hateful-memes")),
     **{name: Source(domainnet, FAIR, _splits(name)) for name in DOMAINS},
     "folder": Source(folder, OWN),
     "webdataset": Source(webdataset, OWN),
