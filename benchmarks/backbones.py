@@ -22,11 +22,10 @@ import common
 import timm
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from eagleray import models
 from eagleray.errors import UserError
+from eagleray.evals.throughput import forward, multiplications
 
 
 class Row(NamedTuple):
@@ -83,7 +82,7 @@ def build(row: Row, device: torch.device) -> nn.Module:
 
 def table(nets: Mapping[str, nn.Module], images: Tensor, rounds: int) -> dict[str, dict[str, float]]:
     times = common.alternate(
-        {name: partial(forward, net) for name, net in nets.items()}, itertools.repeat(images, rounds + 1)
+        {name: partial(turn, net) for name, net in nets.items()}, itertools.repeat(images, rounds + 1)
     )
     out = {}
     for name, net in nets.items():
@@ -100,17 +99,9 @@ def table(nets: Mapping[str, nn.Module], images: Tensor, rounds: int) -> dict[st
     return out
 
 
-def forward(net: nn.Module, images: Tensor) -> None:
-    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-        net(images)
+def turn(net: nn.Module, images: Tensor) -> None:
+    forward(net, images)
     common.wait(images.device)
-
-
-def multiplications(net: nn.Module, images: Tensor) -> float:
-    # Attention taken apart into matrix products: fused kernels are not all counted.
-    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        net(images)
-    return counter.get_total_flops() / 2
 
 
 if __name__ == "__main__":
