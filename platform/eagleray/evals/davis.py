@@ -28,7 +28,7 @@ LISTS = ("2017", "2016", "480p")  # folders of ImageSets; what is not 2017's has
 MULTIPLE = 64  # the long side is cut down to one, in pixels
 TEMPERATURE = 0.1
 CHUNK = 512  # patches whose likeness to all others is in memory at a time
-ROWS, BINS = 30, 8  # of the colour histograms: cells from top to bottom, as of a ViT/16 at 480p; bins of each colour
+ROWS, BINS = 30, 4  # of the colour histograms: cells from top to bottom, as of a ViT/16 at 480p; bins of each colour
 SHOWN = 5  # frames of a picture
 
 Masks = NDArray[np.uint8]  # (H, W) numbers of objects, 0 for the background

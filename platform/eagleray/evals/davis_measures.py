@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import distance_transform_edt
+from scipy.ndimage import distance_transform_edt, find_objects
 
 Mask = NDArray[np.bool_]  # (H, W)
 
@@ -25,6 +25,8 @@ def boundary(found: Mask, truth: Mask, tolerance: float = TOLERANCE) -> float:
     if not one.any() or not other.any():
         return float(one.any() == other.any())
     reach = math.ceil(tolerance * math.hypot(*found.shape))
+    [box] = find_objects((one | other).astype(np.uint8))  # all that matters lies there, and distances cost time
+    one, other = one[box], other[box]
     # A pixel lies in the other contour, widened by a disk, exactly when its distance is at most the disk's radius.
     precision = np.mean(distance_transform_edt(~other)[one] <= reach)
     recall = np.mean(distance_transform_edt(~one)[other] <= reach)
