@@ -80,3 +80,16 @@ def lock(folder: Path, *, patience: float = 0.0) -> IO[str]:
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def locked(folder: Path) -> bool:
+    """Whether a process keeps the folder to itself."""
+    path = folder / ".lock"
+    if not path.exists():
+        return False
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -104,8 +104,17 @@ def draw(folder: Path) -> Path:
         axes.set_xlim(-0.005 * last, 1.005 * last)
         if panel is panels[0]:
             _write(axes, names, panel.height)
-        _fill(axes, panel, curves)
-        _mark(axes, panel, curves, findings)
+        axes.legend(
+            handles=fill(axes, panel, curves),
+            loc="upper left",
+            bbox_to_anchor=(1.08, 1.04),
+            frameon=False,
+            fontsize=8,
+            handlelength=2.4,
+        )
+        axes.set_ylabel(panel.title, fontsize=9)
+        axes.yaxis.set_label_coords(-0.085, 0.5)
+        mark(axes, panel, curves, findings)
         axes.tick_params(labelbottom=panel is panels[-1])
     axes.set_xlabel("step", fontsize=9)
     figure.savefig(path := folder / "health.png")
@@ -137,11 +146,12 @@ def read(folder: Path) -> dict[str, Curve]:
     return {key: thin(x, y) for key, (x, y) in finite.items() if len(x)}
 
 
-def thin(x: NDArray[np.float64], y: NDArray[np.float64]) -> Curve:
-    """At most POINTS of a curve: of each stretch the lowest and the highest, so that no spike and no dip is lost."""
-    if len(x) <= POINTS:
+def thin(x: NDArray[np.float64], y: NDArray[np.float64], points: int = POINTS) -> Curve:
+    """At most so many points of a curve: of each stretch the lowest and the highest, so that no spike and no dip is
+    lost."""
+    if len(x) <= points:
         return x, y
-    edges = np.linspace(0, len(x), POINTS // 2 + 1).astype(int)
+    edges = np.linspace(0, len(x), points // 2 + 1).astype(int)
     stretches = list(itertools.pairwise(edges))
     kept = np.unique([a + f(y[a:b]) for f in (np.argmin, np.argmax) for a, b in stretches])
     return x[kept], y[kept]
@@ -205,7 +215,8 @@ def _write(axes: Any, names: Sequence[Name], height: float) -> None:
         axes.annotate(n.text, (n.step, y), (3, 0), fontsize=8, color=RED, **where)
 
 
-def _fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> None:
+def fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> list[Any]:
+    """Draw a panel's lines; those with a name are returned, for a legend."""
     sides = [(axes, panel.lines)]
     if panel.right:
         sides += [(axes.twinx(), panel.right)]
@@ -213,16 +224,6 @@ def _fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> None:
     if panel.log and any((line.get_ydata() > 0).any() for line in shown):
         axes.set_yscale("log")
     axes.margins(y=0.1)
-    axes.legend(
-        handles=[s for s in shown if not s.get_label().startswith("_")],
-        loc="upper left",
-        bbox_to_anchor=(1.08, 1.04),
-        frameon=False,
-        fontsize=8,
-        handlelength=2.4,
-    )
-    axes.set_ylabel(panel.title, fontsize=9)
-    axes.yaxis.set_label_coords(-0.085, 0.5)
     axes.set_zorder(1)  # in front of the right axis, whose lines are the less important ones
     axes.patch.set_visible(False)
     axes.set_axisbelow(True)
@@ -230,6 +231,7 @@ def _fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> None:
     for side, _ in sides:
         side.tick_params(labelsize=8, length=2, color=GREY, which="both")
         side.spines[:].set_color(LIGHT)
+    return [line for line in shown if not line.get_label().startswith("_")]
 
 
 def _plot(axes: Any, lines: Sequence[Line], curves: Mapping[str, Curve]) -> Iterator[Any]:
@@ -241,7 +243,7 @@ def _plot(axes: Any, lines: Sequence[Line], curves: Mapping[str, Curve]) -> Iter
             yield drawn
 
 
-def _mark(axes: Any, panel: Panel, curves: Mapping[str, Curve], findings: Sequence[Mapping[str, Any]]) -> None:
+def mark(axes: Any, panel: Panel, curves: Mapping[str, Curve], findings: Sequence[Mapping[str, Any]]) -> None:
     """A line down at every finding, and a triangle where the panel's own lines show it: over a spike, under a dip."""
     steps = [f["step"] for f in findings]
     axes.vlines(steps, 0, 1, transform=axes.get_xaxis_transform(), color=RED, linewidth=0.7, alpha=0.6, zorder=0.5)

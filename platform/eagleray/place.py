@@ -71,26 +71,35 @@ def check_writable(out: str) -> None:
         raise UserError(f"out={out}: cannot be written: {e}") from None
 
 
-def kept(out: str) -> Iterator[Blob]:
-    """The histories and the export of a remote run."""
-    for folder in (out, f"{out}/export"):
+def kept(out: str, inside: str = "export") -> Iterator[Blob]:
+    """The histories and evaluations of a remote run, and what is inside of one of its folders."""
+    for folder in (out, f"{out}/{inside}"):
         for blob in store.store(out).list(folder + "/"):
             name = blob.url.removeprefix(f"{out}/")
-            if name in HISTORIES or name.startswith("export/"):
+            if name in HISTORIES or name == "results.json" or name.startswith(f"{inside}/"):
                 yield blob
+
+
+def alive(out: str) -> bool:
+    """Whether a process is at work on a run, as far as this machine can tell."""
+    if remote(out):
+        owner = json.loads(get(out, ".owner") or "{}")
+        return bool(time.time() - owner.get("time", 0) < DEAD)
+    return files.locked(Path(out))
 
 
 class Copy:
     """A folder of this machine that follows a remote run."""
 
-    def __init__(self, out: str, folder: Path) -> None:
-        self.out, self.folder = out, folder
+    def __init__(self, out: str, folder: Path, inside: str = "export") -> None:
+        """Histories are copied, and what is inside of one folder of the run."""
+        self.out, self.folder, self.inside = out, folder, inside
         self.tags: dict[str, str] = {}
 
     def fetch(self) -> None:
         """Bring what has changed, unless the folder has that and more: the machine of rank 0 is ahead of its copies.
         Raises UserError and Outage."""
-        for blob in kept(self.out) if remote(self.out) else ():
+        for blob in kept(self.out, self.inside) if remote(self.out) else ():
             if self.tags.get(blob.url) == blob.tag:
                 continue
             try:

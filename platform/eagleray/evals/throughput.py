@@ -25,7 +25,7 @@ MIB = 2**20
 def throughput(
     backbone: Backbone,
     *,
-    size: int = 224,
+    size: int,
     batch: int | None = None,
     rounds: int = 10,
     out: Path | None = None,

@@ -1,0 +1,79 @@
+"""Several runs on one page: their curves over each other, and what differs in their results and recipes."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eagleray import config
+from eagleray.errors import UserError
+from eagleray.report import plots
+from eagleray.report.page import Page, Section, Table
+from eagleray.report.read import Run, names
+from eagleray.report.sections import TOLD, UNTRAINED, about, evaluated, figures, newest, what
+
+
+def page(runs: Sequence[Run], folder: Path) -> Page:
+    """The comparison; PNGs of its curves are left in the folder. Raises UserError for a run that is given twice, and
+    for more runs than can be told from each other."""
+    if len(runs) > plots.MOST:
+        raise UserError(f"{len(runs)} runs: their curves cannot be told from each other; expected {plots.MOST} at most")
+    named = dict(zip(names([r.out for r in runs]), runs, strict=True))
+    epochs = len({r.recipe.get("optim", {}).get("batch") for r in runs}) > 1
+    text = ["Over epochs, as the runs differ in their batch."] if epochs else []
+    if len({r.recipe.get("method", {}).get("name") for r in runs}) > 1:
+        text.append("Losses of different methods are not comparable.")
+    sections = [
+        Section("Runs", [states(named)]),
+        Section("Results", results(named), ["Top-1 and top-5 are in percent."]),
+        Section("Curves", figures(plots.compared(named, folder, epochs=epochs)), text),
+        Section("Recipes", differences(named), ["Keys that are not the same in all of them, every default included."]),
+    ]
+    return Page(
+        title=" against ".join(named) if len(named) < 4 else f"{len(named)} runs",
+        lead=[],
+        sections=[s for s in sections if s.blocks],
+        footer=f"{', '.join(r.out for r in runs)} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )
+
+
+def states(runs: Mapping[str, Run]) -> Table:
+    rows = [[name, what(r), about(r), r.state, r.last, len(r.findings), len(r.quarantine)] for name, r in runs.items()]
+    return Table("What is compared", ["Run", "What", "Data", "State", "Steps", "Findings", "Bad samples"], rows)
+
+
+def results(runs: Mapping[str, Run]) -> list[Table]:
+    """A row for every number that any of them has; the same number with other settings is another one."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, run in runs.items():
+        for key, value in run.summary.items():
+            if key not in TOLD and isinstance(value, int | float):
+                shown = f"{key.removesuffix(UNTRAINED)}, untrained" if key.endswith(UNTRAINED) else key
+                found.setdefault((shown, "at the end of the run"), {})[name] = value
+        for key, value, _, _, settings in (row for result in newest(run) for row in evaluated(run, result)):
+            found.setdefault((key, settings), {})[name] = value
+    rows = [[key, *(values.get(name) for name in runs), settings] for (key, settings), values in found.items()]
+    times = [[k, *(r.summary.get(k) for r in runs.values()), ""] for k in ("wall_seconds", "goodput", "restarts")]
+    rows += [row for row in times if any(x is not None for x in row[1:-1])]
+    return [Table("Numbers of each run", ["Number", *runs, "Settings"], rows)] if rows else []
+
+
+def differences(runs: Mapping[str, Run]) -> list[Table]:
+    flat = [flattened(run.recipe) for run in runs.values()]
+    keys = [k for k in dict.fromkeys(k for f in flat for k in f) if k != "out"]
+    differ = [k for k in keys if any(f.get(k, ...) != flat[0].get(k, ...) for f in flat)]
+    rows = [[k, *("null" if (v := f.get(k, "not there")) is None else v for f in flat)] for k in differ]
+    return [Table("What differs in the recipes", ["Key", *runs], rows)] if rows else []
+
+
+def flattened(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys of a recipe, with the numbers of its views and sources among them."""
+    return config.flat({k: _counted(v) for k, v in recipe.items()})
+
+
+def _counted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _counted(v) for k, v in value.items()}
+    if isinstance(value, list) and any(isinstance(v, Mapping) for v in value):
+        return {str(i): _counted(v) for i, v in enumerate(value)}
+    return value

@@ -1,0 +1,138 @@
+"""Curves for a page: each panel of the run's picture a figure of its own, small enough to be read on a phone, and the
+same for several runs over each other."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagleray.picture import BLUE, BOTTOM, GREY, TOP, Curve, Line, Panel, fill, gradients, mark, thin
+from eagleray.report.page import Picture, uri
+from eagleray.report.read import Run
+
+SIZE = (4.6, 2.9)  # inches
+DPI = 200
+POINTS = 600  # of a line
+COLOURS = (BLUE, "#b3261e", "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")
+STYLES = ("-", "--", ":", "-.")
+MOST = len(COLOURS) * len(STYLES)  # runs that can be told from each other
+
+SPEED = Panel(
+    "images/s",
+    1.25,
+    [Line("images_per_s", "images a second", BLUE)],
+    right=[Line("data_wait", "share of time waiting", GREY, "--")],
+)
+GOODPUT = Panel("goodput", 1.0, [Line("goodput", "goodput so far", BLUE)])
+# What a panel shows, for those who see it for the first time.
+EXPLAINED = {
+    "loss": "Loss, and the learning rate on an axis of its own.",
+    "kNN, top-1 %": "How often the nearest neighbours of an image are of its class.",
+    "gradient norm": "The gradient's norm by layer, the largest of each stretch of steps, before clipping.",
+    "spread": "How far features point in different directions: 1 at random, 0 where all are one.",
+    "rank": "In how many directions features differ (effective rank).",
+    "share of ln K": "Of what a method with prototypes learns from: 1 is uniform; a usage near 0 is a collapse.",
+    "gain, nats": "How much better than a guess the contrastive task is solved: 0 is a guess.",
+    "share of weights": "How far a step moves the weights, and how far the momentum copy lags behind.",
+    "images/s": "Speed over all workers, and the share of the time spent waiting for data.",
+    "goodput": "The share of all time since the first start that went into steps that count.",
+}
+# Of several runs: the key, what it is, whether its axis is logarithmic.
+COMPARED = (
+    ("loss", "loss", False),
+    ("monitor/knn", "kNN monitor, top-1 %", False),
+    ("knn/top1", "kNN evaluation, top-1 %", False),
+    ("classifier/top1", "classifier, top-1 %", False),
+    ("accuracy", "accuracy", False),
+    ("lr", "learning rate", False),
+    ("grad_norm", "gradient norm", True),
+    ("health/backbone_std", "spread of the backbone", False),
+    ("health/backbone_rank", "rank of the backbone", False),
+    ("entropy", "targets' entropy, share of ln K", False),
+    ("gain", "gain, nats", False),
+    ("health/update", "share moved by a step", True),
+    ("images_per_s", "images/s", False),
+    ("data_wait", "share of time waiting for data", False),
+)
+
+
+def curves(run: Run, folder: Path) -> list[Picture]:
+    """The panels of one run; each is a PNG in the folder too."""
+    found = {key: thin(x, y, POINTS) for key, (x, y) in run.curves.items()}
+    panels = [*TOP, gradients(found), *BOTTOM, SPEED, *[GOODPUT] * (len(run.starts) > 1)]
+    shown = [p for p in panels if any(line.key in found for line in p.lines)]
+    return [_picture(p, found, EXPLAINED[p.title], folder, findings=run.findings) for p in shown]
+
+
+def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
+    """The runs' curves over each other, over steps or over epochs."""
+    pictures = []
+    for key, title, log in COMPARED:
+        found, lines = {}, []
+        for i, (name, run) in enumerate(runs.items()):
+            if key in run.curves:
+                x, y = thin(*run.curves[key], POINTS)
+                found[name] = (x * _epochs(run) if epochs else x, y)
+                lines.append(Line(name, name.replace("$", r"\$"), COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS)]))
+        if lines:
+            panel = Panel(title, SIZE[1], lines, log=log)
+            pictures.append(_picture(panel, found, "", folder, x="epoch" if epochs else "step"))
+    return pictures
+
+
+def _epochs(run: Run) -> float:
+    """What a step is of an epoch."""
+    last = run.records[-1] if run.records else {}
+    return float(last.get("epoch", 0) / last["step"]) if last.get("step") else 0.0
+
+
+def _picture(
+    panel: Panel,
+    found: Mapping[str, Curve],
+    caption: str,
+    folder: Path,
+    *,
+    findings: Sequence[Mapping[str, Any]] = (),
+    x: str = "step",
+) -> Picture:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    handles = fill(axes, panel, found)
+    mark(axes, panel, found, findings)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(panel.title, fontsize=9)
+    for right in figure.axes[1:]:
+        right.set_ylabel(panel.right[0].label, fontsize=9)
+    figure.legend(
+        handles=handles,
+        ncols=_columns(handles),
+        loc="outside upper left",
+        frameon=False,
+        fontsize=8,
+        handlelength=2,
+    )
+    name = re.sub(r"\W+", "-", panel.title).strip("-")
+    figure.savefig(folder / f"{name}.png", dpi=DPI)
+    figure.set_layout_engine("none")  # found already
+    with rc_context({"svg.hashsalt": "eagleray"}):
+        figure.savefig(buffer := io.BytesIO(), format="svg", metadata={"Date": None})
+    return Picture(uri(buffer.getvalue(), "svg+xml"), in_words(panel, found, x), caption)
+
+
+def _columns(handles: Sequence[Any]) -> int:
+    longest = max((len(h.get_label()) for h in handles), default=1)
+    return max(1, min(len(handles), 56 // (longest + 6)))
+
+
+def in_words(panel: Panel, found: Mapping[str, Curve], x: str) -> str:
+    """What a picture shows, for those who do not see it."""
+    told = []
+    for line in (*panel.lines, *panel.right):
+        if line.label and line.key in found:
+            xs, ys = found[line.key]
+            told.append(f"{line.label} from {ys[0]:.4g} at {x} {xs[0]:.4g} to {ys[-1]:.4g} at {x} {xs[-1]:.4g}")
+    return f"{panel.title}: " + "; ".join(told)

@@ -1,0 +1,189 @@
+"""What is known of a run, from its folder, whatever has become of it."""
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagleray import config, picture, place
+from eagleray import recipe as recipes
+from eagleray.data import store
+from eagleray.data.store import remote
+from eagleray.errors import UserError
+from eagleray.evals import results
+from eagleray.evals.results import Result
+from eagleray.files import read_lines
+from eagleray.picture import Curve
+
+LEAVES = ("recipe.yaml", "metrics.jsonl", "summary.json", "results.json")  # any of them makes a folder a run's
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
+LAST = 15  # lines of the log
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is missing is empty."""
+
+    out: str  # the folder or URL where the run is kept
+    folder: Path  # on this machine
+    recipe: dict[str, Any]  # resolved
+    environment: dict[str, Any]
+    records: Sequence[dict[str, Any]]  # of metrics.jsonl
+    summary: dict[str, Any]
+    results: Sequence[Result]
+    findings: Sequence[dict[str, Any]]
+    starts: Sequence[dict[str, Any]]
+    skipped: Sequence[dict[str, Any]]
+    quarantine: Sequence[dict[str, Any]]
+    state: str  # finished, running, stopped, failed, broken off or not begun
+    why: str  # more about the state, in a sentence
+    log: Sequence[str]  # its last lines
+
+    @property
+    def last(self) -> int:
+        """Steps taken, as far as they were logged."""
+        return int(self.records[-1]["step"]) if self.records else int(self.summary.get("steps", 0))
+
+    @property
+    def planned(self) -> int | None:
+        """Steps to take in all, as far as the records say how many an epoch has."""
+        epochs, most = self.recipe.get("optim", {}).get("epochs"), self.recipe.get("max_steps")
+        if not epochs or not self.records or not self.records[-1].get("epoch"):
+            return most
+        all = epochs * round(self.records[-1]["step"] / self.records[-1]["epoch"])
+        return min(all, most or all)
+
+    @cached_property
+    def published(self) -> dict[str, float]:
+        """What the header of its recipe says, if nothing but the places was changed in it."""
+        name = next((word for word in self.environment.get("command", ()) if word in recipes.names()), None)
+        here = config.flat(self.recipe)
+        if name is None:
+            return {}
+        there = {k: v for k, v in recipes.identity(recipes.load(name)).items() if not k.startswith("data.")}
+        if any(here.get(k) != v for k, v in there.items()):
+            return {}
+        lines = itertools.takewhile(lambda line: line.startswith("#"), recipes.find(name).read_text().splitlines())
+        return results.published(" ".join(line.removeprefix("#").strip() for line in lines))
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Every number of the records by key."""
+        return picture.read(self.folder) if self.records else {}
+
+
+def read(given: str) -> Run:
+    """A run that is kept in a folder or below an s3:// URL. Raises UserError, and Outage for a store that is away."""
+    out = store.absolute(given.rstrip("/") or "/")
+    folder = place.view(out)
+    if remote(out):
+        place.Copy(out, folder, "pictures").fetch()
+    elif not folder.is_dir():
+        raise UserError(f"{given}: no such folder; expected that of a run, or its s3:// URL")
+    if not any((folder / name).exists() for name in LEAVES):
+        raise UserError(f"{given}: holds no run: none of {', '.join(LEAVES)} is there")
+    records = read_lines(folder / "metrics.jsonl")
+    summary, starts = _json(folder / "summary.json", {}), read_lines(folder / "starts.jsonl")
+    log = _lines(folder / "train.log")
+    state, why = standing(out, folder, records, summary, starts, log)
+    return Run(
+        out=out,
+        folder=folder,
+        recipe=_yaml(folder / "recipe.yaml"),
+        environment=_json(folder / "environment.json", {}),
+        records=records,
+        summary=summary,
+        results=results.load(out),
+        findings=read_lines(folder / "health.jsonl"),
+        starts=starts,
+        skipped=_each(folder / "skipped.jsonl"),
+        quarantine=_each(folder / "quarantine.jsonl"),
+        state=state,
+        why=why,
+        log=log[-LAST:],
+    )
+
+
+def standing(
+    out: str,
+    folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    starts: Sequence[Mapping[str, Any]],
+    log: Sequence[str],
+) -> tuple[str, str]:
+    """The state of a run and what there is to say about it."""
+    last = records[-1]["step"] if records else 0
+    if place.alive(out):
+        return "running", f"It is at work, and had taken {last:,} steps when this was written."
+    if summary.get("steps", -1) >= last:
+        return "finished", ""
+    if failure := place.get(out, ".failure"):
+        return "failed", str(json.loads(failure)["why"])
+    if not starts and not records:
+        return "not begun", "No step of it has been taken yet."
+    if starts and "ended" in starts[-1]:
+        return "stopped", f"It was stopped, or could not go on, at step {last:,}; the same command continues it."
+    if error := failed(log):
+        return "failed", f"{error}; the same command continues it."
+    return "broken off", f"It was killed some time after step {last:,}; the same command continues it."
+
+
+def failed(log: Sequence[str]) -> str:
+    """The error that a log ends with: the last line of its traceback."""
+    heads = [i for i, line in enumerate(log) if LOGGED.match(line)]
+    if heads and " ERROR " in log[heads[-1]]:
+        return log[-1] if log[-1] != log[heads[-1]] else log[-1].partition(" ERROR ")[2]
+    return ""
+
+
+def names(outs: Sequence[str]) -> list[str]:
+    """Short names of places: the last parts of their paths, as many as it takes for all to differ."""
+    parts = [out.rstrip("/").split("/") for out in outs]
+    for n in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(p[-n:]) for p in parts]
+        if len(set(found)) == len(found):
+            return found
+    raise UserError(f"{outs[0]}: given twice")
+
+
+def _json(path: Path, missing: Any) -> Any:
+    try:
+        return json.loads(path.read_text()) if path.exists() else missing
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path}: is not JSON") from None
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text()) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise UserError(f"{path}: is not YAML") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
+    return tree
+
+
+def _each(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of lines whose texts may hold what Python takes for an end of a line, and whose writer may
+    have been killed in the middle of one."""
+    found = []
+    for line in _text(path).split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).rstrip("\n").split("\n") if path.exists() else []
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

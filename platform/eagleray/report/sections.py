@@ -1,0 +1,246 @@
+"""What a report says of one run, section by section. A section without anything to say is left out."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagleray.evals.results import Result
+from eagleray.health import KINDS
+from eagleray.report import plots
+from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined
+from eagleray.report.read import Run, names
+
+UNTRAINED = "_untrained"
+REASONS = 20  # rows of the table of bad samples
+FINDINGS = 50  # of the table of findings
+BAD = ("failed", "broken off")  # states that somebody must see to
+# Numbers of a summary that are told elsewhere, or are settings of others.
+TOLD = {"steps", "epochs", "images", "wall_seconds", "restarts", "steps_repeated", "seconds_lost", "goodput"}
+TOLD |= {"bad_samples", "health"}
+
+
+def page(run: Run, folder: Path) -> Page:
+    """The report of a run; PNGs of its curves are left in the folder."""
+    sections = [
+        Section("Results", results(run), ["Top-1 and top-5 are in percent."]),
+        Section("Curves", figures(plots.curves(run, folder)), marks(run)),
+        Section("Health", findings(run)),
+        Section("Pictures", shown(run)),
+        Section("Time", times(run)),
+        Section("Bad samples", bad(run)),
+        Section("Log", [Texts([("the last lines of train.log", "\n".join(run.log))])] if told(run) else []),
+        Section("Recipe", recipe(run), ["Resolved: every default is written out."]),
+        Section("Environment", environment(run)),
+    ]
+    return Page(
+        title=": ".join(filter(None, (names([run.out])[0], what(run)))),
+        state=run.state,
+        bad=run.state in BAD,
+        lead=[line for line in (about(run), run.why) if line],
+        tiles=list(tiles(run)),
+        sections=[s for s in sections if s.blocks],
+        footer=f"{run.out} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )
+
+
+def what(run: Run) -> str:
+    """Method and backbone."""
+    parts = [run.recipe.get(part, {}).get("name", "?") for part in ("method", "backbone")]
+    return " on ".join(parts) if run.recipe else ""
+
+
+def about(run: Run) -> str:
+    """What the run sees, in a sentence."""
+    data, optim = run.recipe.get("data", {}), run.recipe.get("optim", {})
+    return f"Images of {source(data.get('train'))} in batches of {optim.get('batch', '?')}." if run.recipe else ""
+
+
+def source(train: Any) -> str:
+    """Where images are from; of many places the first."""
+    first = train[0] if isinstance(train, list) and train else train
+    url = first.get("url") if isinstance(first, Mapping) else first
+    more = f" and {len(train) - 1} more" if isinstance(train, list) and len(train) > 1 else ""
+    return f"{url}{more}"
+
+
+def tiles(run: Run) -> Iterator[Tile]:
+    """The numbers that come first."""
+    s, last = run.summary, run.records[-1] if run.records else {}
+    for key, label in (("knn/top1", "kNN, top-1 %"), ("linear/top1", "linear, top-1 %")):
+        if key in s:
+            yield Tile(label, s[key], f"{s[key + UNTRAINED]:.4g} untrained" if key + UNTRAINED in s else "")
+    if "classifier/top1" in s:
+        yield Tile("classifier, top-1 %", s["classifier/top1"])
+    if run.last or run.planned:
+        yield Tile("steps", run.last, f"of {run.planned:,}" if run.planned else "")
+    if "loss" in last:
+        yield Tile("loss", last["loss"], "at the end" if run.state == "finished" else "so far")
+    if "images_per_s" in last:
+        yield Tile("images/s", statistics.median(r["images_per_s"] for r in run.records), "median")
+        yield Tile("waiting for data", f"{statistics.mean(r['data_wait'] for r in run.records):.1%}", "of the time")
+    ends = last | s
+    if "goodput" in ends:
+        yield Tile("goodput", f"{ends['goodput']:.1%}", f"{ends['seconds_lost']:.0f} s lost")
+    if "wall_seconds" in s:
+        yield Tile("duration", str(timedelta(seconds=round(s["wall_seconds"]))), "h:mm:ss")
+    yield Tile("restarts", ends.get("restarts", max(sum("step" in line for line in run.starts) - 1, 0)))
+    yield Tile("bad samples", ends.get("bad_samples", len(run.quarantine)))
+    yield Tile("findings", len(run.findings), "" if run.findings else "nothing is wrong")
+
+
+def results(run: Run) -> list[Table]:
+    """Evaluations beside untrained and published numbers: those that the run ended with, then those made later."""
+    s, paper = run.summary, run.published
+    ends = [k for k in s if k not in TOLD and not k.endswith(UNTRAINED) and isinstance(s[k], int | float)]
+    rows = [[k, s[k], s.get(k + UNTRAINED), paper.get(k), settings(run, k)] for k in ends]
+    rows += [row for result in newest(run) for row in evaluated(run, result)]
+    columns = ["Number", "This run", "Untrained", "Published", "Settings"]
+    kept = [i for i in range(len(columns)) if i < 2 or any(row[i] not in (None, "") for row in rows)]
+    cut = [[row[i] for i in kept] for row in rows]
+    return [Table("Evaluations", [columns[i] for i in kept], cut)] if rows else []
+
+
+def newest(run: Run) -> list[Result]:
+    """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
+    to the column beside."""
+    last = {(r.protocol, r.untrained, r.architecture, r.data_digest, how(r)): r for r in run.results}
+    trained = [r for r in last.values() if not r.untrained]
+    return [*trained, *(r for r in last.values() if r.untrained and not any(t.twin(r) for t in trained))]
+
+
+def evaluated(run: Run, result: Result) -> Iterator[list[Any]]:
+    """A row for each number of a result: with that of its newest twin without training, and the published one."""
+    twin = next((r for r in reversed(run.results) if r.untrained and not result.untrained and r.twin(result)), None)
+    for key, value in result.numbers.items():
+        paper = None if result.untrained else run.published.get(key)
+        name = key + ", untrained" * result.untrained
+        yield [name, value, twin and twin.numbers.get(key), paper, how(result)]
+
+
+def how(result: Result) -> str:
+    """The protocol and its settings."""
+    given = [f"{k} {'/'.join(map(str, v)) if isinstance(v, list | tuple) else v}" for k, v in result.settings.items()]
+    return f"{result.protocol}: {', '.join(given)}" if given else result.protocol
+
+
+def settings(run: Run, key: str) -> str:
+    """Those of the evaluation at the end of a run."""
+    e = run.recipe.get("evaluate", {})
+    if key.startswith("knn/") and e:
+        return f"at the end of the run: k {e.get('k')}, T {e.get('temperature')}, {e.get('size')} pixels"
+    if key.startswith("linear/") and e:
+        return f"at the end of the run: {e.get('probe_epochs')} epochs, {e.get('size')} pixels"
+    return "at the end of the run"
+
+
+def figures(pictures: Sequence[Picture]) -> list[Pictures]:
+    return [Pictures(pictures)] if pictures else []
+
+
+def marks(run: Run) -> list[str]:
+    return ["Red lines mark what was found wrong at their steps; the table below says what."] if run.findings else []
+
+
+def findings(run: Run) -> list[Table]:
+    rows = [[f["step"], f["kind"], f["text"], KINDS.get(f["kind"], "")] for f in run.findings[:FINDINGS]]
+    more = f"; the first {FINDINGS} of {len(run.findings)}" if len(run.findings) > FINDINGS else ""
+    return [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
+
+
+def shown(run: Run) -> list[Pictures]:
+    """Pictures of evaluations, as large as there is room for."""
+    paths = sorted((run.folder / "pictures").rglob("*.png"))
+    share = max(BUDGET // max(len(paths), 1), LEAST)
+    found = []
+    for path in paths[: BUDGET // LEAST]:
+        try:
+            source = inlined(path, share)
+        except OSError:
+            continue  # half written, or no picture
+        text = caption(run, path)
+        found.append(Picture(source, text, text))
+    return [Pictures(found, large=True)] if found else []
+
+
+def caption(run: Run, path: Path) -> str:
+    """What a picture is of: the evaluation that drew it, with its settings, and its name in words."""
+    words = path.stem.replace("_", " ").replace("-", " ")
+    of = next((r for r in reversed(run.results) if str(path.relative_to(run.folder)) in r.pictures), None)
+    return f"{words}{', untrained' * of.untrained} ({how(of)})" if of else words
+
+
+def times(run: Run) -> list[Table]:
+    """When the run was started, and what its time went into."""
+    rows: list[list[Any]] = []
+    for s in run.starts:
+        when = f"{datetime.fromtimestamp(s['time'], UTC):%Y-%m-%d %H:%M:%S}"
+        if "step" in s:
+            again = max(s.get("reached", 0) - s["step"], 0)
+            rows.append([when, "continued" if len(rows) else "started", s["step"], s.get("ranks"), again])
+        else:
+            rows.append([when, "ended in order", None, None, None])
+    columns = ["Time, UTC", "Event", "From step", "Workers", "Steps taken again"]
+    tables = [Table("Starts and ends", columns, rows)] if rows else []
+    ends = (run.records[-1] if run.records else {}) | run.summary
+    kept = {
+        "goodput": "share of the time in steps that count",
+        "seconds_lost": "seconds that were lost",
+        "steps_repeated": "steps taken again after restarts",
+        "wall_seconds": "seconds of all starts together, without what was lost",
+        "images": "images seen",
+        "epochs": "epochs",
+    }
+    spent = [[label, ends[key]] for key, label in kept.items() if key in ends]
+    return tables + ([Table("Where the time went", ["What", "How much"], spent)] if spent else [])
+
+
+def bad(run: Run) -> list[Table]:
+    """Samples that could not be used, by reason, and steps whose gradients were not finite."""
+    tables = []
+    reasons = Counter(b["reason"] for b in run.quarantine)
+    if reasons:
+        rows = [[reason, count, some(run, reason)] for reason, count in reasons.most_common(REASONS)]
+        more = f"; {len(reasons) - REASONS} rarer reasons are in quarantine.jsonl" if len(reasons) > REASONS else ""
+        tables.append(Table(f"Quarantine, by reason{more}", ["Reason", "Samples", "Such as"], rows))
+    if run.skipped:
+        listed = run.skipped[:REASONS]
+        rows = [[s["step"], ", ".join(s["keys"][:3]) + (", ..." if s["keys"][3:] else "")] for s in listed]
+        first = f"; the first {REASONS} of {len(run.skipped)}" if len(run.skipped) > REASONS else ""
+        tables.append(Table(f"Steps without a finite gradient{first}", ["Step", "Images"], rows))
+    return tables
+
+
+def some(run: Run, reason: str) -> str:
+    """A few samples of the quarantine by shard and key; a whole shard has no key."""
+    found = [b for b in run.quarantine if b["reason"] == reason][:3]
+    return ", ".join("/".join(filter(None, (b["shard"].rpartition("/")[2], b["key"]))) for b in found)
+
+
+def told(run: Run) -> bool:
+    """Whether the log says more than the rest of the page."""
+    return bool(run.log) and run.state != "finished"
+
+
+def recipe(run: Run) -> list[Texts]:
+    """The resolved recipe, a part for each section and one for what is in none."""
+    inner = {k: v for k, v in run.recipe.items() if isinstance(v, dict | list)}
+    alone = {k: v for k, v in run.recipe.items() if k not in inner}
+    parts = [*([("run", alone)] if alone else []), *inner.items()]
+    texts = [(k, yaml.safe_dump(v, sort_keys=False, allow_unicode=True).rstrip()) for k, v in parts]
+    return [Texts(texts)] if texts else []
+
+
+def environment(run: Run) -> list[Table]:
+    e = run.environment
+    rows = [["python", e.get("python")], *(e.get("packages") or {}).items()] if e else []
+    rows += [[k, e[k]] for k in ("platform", "cpus") if k in e]
+    if e.get("gpus"):
+        rows.append(["gpus", ", ".join(f"{n} x {gpu}" for gpu, n in Counter(e["gpus"]).items())])
+    if "command" in e:
+        rows.append(["command", " ".join(e["command"])])
+    return [Table("What the run was made with", ["What", "Which"], rows)] if rows else []

@@ -1,0 +1,45 @@
+"""A sweep on one page: its trials, the best of them, and its three pictures."""
+
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+from eagleray import config, sweep_plots
+from eagleray.report.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined
+from eagleray.sweep import Sweep, count
+from eagleray.sweep_book import Book
+
+CAPTIONS = {
+    "keys": "The objective over each key that is varied.",
+    "parallel": "Each trial is a line from key to key; darker is better.",
+    "curves": "The objective over the share of each trial's steps.",
+}
+
+
+def page(folder: Path) -> Page:
+    """The report of a sweep's folder. Raises UserError for one that cannot be read."""
+    book = Book(config.load(Sweep, folder / "sweep.yaml"), folder)
+    best, keys, several = book.best(), book.keys(), len(book.sweep.alternatives) > 1
+    columns = ["Trial", *["Alternative"] * several, *keys, "Steps", book.sweep.objective.key, "State", "Why"]
+    rows = []
+    for r in book.rows.values():
+        named, values = [r["alternative"]] * several, [r["values"].get(k) for k in keys]
+        rows.append([r["id"], *named, *values, r["step"], r["metric"], r["state"], r["why"]])
+    drawn = [Picture(inlined(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in sweep_plots.draw(book)]
+    sections = [
+        Section("Trials", [Table("Every trial that was begun", columns, rows)] if rows else []),
+        Section("Pictures", [Pictures(drawn, large=True)] if drawn else []),
+        Section("Sweep", [Texts([("sweep.yaml", (folder / "sweep.yaml").read_text().rstrip())])]),
+    ]
+    tiles = [Tile("trials", len(rows), f"of {count(book.sweep)}")]
+    states = Counter(r["state"] for r in book.rows.values())
+    tiles += [Tile(state, states[state]) for state in ("finished", "stopped", "failed") if states[state]]
+    if best:
+        tiles.append(Tile(f"best {book.sweep.objective.key}", best["metric"], f"trial {best['id']}"))
+    return Page(
+        title=f"Sweep {folder.name}",
+        lead=[f"Its trials are compared by: eagleray report {folder}/trials/*"],
+        tiles=tiles,
+        sections=[s for s in sections if s.blocks],
+        footer=f"{folder} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )

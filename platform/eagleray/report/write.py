@@ -1,0 +1,47 @@
+"""Where a report goes: a page beside the run, its curves as PNGs in a folder of the page's name."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagleray import files, place
+from eagleray.data import store
+from eagleray.data.store import remote
+from eagleray.errors import UserError
+from eagleray.report import compare, sections, sweep
+from eagleray.report.page import render
+from eagleray.report.read import read
+
+NAME = "report.html"
+
+
+def report(given: Sequence[str], out: Path | None = None) -> list[str]:
+    """Write the report of a run or a sweep into its folder, or that of several runs into this one, unless `out` names
+    another file. Returns where it is: a file, and for a run in a store the copy there too. Raises UserError and
+    Outage."""
+    if out and out.suffix != ".html":
+        raise UserError(f"--out {out}: expected a name that ends with .html")
+    swept = [Path(g) for g in given if not remote(g) and (Path(g) / "sweep.yaml").exists()]
+    if swept and len(given) > 1:
+        raise UserError(f"{swept[0]}: is a sweep, and sweeps are not compared; its trials are in {swept[0]}/trials")
+    runs = [] if swept else [read(g) for g in given]
+    beside = swept[0].resolve() if swept else runs[0].folder if len(runs) == 1 else Path.cwd()
+    path = out or beside / NAME
+    folder = path.with_suffix("")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if swept:
+            made = sweep.page(beside)
+        else:
+            made = sections.page(runs[0], folder) if len(runs) == 1 else compare.page(runs, folder)
+        files.replace(path, render(made))
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+    finally:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    if out or not runs or not remote(runs[0].out) or len(runs) > 1:
+        return [str(path)]
+    place.put(runs[0].out, NAME, path.read_text())
+    for picture in sorted(folder.glob("*.png")):
+        store.put_bytes(f"{runs[0].out}/{folder.name}/{picture.name}", picture.read_bytes())
+    return [str(path), f"{runs[0].out}/{NAME}"]
