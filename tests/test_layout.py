@@ -61,15 +61,7 @@ OWNERS["matplotlib"] |= {"evals/segmentation_picture.py"}
 OWNERS["matplotlib"] |= {"evals/draw.py"}
 OWNERS["scipy"] |= {"evals/davis_measures.py"}
 OWNERS |= {
-    "typer": {
-        "cli.py",
-        "evaluate_cli.py",
-        "jobs_cli.py",
-        "tune_cli.py",
-        "finetune_cli.py",
-        "report_cli.py",
-        "options.py",
-    },
+    "typer": {"cli.py", "options.py", *(f"{n}_cli.py" for n in ("evaluate", "finetune", "jobs", "report", "tune"))},
     "rich": {"console.py", "ticks.py", "sweep_table.py"},
 }
 

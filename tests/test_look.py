@@ -16,7 +16,7 @@ from eagleray.errors import UserError
 from eagleray.evals import attention as module
 from eagleray.evals import look
 from eagleray.evals.attention import attention, entropy, maps, smallest
-from eagleray.evals.look import components, foreground, nearest, neighbours, pairs, principal, second_views
+from eagleray.evals.look import components, nearest, neighbours, oriented, pairs, placed, principal, second_views
 from eagleray.models.backbone import Backbone, Features
 from eagleray.views import photometric
 
@@ -159,8 +159,14 @@ def test_fewer_channels_than_components():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_foreground_is_in_the_middle(sign: int):
     first = torch.full((2, 6, 6), -1.0)
-    first[:, 2:4, 2:5] = 3
-    assert torch.equal(foreground(sign * first), first > 0)
+    first[:, 2:4, 2:5] = 5
+    assert torch.equal(oriented(sign * (first - first.mean())), first - first.mean())
+
+
+def test_points_of_a_crop_in_its_image():
+    points, box = np.array([[0.0, 0.0], [32, 32], [8, 16]]), np.array([4, 10, 8, 16])
+    assert placed(points, box, False, 32).tolist() == [[10, 4], [26, 12], [14, 8]]
+    assert placed(points, box, True, 32).tolist() == [[26, 4], [10, 12], [22, 8]]
 
 
 def test_doubles_are_each_others_nearest():

@@ -78,7 +78,7 @@ def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: P
     heads, kept, points = {}, {}, {}
     for i, (image, found) in enumerate(shown):
         row, point = seen(found)[0], () if found.token is not None else QUERIES[:1]
-        start = draw.Tile(draw.pixels(image), f"image {i}", point)
+        start = draw.Tile(draw.pixels(image), "", point)
         each = [(name, row[h].view(found.grid)) for name, h in zip(names, picked, strict=True)]
         heads[f"image {i}"] = [start, *(draw.Tile(draw.heated(image, m), n, point) for n, m in each)]
         chosen = [(n, smallest(m.flatten(), mass).view(found.grid)) for n, m in each]
@@ -89,8 +89,9 @@ def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: P
             *(draw.Tile(draw.heated(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
         ]
     who = "the class token" if shown[0][1].token is not None else "the patch under the cross"
+    title = f"Last block: attention of {who}, by head, with the entropy of all patches' attention"
     return (
-        draw.sheet(heads, out / "attention-heads.png", f"Last block: attention of {who}, by head, most spread first"),
+        draw.sheet(heads, out / "attention-heads.png", title),
         draw.sheet(kept, out / "attention-kept.png", f"Fewest patches with {mass:.0%} of the attention of {who}"),
         draw.sheet(points, out / "attention-queries.png", "Last block: attention of five patches, mean over heads"),
     )

@@ -20,7 +20,7 @@ SIDE, LABEL, GAP, TOP = (
 CAPTION = 0.2  # inches over each tile
 DPI = 110
 LONGEST = 480  # pixels of a tile at most, so that a page stays small
-INK, RED, GREEN, GREY = "#222222", "#d5402b", "#2f8f4e", "#8c8c8c"
+INK, RED, GREEN, YELLOW = "#222222", "#d5402b", "#2f8f4e", "#f2c200"
 # Of objects in videos, in the order of their numbers; far apart also for those who see few colours.
 COLOURS = np.array([(230, 97, 0), (26, 133, 255), (212, 17, 89), (254, 204, 2), (93, 58, 155), (64, 176, 166)]) / 255
 OVER = 0.6  # share of a heat map or a mask in the colour of a pixel
@@ -125,26 +125,32 @@ def fill(axes: Any, tile: Tile) -> None:
 
 
 def pairs(matched: Sequence[Pair], path: Path, title: str) -> Path:
-    """Two images side by side in each row, and lines between the points that match: green where right, red where not,
-    yellow where nobody knows."""
+    """Pairs of images, two to a row, and lines between the points that match: green where right, red where not, yellow
+    where nobody knows."""
     from matplotlib.figure import Figure
 
-    side = 2 * SIDE
-    height = TOP + len(matched) * (side + CAPTION + GAP)
-    width = max((p.one.shape[1] + p.other.shape[1]) / p.one.shape[0] for p in matched) * side + 3 * GAP
-    figure = Figure(figsize=(width, height), dpi=DPI)
+    side = 1.6 * SIDE
+    rows = -(-len(matched) // 2)
+    height = TOP + rows * (side + CAPTION + GAP)
+    column = max((p.one.shape[1] + p.other.shape[1]) / p.one.shape[0] for p in matched) * side + 4 * GAP
+    figure = Figure(figsize=(2 * column, height), dpi=DPI)
     write(figure, title, height)
     for i, pair in enumerate(matched):
-        bottom = height - TOP - (i + 1) * (side + CAPTION + GAP) + GAP
-        axes = figure.add_axes((GAP / width, bottom / height, 1 - 2 * GAP / width, side / height))
-        gap = np.ones((len(pair.one), round(len(pair.one) * GAP / side), 3), np.float32)
-        fill(axes, Tile(np.concatenate([pair.one, gap, pair.other], 1), pair.title))
-        shift = pair.one.shape[1] + gap.shape[1]
-        for k, (x, y, u, v) in enumerate(pair.ends):
-            colour = "#f2c200" if pair.right is None else GREEN if pair.right[k] else RED
-            axes.plot([x, u + shift], [y, v], "-o", color=colour, linewidth=1.3, markersize=3.5)
+        bottom = height - TOP - (i // 2 + 1) * (side + CAPTION + GAP) + GAP
+        left = i % 2 / 2 + GAP / column / 2
+        axes = figure.add_axes((left, bottom / height, 0.5 - GAP / column, side / height))
+        join(axes, pair, round(len(pair.one) * GAP / side))
     figure.savefig(path)
     return path
+
+
+def join(axes: Any, pair: Pair, gap: int) -> None:
+    white = np.ones((len(pair.one), gap, 3), np.float32)
+    fill(axes, Tile(np.concatenate([pair.one, white, pair.other], 1), pair.title))
+    shift = pair.one.shape[1] + gap
+    for k, (x, y, u, v) in enumerate(pair.ends):
+        colour = YELLOW if pair.right is None else GREEN if pair.right[k] else RED
+        axes.plot([x, u + shift], [y, v], "-o", color=colour, linewidth=1.3, markersize=3.5)
 
 
 def write(figure: Any, title: str, height: float) -> None:

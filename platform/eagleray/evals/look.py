@@ -46,14 +46,14 @@ def components(
     of the patches' variance that three components hold, and that of the foreground, in percent. Raises UserError."""
     crops, patches, grid = described(backbone, index, images, size)
     scores, held = principal(patches.flatten(0, 1), 3)
-    first = scores[:, 0].view(len(patches), *grid)
-    front = foreground(first)
+    first = oriented(scores[:, 0].view(len(patches), *grid))
+    front = first > 0
     colours = torch.zeros(*front.shape, 3)
     colours[front] = spread(principal(patches.view(*front.shape, -1)[front], 3)[0])
     rows = {}
     for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
         tiles = [
-            draw.Tile(draw.pixels(picture), f"image {i}"),
+            draw.Tile(draw.pixels(picture)),
             draw.Tile(draw.heated(picture, ramp), "first component"),
         ]
         rows[f"image {i}"] = [*tiles, draw.Tile(draw.coloured(picture, colours[i]), "components of the foreground")]
@@ -78,14 +78,13 @@ def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
     return F.pad(scores, (0, k - scores.shape[1])).float(), held.clamp(0, 1).item()
 
 
-def foreground(first: Tensor) -> Tensor:
-    """The patches (B, h, w) on one side of the mean of the first component: the side that is rarer at the borders of
-    the images, where more of the background is."""
-    front = first > first.mean()
-    border = torch.ones_like(front)
+def oriented(first: Tensor) -> Tensor:
+    """The first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive: the side that
+    is rarer at the borders of the images, where more of the background is."""
+    border = torch.ones_like(first, dtype=torch.bool)
     border[:, 1:-1, 1:-1] = False
-    inside = front[~border].float().mean() if (~border).any() else torch.tensor(0.0)
-    return front if front[border].float().mean() <= inside else ~front
+    front = (first > 0).float()
+    return first if front[border].mean() <= front[~border].mean() else -first
 
 
 def spread(x: Tensor) -> Tensor:
@@ -173,23 +172,17 @@ def pairs(
     second, boxes, flips = second_views(crops[: len(picked)], size)
     device = next(backbone.parameters()).device
     others = embedded(backbone, second.to(device))
+    near = nearest(patches.mean(1), torch.tensor(picked), 1).index[:, 0].tolist()
     rows, errors = [], []
     reach = size / min(grid)
-    for i in picked:
+    for i, j in zip(picked, near, strict=True):
         ends = found(patches[i], others[i], grid, size)
-        there = torch.from_numpy(ends[:, 2:]).double()
-        there[:, 0] = torch.where(flips[i], size - there[:, 0], there[:, 0])
-        top, left, height, width = boxes[i].tolist()
-        there = there * torch.tensor([width / size, height / size]) + torch.tensor([left, top])
-        error = (there - torch.from_numpy(ends[:, :2])).norm(dim=1).numpy()
+        error = np.linalg.norm(placed(ends[:, 2:], boxes[i], bool(flips[i]), size) - ends[:, :2], axis=1)
         errors.append(error)
-        right = error <= reach
-        title = f"image {i} and a view of it: {right.sum()} of {len(right)} within a patch"
-        rows.append(draw.Pair(draw.pixels(crops[i]), viewed(second[i]), ends, right, title))
-    near = nearest(patches.mean(1), torch.tensor(picked), 1)
-    for i, j in zip(picked, near.index[:, 0].tolist(), strict=True):
-        ends = found(patches[i], patches[j], grid, size)
+        title = f"image {i} and a view of it: {np.sum(error <= reach)} of {len(error)} within a patch"
+        rows.append(draw.Pair(draw.pixels(crops[i]), viewed(second[i]), ends, error <= reach, title))
         title = f"image {i} and the nearest of {len(crops)} by mean patch"
+        ends = found(patches[i], patches[j], grid, size)
         rows.append(draw.Pair(draw.pixels(crops[i]), draw.pixels(crops[j]), ends, None, title))
     out.mkdir(parents=True, exist_ok=True)
     path = draw.pairs(rows, out / "pairs.png", "The ten likest patches; green: right, red: wrong, yellow: unknown")
@@ -204,6 +197,13 @@ def found(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArr
     at = [((place % grid[1] + 0.5) * size / grid[1], (place // grid[1] + 0.5) * size / grid[0])
           for place in (match.one, match.other)]  # fmt: skip
     return torch.stack([x for point in at for x in point], 1).double().cpu().numpy()
+
+
+def placed(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
+    """Points (k, 2) of a view, x and y in pixels, in the image that it is a crop of; `box`: top, left, height, width."""
+    top, left, height, width = box
+    x = size - points[:, 0] if mirrored else points[:, 0]
+    return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
 
 
 def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], Tensor]:
