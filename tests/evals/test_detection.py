@@ -55,18 +55,18 @@ def test_five_maps_each_half_as_fine_as_the_one_before(kind: str):
 
 
 def test_a_vit_of_twelve_blocks_is_read_after_blocks_4_6_8_and_12():
-    assert FeaturePyramid(vit(depth=12), channels=8).taps == [3, 5, 7, 11]
+    assert FeaturePyramid(vit(depth=12), channels=8).maps.taps == [3, 5, 7, 11]
 
 
 def test_every_map_depends_on_the_whole_backbone():
     pyramid = FeaturePyramid(vit(), channels=8)
     sum(x.square().mean() for x in pyramid(torch.randn(1, 3, 64, 64)).values()).backward()
-    assert all(p.grad is not None for p in pyramid.backbone.model.blocks.parameters())
+    assert all(p.grad is not None for p in pyramid.maps.backbone.model.blocks.parameters())
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(lambda: vit(patch_size=14), "powers of two"), (lambda: Backbone("mixer_s32_224"), "gives no grids")],
+    [(lambda: vit(patch_size=14), "powers of two"), (lambda: Backbone("mixer_s32_224"), "gives no maps")],
 )
 def test_a_backbone_that_has_no_such_grids_is_refused(make: Callable[[], Backbone], said: str):
     with pytest.raises(UserError, match=said):
@@ -337,8 +337,31 @@ def test_the_protocol_trains_a_copy_and_does_not_train_twice(coco: Path, tiny: s
     said.clear()
     again = protocol.detection(backbone, coco, tmp_path, said.append, schedule=tiny)
     assert again.numbers == first.numbers
-    assert "goes on after epoch 3 of 3" in said[1]
-    assert not any("step" in line for line in said)
+    assert "goes on after step 3 of 3" in said[1]
+    assert not any("ETA" in line for line in said)
+
+
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(
+    coco: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "SAVED", 0.0)
+    split, how = data.Coco.of(coco, "train"), training.named(tiny)
+
+    def train(folder: str, note: Callable[[str], None]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        net = protocol.build(resnet(), 2, how)
+        training.fit(net, split, how, tmp_path / folder, note)
+        return net.state_dict()
+
+    def stop(line: str) -> None:
+        if "step 2/3" in line:
+            raise KeyboardInterrupt
+
+    whole = train("whole", print)
+    with pytest.raises(KeyboardInterrupt):
+        train("part", stop)
+    assert [p.stem for p in (tmp_path / "part").glob("*.pt")] == ["step-000000001"]
+    assert all(v.equal(whole[k]) for k, v in train("part", print).items())
 
 
 def test_other_categories_in_val_are_refused(coco: Path, tiny: str, tmp_path: Path):

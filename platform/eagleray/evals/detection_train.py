@@ -28,7 +28,7 @@ FOLDER = "pipelines/detection"
 THREADS = 8  # that read and decode
 LINES = 20  # about training
 SECONDS = 60.0  # and another one after so many without any
-SAVED = 300.0  # seconds between checkpoints, at the end of an epoch
+SAVED = 300.0  # seconds between checkpoints
 
 
 @checked(frozen=True, kw_only=True, config=STRICT)
@@ -89,26 +89,30 @@ def fit(net: nn.Module, data: Coco, how: Schedules, folder: Path, note: Note) ->
     """Train in place, from the newest checkpoint in the folder on."""
     learner, places = Learner(net), data.learnable()
     batch = min(how.batch, len(places))
-    steps = len(places) // batch
+    total = len(places) // batch * how.epochs
     optimizer = optim.make("adamw", learner, decay="timm")
     start = restore(learner, optimizer, folder)
     if start:
-        note(f"detection: goes on after epoch {start // steps} of {how.epochs}")
-    data, ticker = dataclasses.replace(data, flip=True), Ticker(how.epochs * steps, start, batch, note)
+        note(f"detection: goes on after step {start} of {total}")
+    data, ticker = dataclasses.replace(data, flip=True), Ticker(total, start, batch, note)
     writer, saved = checkpoint.Writer(folder, keep=1), time.monotonic()
-    for step in train.fit(
+    taken = train.fit(
         cast(Any, learner),
         cast(Any, batches(data, places, how, batch, start)),
         optimizer,
         lr=how.lr,
         weight_decay=Schedule(value=how.weight_decay),
         seed=how.seed,
-    ):
-        done = step.at.step + 1
-        ticker(done, step.values)
-        if done == how.epochs * steps or (done % steps == 0 and time.monotonic() - saved > SAVED):
-            writer.save(done, {"net": learner.state_dict(), "optimizer": optimizer.state_dict(), "step": done})
-            saved = time.monotonic()
+    )
+    try:
+        for step in taken:
+            done = step.at.step + 1
+            ticker(done, step.values)
+            if done == total or time.monotonic() - saved > SAVED:
+                writer.save(done, {"net": learner.state_dict(), "optimizer": optimizer.state_dict(), "step": done})
+                saved = time.monotonic()
+    finally:
+        writer.wait()
     writer.settle()
 
 
