@@ -173,11 +173,11 @@ def test_doubles_are_each_others_nearest():
     x = torch.randn(10, 8, generator=torch.Generator().manual_seed(0))
     double = torch.cat([x, 3 * x])
     found = nearest(double, torch.arange(20), 4)
-    assert torch.equal(found.index[:, 0], torch.arange(20).roll(10))
+    assert torch.equal(found.rows[:, 0], torch.arange(20).roll(10))
     torch.testing.assert_close(found.cosine[:, 0], torch.ones(20))
-    assert (found.index != torch.arange(20)[:, None]).all()
+    assert (found.rows != torch.arange(20)[:, None]).all()
     assert (found.cosine.diff(dim=1) <= 0).all()
-    assert nearest(x, torch.tensor([3]), 40).index.shape == (1, 9)
+    assert nearest(x, torch.tensor([3]), 40).rows.shape == (1, 9)
 
 
 def test_a_sheet_of_neighbours(index: Index, tmp_path: Path):

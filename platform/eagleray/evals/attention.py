@@ -75,7 +75,9 @@ def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: P
     order = bits.argsort(descending=True)
     picked = order[torch.linspace(0, len(order) - 1, min(HEADS, len(order))).round().long()].tolist()
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
-    heads, kept, points = {}, {}, {}
+    heads: dict[str, list[draw.Tile]] = {}
+    kept: dict[str, list[draw.Tile]] = {}
+    points: dict[str, list[draw.Tile]] = {}
     for i, (image, found) in enumerate(shown):
         row, point = seen(found)[0], () if found.token is not None else QUERIES[:1]
         start = draw.Tile(draw.pixels(image), "", point)

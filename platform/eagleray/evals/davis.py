@@ -63,15 +63,15 @@ def davis(
     training = backbone.training
     backbone.eval()
     described: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
-    settings = {"n_last_frames": n_last_frames, "topk": topk, "size_mask_neighborhood": size_mask_neighborhood}
+    walk = {"n_last_frames": n_last_frames, "topk": topk, "size_mask_neighborhood": size_mask_neighborhood}
     scores: dict[str, list[NDArray[np.float64]]] = {prefix: [] for prefix in described}
     numbers: dict[str, float] = {}
     pictures = []
     out.mkdir(parents=True, exist_ok=True)
     for video in found:
-        rows = {}
+        rows: dict[str, list[draw.Tile]] = {}
         for prefix, describe in described.items():
-            each, rows[prefix] = follow(describe, video, **settings)
+            each, rows[prefix] = follow(describe, video, **walk)
             scores[prefix].append(each)
             numbers |= named(f"davis/{video.name}/{prefix}", each)
         ours, plain = (numbers[f"davis/{video.name}/{prefix}J&F"] for prefix in described)
@@ -84,8 +84,8 @@ def davis(
         k: v for prefix, parts in scores.items() for k, v in named(f"davis/{prefix}", np.concatenate(parts)).items()
     }
     frames = sum(len(video.frames) for video in found)
-    settings |= {"temperature": TEMPERATURE, "size": size, "split": split}
-    return Outcome(means | numbers, settings | {"sequences": len(found), "frames": frames}, tuple(pictures))
+    settings = {**walk, "temperature": TEMPERATURE, "size": size, "split": split}
+    return Outcome(means | numbers, {**settings, "sequences": len(found), "frames": frames}, tuple(pictures))
 
 
 def named(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:

@@ -33,7 +33,7 @@ SCALE = (0.4, 0.6)  # of the second view: share of the first's area
 class Nearest(NamedTuple):
     """Of q queries, the k nearest others, nearest first."""
 
-    index: Tensor  # (q, k) rows
+    rows: Tensor  # (q, k)
     cosine: Tensor  # (q, k)
 
 
@@ -50,7 +50,7 @@ def components(
     front = first > 0
     colours = torch.zeros(*front.shape, 3)
     colours[front] = spread(principal(patches.view(*front.shape, -1)[front], 3)[0])
-    rows = {}
+    rows: dict[str, list[draw.Tile]] = {}
     for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
         tiles = [
             draw.Tile(draw.pixels(picture)),
@@ -122,8 +122,8 @@ def neighbours(
     chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
     near = nearest(torch.cat(parts), chosen, k)
     labels = index.label[samples] if index.labelled else None
-    rows = {}
-    for query, others, cosines in zip(chosen.tolist(), near.index.tolist(), near.cosine.tolist(), strict=True):
+    rows: dict[str, list[draw.Tile]] = {}
+    for query, others, cosines in zip(chosen.tolist(), near.rows.tolist(), near.cosine.tolist(), strict=True):
         tiles = [draw.Tile(read(index, samples[query], size), "query")]
         for other, cosine in zip(others, cosines, strict=True):
             edge = "" if labels is None else draw.GREEN if labels[other] == labels[query] else draw.RED
@@ -131,13 +131,13 @@ def neighbours(
         rows[f"image {samples[query]}\n{index.key(samples[query])[:12]}"] = tiles
     out.mkdir(parents=True, exist_ok=True)
     frame = "; green: of the query's class" if labels is not None else ""
-    title = f"The {near.index.shape[1]} nearest of {len(samples)} images{frame}"
+    title = f"The {near.rows.shape[1]} nearest of {len(samples)} images{frame}"
     numbers = {"neighbours/cosine": near.cosine.mean().item()}
     if labels is not None:
-        same = labels[near.index.numpy()] == labels[chosen.numpy()][:, None]
+        same = labels[near.rows.numpy()] == labels[chosen.numpy()][:, None]
         numbers["neighbours/same_class"] = 100 * float(same.mean())
     note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
-    settings = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.index.shape[1]}
+    settings = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.rows.shape[1]}
     return Outcome(numbers, settings, (draw.sheet(rows, out / "neighbours.png", title),))
 
 
@@ -172,7 +172,7 @@ def pairs(
     second, boxes, flips = second_views(crops[: len(picked)], size)
     device = next(backbone.parameters()).device
     others = embedded(backbone, second.to(device))
-    near = nearest(patches.mean(1), torch.tensor(picked), 1).index[:, 0].tolist()
+    near = nearest(patches.mean(1), torch.tensor(picked), 1).rows[:, 0].tolist()
     rows, errors = [], []
     reach = size / min(grid)
     for i, j in zip(picked, near, strict=True):
@@ -200,7 +200,7 @@ def found(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArr
 
 
 def placed(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
-    """Points (k, 2) of a view, x and y in pixels, in the image that it is a crop of; `box`: top, left, height, width."""
+    """Points (k, 2) of a view, x and y in pixels, in the image that it is cropped from; box: top, left, height, width."""
     top, left, height, width = box
     x = size - points[:, 0] if mirrored else points[:, 0]
     return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
