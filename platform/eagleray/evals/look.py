@@ -200,7 +200,7 @@ def found(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArr
 
 
 def placed(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
-    """Points (k, 2) of a view, x and y in pixels, in the image that it is cropped from; box: top, left, height, width."""
+    """Points (k, 2) of a view, x and y in pixels, in the image that it is cropped from; box as in `crop`."""
     top, left, height, width = box
     x = size - points[:, 0] if mirrored else points[:, 0]
     return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
