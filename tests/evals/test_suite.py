@@ -42,7 +42,8 @@ def test_what_is_not_there_is_listed_and_the_rest_is_scored(tmp_path: Path):
         "suite/reference": 99.5,
         "suite/wins": 1,
     }
-    missing = found.settings["missing"]
+    assert found.settings["missing"] == ", ".join(n for n in SUITE if n not in ("cifar-10", "pets"))
+    missing = found.settings["reasons"]
     assert missing.keys() == SUITE.keys() - {"cifar-10", "pets"}
     assert missing["mnist"] == f"{root}/mnist/test: no shards there"
     assert [n for n in notes if n.startswith("mnist")] == [f"mnist: left out: {root}/mnist/test: no shards there"]
@@ -55,7 +56,7 @@ def test_a_validation_split_that_is_there_finds_lambda(tmp_path: Path):
     assert suite(features, root).settings["flowers-102"]["validation"] == "40 images, given"
     (tmp_path / "flowers-102" / "val" / "shard-000000.tar").unlink()
     make(tmp_path, "mnist/train", "mnist/test")
-    missing = suite(features, root, {}).settings["missing"]
+    missing = suite(features, root, {}).settings["reasons"]
     assert missing["flowers-102"].endswith("/trainval: no shards there, nor in both train and val beside it")
 
 
@@ -72,7 +73,7 @@ def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
         return Labelled(x, y * 2) if "pcam" in url else Labelled(x, y)
 
     found = suite(strange, root)
-    assert found.settings["missing"]["pcam"] == f"{root}/pcam/trainval: label 2, but pcam has 2 classes"
+    assert found.settings["reasons"]["pcam"] == f"{root}/pcam/trainval: label 2, but pcam has 2 classes"
     assert found.numbers["suite/sets"] == 1
 
 

@@ -120,17 +120,15 @@ def probe(
     train: Labelled, val: Labelled | None, test: Labelled, *, metric: str, seed: int, note: Callable[[str], None]
 ) -> Outcome:
     """The metric on the test set, in percent, of a classifier that is fitted to training and validation set together,
-    with the lambda that was best on the validation set; without one, a fifth of each class is held out. With `map11`
-    labels are marks (n, C) of 1, 0 and -1. Raises UserError for labels that do not match."""
+    with the lambda of the least loss on the validation set; without one, a fifth of each class is held out. The labels
+    of `map11` are marks (n, C) of 1, 0 and -1. Raises UserError for labels that do not match."""
     fitting, checking, final = _problems(train, val, test, several=metric == "map11", seed=seed)
     measure = METRICS[metric]
 
     def score(step: int) -> tuple[float, float]:
-        """Small validation sets have many equal metrics; of these the lower loss is better."""
-        scores = fitting.fit(strength(step)).scores(checking.x)
-        found = measure(scores, checking.y), -loss(scores, checking.y)
-        note(f"lambda {strength(step):.3g}: {metric} {found[0]:.2f} % on the validation set")
-        return found
+        less, found = judged(fitting, checking, step, metric)
+        note(f"lambda {strength(step):.3g}: loss {-less:.4f}, {metric} {found:.2f} % on the validation set")
+        return less, found
 
     step = search(score)
     fitted = fitting.both(checking).fit(strength(step))
@@ -143,6 +141,13 @@ def probe(
         "images": [len(fitting.x) + len(checking.x), len(final.x)],
     }
     return Outcome({f"logistic/{metric}": number, "logistic/lambda": strength(step)}, settings)
+
+
+def judged(fitting: Problem, checking: Problem, step: int, metric: str) -> tuple[float, float]:
+    """What a search maximises on the validation set: the loss, negative, and of equal ones the metric. The loss has one
+    peak over lambda where the metric of a few hundred images has many, and a search would find any of them."""
+    scores = fitting.fit(strength(step)).scores(checking.x)
+    return -loss(scores, checking.y), METRICS[metric](scores, checking.y)
 
 
 def _problems(

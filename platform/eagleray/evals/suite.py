@@ -74,7 +74,7 @@ def suite(
         note(f"{name}: {row.metric} {numbers[name]:.2f} %")
     if not numbers:
         raise UserError(f"{root}: none of the {len(SUITE)} sets can be used; {next(iter(missing.values()))}")
-    settings = {"missing": missing, **how}
+    settings = {"missing": ", ".join(missing) or "none", "reasons": missing, **how}
     return Outcome({f"suite/{k}": v for k, v in (numbers | _summary(numbers, reference)).items()}, settings)
 
 
