@@ -1,8 +1,6 @@
 """Classes of pixels: what is counted, what is read, what is trained."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +110,7 @@ def test_the_long_side_has_a_limit():
     [("vit_tiny_patch16_224", VIT), ("swin_tiny_patch4_window7_224", SWIN), ("resnet18", {})],
 )
 def test_scores_are_as_large_as_the_image(name: str, options: dict, head: str):
-    net = Segmenter(Backbone(name, options=options), HEADS[head], 5).eval()
+    net = Segmenter(Backbone(name, options=options), HEADS[head], 5, 32).eval()
     with torch.no_grad():
         for h, w in (64, 64), (50, 75):
             assert net.scores(torch.randn(2, 3, h, w)).shape == (2, 5, h, w)
@@ -286,22 +284,12 @@ def test_batches_are_the_same_wherever_one_starts_and_an_epoch_has_every_image(p
 # --- training
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads that train in seconds."""
-    fpn = partial(segmentation_heads.SemanticFPN, width=32, narrow=16)
-    upernet = partial(segmentation_heads.UPerNet, width=16, helper=8)
-    monkeypatch.setitem(HEADS, "fpn", replace(HEADS["fpn"], make=fpn))
-    monkeypatch.setitem(HEADS, "upernet", replace(HEADS["upernet"], make=upernet))
-
-
 def run(backbone: Backbone, folder: Path, out: Path, **more) -> tuple[dict[str, float], list[str]]:
     notes: list[str] = []
-    given = {"steps": 6, "batch": 2, "size": 32, "lr": 1e-3} | more
+    given = {"steps": 6, "batch": 2, "size": 32, "lr": 1e-3, "width": 32} | more
     return dict(segmentation.segmentation(backbone, folder, out, notes.append, **given).numbers), notes
 
 
-@pytest.mark.usefixtures("narrow")
 def test_two_images_are_learnt_and_the_backbone_is_left_as_it_was(plain: Path, tmp_path: Path):
     backbone = vit()
     before = digest(backbone)
@@ -314,13 +302,11 @@ def test_two_images_are_learnt_and_the_backbone_is_left_as_it_was(plain: Path, t
     assert (tmp_path / "out" / "segmentation-fpn.csv").read_text().splitlines()[0] == "class,iou,accuracy,pixels"
 
 
-@pytest.mark.usefixtures("narrow")
 def test_upernet_trains_and_is_scored_at_many_sizes(plain: Path, tmp_path: Path):
     numbers, _ = run(vit(), plain, tmp_path / "out", head="upernet", steps=2, multi_scale=True)
     assert set(numbers) == {f"segmentation/{n}{s}" for n in ("miou", "macc", "aacc") for s in ("", "_multi_scale")}
 
 
-@pytest.mark.usefixtures("narrow")
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -355,6 +341,7 @@ def weights(backbone: Backbone, folder: Path, out: Path) -> Iterator[torch.Tenso
     [
         ({"head": "deeplab"}, "--head deeplab: expected fpn or upernet"),
         ({"steps": 0}, "--steps 0: expected 1 or more"),
+        ({"width": 1}, "--width 1: expected 2 or more"),
         ({"batch": 1}, "--batch 1: expected 2 or more"),
     ],
 )

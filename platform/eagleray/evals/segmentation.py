@@ -33,6 +33,7 @@ from eagleray.schedule import Progress
 
 WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
 SHORT = 10  # a run shorter than ADE20K's warms up in one of so many steps
+SILENT = 0.1  # of the time so far that no note is made for, and 60 seconds
 HELPER = 0.4  # weight of UPerNet's second classifier
 LINES = 20  # notes about a training
 MINUTES = 10.0  # between checkpoints
@@ -43,7 +44,8 @@ PICTURES = 4
 class Kind:
     """A head, and what the papers train it with."""
 
-    make: Callable[..., SemanticFPN | UPerNet]  # of the channels of each map and the number of classes
+    make: type[SemanticFPN] | type[UPerNet]
+    width: int  # channels
     steps: int
     drop_path: float
     taps: tuple[int, ...]  # of twelve blocks of a ViT
@@ -51,8 +53,8 @@ class Kind:
 
 
 HEADS = {
-    "fpn": Kind(SemanticFPN, 40_000, 0.1, (3, 6, 9, 12), rescale=False),
-    "upernet": Kind(UPerNet, 160_000, 0.2, (4, 6, 8, 12), rescale=True),
+    "fpn": Kind(SemanticFPN, 256, 40_000, 0.1, (3, 6, 9, 12), rescale=False),
+    "upernet": Kind(UPerNet, 512, 160_000, 0.2, (4, 6, 8, 12), rescale=True),
 }
 
 
@@ -68,16 +70,20 @@ def segmentation(
     size: int = 512,
     lr: float = 6e-5,
     weight_decay: float = 0.01,
+    width: int | None = None,
     multi_scale: bool = False,
     seed: int = 0,
 ) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder` and score it on the validation images: mIoU,
     mAcc and aAcc in percent, with `multi_scale` also as means over six sizes and mirrored images. `size` is that of the
-    crops and the images' short side. The same call continues a training that was stopped. Raises UserError."""
+    crops and the images' short side; `width` channels of the head, where None stands for the paper's. The same call
+    continues a training that was stopped. Raises UserError."""
     if head not in HEADS:
         raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
     if steps is not None and steps < 1:
         raise UserError(f"--steps {steps}: expected 1 or more")
+    if width is not None and width < 2:
+        raise UserError(f"--width {width}: expected 2 or more")
     if batch < 2:
         raise UserError(f"--batch {batch}: expected 2 or more, as batch norm needs several images")
     masks, kind = Masks.of(folder), HEADS[head]
@@ -86,6 +92,7 @@ def segmentation(
     weights = digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
+        "width": width or kind.width,
         "steps": steps or kind.steps,
         "batch": batch,
         "size": size,
@@ -97,7 +104,7 @@ def segmentation(
         "classes": len(masks.classes),
         "seed": seed,
     }
-    net = Segmenter(backbone, kind, len(masks.classes)).to(next(backbone.parameters()).device)
+    net = Segmenter(backbone, kind, len(masks.classes), settings["width"]).to(next(backbone.parameters()).device)
     net.try_size(size, fitted(masks.read(masks.val[0])[0], size))
     out.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps([settings, weights, str(folder.resolve())]).encode()).hexdigest()[:8]
@@ -109,10 +116,10 @@ def segmentation(
 class Segmenter(nn.Module):
     """A backbone, its maps and a head; what `train.fit` trains."""
 
-    def __init__(self, backbone: Backbone, kind: Kind, classes: int) -> None:
+    def __init__(self, backbone: Backbone, kind: Kind, classes: int, width: int) -> None:
         super().__init__()
         self.maps = Maps(backbone, kind.taps, rescale=kind.rescale)
-        self.head = kind.make(self.maps.dims, classes)
+        self.head = kind.make(self.maps.dims, classes, width=width)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         """The loss of normalised crops (B, 3, H, W) with classes (B, H, W); a mean over the pixels that have one."""
@@ -180,7 +187,7 @@ def fine_tune(
         seed=settings["seed"],
     ):
         step, now = taken.at.step + 1, time.monotonic()
-        if step % max(steps // LINES, 1) == 0 or step == steps or now - told > 60:
+        if step % max(steps // LINES, 1) == 0 or step == steps or now - told > max(60.0, SILENT * (now - began)):
             left = (now - began) / (step - start) * (steps - step)
             note(f"segmentation: step {step} of {steps}, loss {float(taken.values['loss']):.3f}, {minutes(left)} left")
             told = now

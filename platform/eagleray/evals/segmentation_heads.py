@@ -30,10 +30,12 @@ def resized(x: Tensor, like: Tensor) -> Tensor:
 
 
 class SemanticFPN(nn.Module):
-    """An FPN whose level i is doubled i times on its way to the finest map, and the sum of them all."""
+    """An FPN of `width` channels whose level i is doubled i times on its way to the finest map, with half as many, and
+    the sum of them all."""
 
-    def __init__(self, dims: Sequence[int], classes: int, *, width: int = 256, narrow: int = 128) -> None:
+    def __init__(self, dims: Sequence[int], classes: int, *, width: int = 256) -> None:
         super().__init__()
+        narrow = width // 2
         self.fpn = FeaturePyramidNetwork(list(dims), width)
         self.levels = nn.ModuleList()
         for level in range(len(dims)):
@@ -53,9 +55,9 @@ class SemanticFPN(nn.Module):
 
 class UPerNet(nn.Module):
     """Means of the coarsest map over 1, 4, 9 and 36 parts of the image, an FPN below them, and all its levels side by
-    side. In training a second classifier reads the last map but one."""
+    side. In training a second classifier, of half the width, reads the last map but one."""
 
-    def __init__(self, dims: Sequence[int], classes: int, *, width: int = 512, helper: int = 256) -> None:
+    def __init__(self, dims: Sequence[int], classes: int, *, width: int = 512) -> None:
         super().__init__()
         *fine, coarse = dims
         self.pools = nn.ModuleList(
@@ -65,7 +67,7 @@ class UPerNet(nn.Module):
         self.lateral = nn.ModuleList(conv(c, width, 1) for c in fine)
         self.smooth = nn.ModuleList(conv(width, width) for _ in fine)
         self.fuse = nn.Sequential(conv(len(dims) * width, width), classify(width, classes))
-        self.helper = nn.Sequential(conv(fine[-1], helper), classify(helper, classes))
+        self.helper = nn.Sequential(conv(fine[-1], width // 2), classify(width // 2, classes))
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Scores (B, K, h, w) of the finest map's size, and in training those of the helper."""
