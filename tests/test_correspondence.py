@@ -11,14 +11,15 @@ from golden_cases import Case, cases
 from PIL import Image
 from torch import Tensor, nn
 
-from eagleray import config, dist, launch, weights
+from eagleray import dist, evaluation
 from eagleray.data.index import Index, open_index
 from eagleray.data.shards import Sample, encode, write_shards
 from eagleray.errors import UserError
 from eagleray.evals import correspondence as module
 from eagleray.evals.correspondence import correspondence, matches, scores, views
+from eagleray.evals.subject import Subject
 from eagleray.models.backbone import Backbone, Features
-from eagleray.recipe import Recipe
+from eagleray.recipe import Evaluate, Network
 from eagleray.views.photometric import per_channel
 
 GRIDS = [(7, 7), (4, 4), (3, 8), (8, 3), (1, 5), (5, 1)]
@@ -187,21 +188,20 @@ def test_images_of_which_none_decodes(tmp_path: Path):
         correspondence(Ranks(), open_index(str(tmp_path)), size=32, resize=32)
 
 
-class Exports:
-    def export(self) -> Ranks:
-        return Ranks()
-
-
 def test_the_command_needs_no_labels(
-    mosaic: Path, shards: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    mosaic: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    recipe = config.load(Recipe, small)
-    object.__setattr__(recipe, "evaluate", config.check(type(recipe.evaluate), {"size": 32, "resize": 32}, "evaluate"))
-    monkeypatch.setattr(weights, "restored", lambda path, build: (recipe, Exports(), tmp_path))
+    one = Subject("ranks", Ranks().eval(), Network(), Evaluate(size=32, resize=32))
+    monkeypatch.setattr(evaluation, "subject", lambda *_: one)
     labelled, unlabelled = str(shards / "test"), str(mosaic)
     perfect = {"correspondence/accuracy": 1, "correspondence/error": 0, "correspondence/images": 23}
-    assert launch.evaluate(tmp_path, unlabelled, None, ["correspondence"]) == perfect
-    assert "correspondence accuracy 1.000, error 0.00 pixels (23 images)" in capsys.readouterr().out
-    assert launch.evaluate(tmp_path, labelled, unlabelled, ["correspondence"]) == perfect  # the images to test on
-    with pytest.raises(UserError, match="no labels there"):
-        launch.evaluate(tmp_path, unlabelled, None, ["correspondence", "knn"])
+
+    def found(train: str, test: str | None, *names: str) -> evaluation.Report:
+        return evaluation.evaluate(evaluation.Request("ranks", names, train, test, out=str(tmp_path)))
+
+    assert found(unlabelled, None, "correspondence").results[0].numbers == perfect
+    assert found(labelled, unlabelled, "correspondence").results[0].numbers == perfect  # the images to test on
+    both = found(unlabelled, None, "knn", "correspondence")
+    assert both.results[0].numbers == perfect
+    assert both.refused == [f"knn: --train {unlabelled}: no labels there, and this protocol needs them"]
+    assert capsys.readouterr().err == f"error: {both.refused[0]}\n"

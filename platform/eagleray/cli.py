@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray import finetune_cli, jobs_cli, tune_cli
+from eagleray import evaluate_cli, finetune_cli, jobs_cli, report_cli, tune_cli
 from eagleray.console import bar, fail, out, quietly
 from eagleray.errors import UserError
 from eagleray.options import Json, Overrides, RecipeName
@@ -32,23 +32,6 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
         summary = launch.pretrain(name, overrides or [])
     if as_json:
         print(json.dumps(summary))
-
-
-@app.command()
-def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="a checkpoint, or the folder or s3:// URL of a run")],
-    train: Annotated[str, typer.Option(help="shards to learn from, labelled for knn and linear")],
-    test: Annotated[str | None, typer.Option(help="shards to test on")] = None,
-    protocol: Annotated[str, typer.Option(help="knn, linear, correspondence, comma-separated")] = "knn,linear",
-    as_json: Json = False,
-) -> None:
-    """Evaluate a checkpoint's frozen features."""
-    from eagleray import launch
-
-    with quietly(as_json):
-        scores = launch.evaluate(checkpoint, train, test, protocol.split(","))
-    if as_json:
-        print(json.dumps(scores))
 
 
 @app.command()
@@ -185,11 +168,12 @@ class Kind(StrEnum):
     recipes = "recipes"
     sweeps = "sweeps"
     datasets = "datasets"
+    protocols = "protocols"
 
 
 @app.command("list")
 def list_(kind: Annotated[Kind, typer.Argument()], as_json: Json = False) -> None:
-    """List methods, tested backbones, recipes with their headers, sweeps, or datasets."""
+    """List methods, tested backbones, recipes with their headers, sweeps, datasets, or protocols of evaluation."""
     from eagleray import launch
 
     rows = launch.catalogue(kind.value)
@@ -200,8 +184,10 @@ def list_(kind: Annotated[Kind, typer.Argument()], as_json: Json = False) -> Non
             out.print(f"{name:<36} {text}", markup=False)
 
 
+evaluate_cli.register(app)
 finetune_cli.register(app)
 jobs_cli.register(app)
+report_cli.register(app)
 tune_cli.register(app)
 
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,13 @@ from eagleray.console import Follow, out, stoppable
 from eagleray.data import card
 from eagleray.data import prepare as preparing
 from eagleray.data.datasets import DATASETS
-from eagleray.data.index import open_index
 from eagleray.data.sources.job import Job
 from eagleray.errors import UserError
-from eagleray.evals import protocols
+from eagleray.evals.protocols import PROTOCOLS
 from eagleray.export import snippet, to_timm
 from eagleray.folder import finished
 from eagleray.models.backbone import TESTED
-from eagleray.recipe import Evaluate, Recipe
+from eagleray.recipe import Recipe
 from eagleray.ticks import Ticks
 from eagleray.track import Tracking, tracking_uri
 
@@ -150,30 +148,6 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
 
 
-def evaluate(path: str, train: str, test: str | None, names: Sequence[str]) -> dict[str, float]:
-    """Scores of a checkpoint's backbone on shards, labelled ones where a protocol needs that. Raises UserError."""
-    for name in names:
-        if name not in protocols.PROTOCOLS:
-            raise UserError(f"--protocol {name}: unknown{config.nearest(name, protocols.PROTOCOLS)}")
-    recipe, method, folder = weights.restored(path, run.build)
-
-    def say(line: str) -> None:
-        out.print(line, markup=False)
-
-    tested = open_index(test, folder, note=say) if test else None
-    images = open_index(train, folder, note=say)
-    sets = protocols.Sets.of(images, tested, None)
-    if set(names) & set(protocols.LABELLED) and (sets is None or not len(sets.test_samples)):
-        raise UserError(f"--train {train} --test {test}: no labels there, and evaluation needs them")
-    settings = replace(recipe.evaluate, probe_epochs=recipe.evaluate.probe_epochs or Evaluate().probe_epochs)
-    backbone = method.export().to(world.local().device)
-    scores = protocols.evaluate(backbone, sets, settings, protocols=names, images=images if tested is None else tested)
-    for name in names:
-        how = sets.how(recipe, name) if sets and name in protocols.LABELLED else ""
-        out.print(f"{name} {protocols.told(name, scores)}{how}", markup=False)
-    return scores
-
-
 def prepare(job: Job, *, workers: int | None) -> None:
     """Write shards, index and card of a source: in this process, or as so many Ray tasks at once, None meaning as many
     as there are CPUs. Raises UserError and Outage."""
@@ -212,6 +186,8 @@ def catalogue(kind: str) -> dict[str, str]:
         return {n: line.removeprefix("#").strip() for n, line in lines.items()}
     if kind == "datasets":
         return {name: str(d) for name, d in DATASETS.items()}
+    if kind == "protocols":
+        return {name: str(p) for name, p in PROTOCOLS.items()}
     return {n: headline(recipes.find(n).read_text()) for n in recipes.names()}
 
 

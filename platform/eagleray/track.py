@@ -167,9 +167,19 @@ class Run:
 
     def open(self) -> None:
         """Find the run or make it, and learn what it has."""
+        from mlflow.entities import Param
+
+        data = self.find()
+        lacking = [Param(k, str(v)[:6000]) for k, v in self.params.items() if k not in data.params]
+        for i in range(0, len(lacking), 100):
+            self.client.log_batch(self.id, params=lacking[i : i + 100])
+        self.client.update_run(self.id, status="RUNNING")
+        self.answered = time.monotonic()
+
+    def find(self) -> Any:
+        """What the server has of the run, which is made where there is a note to remember it."""
         logging.getLogger("alembic").setLevel(logging.ERROR)
         from mlflow import MlflowClient
-        from mlflow.entities import Param
 
         make_database(self.tracking.uri)
         self.client = MlflowClient(self.tracking.uri)
@@ -179,11 +189,7 @@ class Run:
         data = self.client.get_run(self.id).data
         self.latest = {m.key: m.step for m in data._metric_objs}  # the public way is to fetch the whole history
         self.values = data.metrics
-        lacking = [Param(k, str(v)[:6000]) for k, v in self.params.items() if k not in data.params]
-        for i in range(0, len(lacking), 100):
-            self.client.log_batch(self.id, params=lacking[i : i + 100])
-        self.client.update_run(self.id, status="RUNNING")
-        self.answered = time.monotonic()
+        return data
 
     def send(self, jobs: Sequence[Job]) -> None:
         """Numbers of records, each step of each metric once: what a restart takes again is not sent again."""
@@ -337,6 +343,28 @@ def finish(tracking: Tracking, run_id: str, status: str, metrics: Mapping[str, f
         run.end(status, files)
 
     patiently(tracking, send)
+
+
+def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Sequence[Path]) -> str:
+    """Add numbers and files to a run that has a note, whatever its state, which stays. Returns why not, in words, or
+    nothing; the server is asked once."""
+    known = noted(note, tracking.uri)
+    if "run_id" not in known:
+        return f"the run was not tracked at {shown(tracking.uri)}"
+    configure(REPLY)
+    run = Run(tracking, None, "", {})
+    run.id = known["run_id"]
+    try:
+        run.find()
+        step = max((run.latest.get(name(k), -1) for k in metrics), default=-1) + 1
+        run.send([(now(), {"step": step} | dict(metrics))])
+        for path in files:
+            run.client.log_artifact(run.id, str(path))
+    except ImportError:
+        return "mlflow is not installed"
+    except Exception as e:  # of the client, of the network, of the server
+        return f"{shown(tracking.uri)}: {one_line(e)}"
+    return ""
 
 
 def patiently(tracking: Tracking, call: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from eagleray import dist
 from eagleray.data import store
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
+from eagleray.evals.kinds import read
 from eagleray.models.backbone import Backbone
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise_
@@ -26,26 +27,50 @@ AHEAD = 4  # batches decoded while one is in the backbone
 class Labelled(NamedTuple):
     """n images."""
 
-    x: Tensor  # (n, D) pooled features, not normalised
+    x: Tensor  # (n, D) features, not normalised
     y: Tensor  # (n,) classes
 
 
-@torch.inference_mode()
 def extract(backbone: Backbone, index: Index, samples: NDArray[np.int64], *, size: int, resize: int) -> Labelled:
-    """Features of some samples, shared out over the ranks and gathered on all. Broken images are left out."""
+    """Pooled features of some samples, shared out over the ranks and gathered on all. Broken images are left out."""
+    return extracted(backbone, index, samples, size=size, resize=resize)["pooled"]
+
+
+@torch.inference_mode()
+def extracted(
+    backbone: Backbone,
+    index: Index,
+    samples: NDArray[np.int64],
+    *,
+    size: int,
+    resize: int,
+    kinds: Sequence[str] = ("pooled",),
+    tick: Callable[[int], None] = lambda _: None,
+) -> dict[str, Labelled]:
+    """The same for several kinds of features, with one forward pass for all; `tick` is told how many images are done.
+    Raises UserError for a backbone that lacks one of them."""
     device = next(backbone.parameters()).device
     training = backbone.training
     backbone.eval()
-    xs, ys = [torch.empty(0, backbone.dim)], [torch.empty(0, dtype=torch.long)]
+    xs: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    ys = [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
     for found, images in batches(index, mine, size, resize):
         x = normalise_(images.to(device, non_blocking=True).float().div_(255))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            xs.append(backbone(x).pooled.float().cpu())
+            for kind, value in read(backbone, x, kinds).items():
+                xs[kind].append(value.float().cpu())
         ys.append(torch.from_numpy(index.label[found]))
+        tick(len(found))
     backbone.train(training)
-    parts = dist.objects((torch.cat(xs).numpy(), torch.cat(ys).numpy()))
-    return Labelled(*(torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True)))
+    parts = dist.objects(({kind: torch.cat(x).numpy() for kind, x in xs.items() if x}, torch.cat(ys).numpy()))
+    y = torch.from_numpy(np.concatenate([y for _, y in parts]))
+    return {
+        kind: Labelled(torch.from_numpy(np.concatenate([x[kind] for x, _ in parts if x])), y)
+        if len(y)
+        else Labelled(torch.empty(0, backbone.dim), y)
+        for kind in kinds
+    }
 
 
 def batches(

@@ -81,7 +81,11 @@ class Backbone(nn.Module):
 
     def pooled(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, D), for those who need no patches: they are not kept."""
-        out: Tensor = by_parts(lambda x: self._features(x).pooled, images, self.micro_batch if self.training else None)
+        out: Tensor = by_parts(self._pooled, images, self.micro_batch if self.training else None)
+        return out
+
+    def _pooled(self, images: Tensor) -> Tensor:
+        out: Tensor = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
         return out
 
     def _features(self, images: Tensor) -> Features:

@@ -80,3 +80,6 @@ class Aggregated(Backbone):
     def _features(self, images: Tensor) -> Features:
         out = super()._features(images)
         return out._replace(pooled=self.aggregation(out.patches))
+
+    def _pooled(self, images: Tensor) -> Tensor:
+        return self._features(images).pooled
