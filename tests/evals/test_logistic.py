@@ -1,12 +1,16 @@
 """The search for lambda, and the classifier that is fitted with it."""
 
+import functools
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 
 from eagleray.errors import UserError
 from eagleray.evals.features import Labelled
-from eagleray.evals.logistic import HELD, STEPS, Problem, held_out, logistic, probe, search, strength
+from eagleray.evals.logistic import HELD, STEPS, Problem, held_out, judged, logistic, probe, search, strength
 
 
 def clusters(n: int, *, spread: float, seed: int) -> Labelled:
@@ -118,3 +122,20 @@ def test_labels_that_do_not_match_are_one_line():
     marks = torch.ones(100, 3, dtype=torch.long)
     with pytest.raises(UserError, match="training images with class 0 and without it"):
         probe(Labelled(train.x, marks), None, Labelled(test.x, marks[:20]), metric="map11", seed=0, note=str)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [load_digits, load_wine, load_breast_cancer])
+def test_the_search_finds_what_a_sweep_of_real_features_finds(load: Any):
+    """Seven coarse values, then the neighbours of the best, against all 97."""
+    x, y = load(return_X_y=True)
+    x = (x - x.mean(0)) / x.std(0).clip(1e-6)
+    held = held_out(y, 0)
+    fitting, checking = Problem(x[~held], y[~held], int(y.max()) + 1), Problem(x[held], y[held], int(y.max()) + 1)
+
+    @functools.cache
+    def score(step: int) -> tuple[float, float]:
+        return judged(fitting, checking, step, "top1")
+
+    found = search(score)
+    assert found == max(range(STEPS + 1), key=score)
