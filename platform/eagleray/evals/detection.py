@@ -4,6 +4,7 @@ of DRLoc (Liu et al. 2021, arXiv:2106.03746) for 3x."""
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,22 @@ def draw(data: Coco, found: list[tuple[int, dict[str, Tensor]]], path: Path) -> 
         sure = result["scores"] >= SURE
         right = {k: result[k][sure] for k in ("boxes", "labels")} | {"masks": result["masks"][sure, 0]}
         lines[str(place + 1)] = [
-            Tile(pixels(painted(image, data, target)), "annotated"),
-            Tile(pixels(painted(image, data, right)), f"found, score {SURE:g} or more"),
+            Tile(pixels(painted(image, target)), f"annotated: {counts(data, target)}"),
+            Tile(pixels(painted(image, right)), f"found: {counts(data, right)}"),
         ]
-    return sheet(lines, path, f"{data.file.parent.parent.name}: objects of {len(lines)} images")
+    return sheet(lines, path, f"{data.file.parent.parent.name}: objects, and those found with a score above {SURE:g}")
 
 
-def painted(image: Tensor, data: Coco, objects: dict[str, Tensor]) -> Tensor:
-    """uint8 (3, H, W) with boxes, masks and the names of classes."""
+def counts(data: Coco, objects: dict[str, Tensor]) -> str:
+    """How many objects of each class, in words."""
+    each = Counter(list(data.categories.values())[int(y) - 1] for y in objects["labels"])
+    return ", ".join(f"{n} {name}" for name, n in each.most_common(3)) + (", ..." if len(each) > 3 else "") or "nothing"
+
+
+def painted(image: Tensor, objects: dict[str, Tensor]) -> Tensor:
+    """uint8 (3, H, W) with boxes and masks, each class in its colour."""
     if not len(objects["labels"]):
         return image
-    names, labels = list(data.categories.values()), [int(y) - 1 for y in objects["labels"]]
-    colours: list[Any] = [PAINT[y % len(PAINT)] for y in labels]
+    colours: list[Any] = [PAINT[(int(y) - 1) % len(PAINT)] for y in objects["labels"]]
     image = draw_segmentation_masks(image, objects["masks"].bool(), alpha=0.5, colors=colours)
-    return draw_bounding_boxes(image, objects["boxes"], [names[y] for y in labels], colours, width=2)
+    return draw_bounding_boxes(image, objects["boxes"], colors=colours, width=2)
