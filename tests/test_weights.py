@@ -293,3 +293,10 @@ def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "resnet50").mkdir()
     assert weights.absolute("resnet50") == str(tmp_path / "resnet50")
     assert weights.absolute("resnet18") == "timm:resnet18"
+
+
+def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
+    """Those of a version that did not write down how many images there were."""
+    checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
+    with pytest.raises(UserError, match="is not a checkpoint of this program: expected images, method, recipe in it"):
+        weights.restored(str(tmp_path), run.build)

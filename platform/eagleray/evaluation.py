@@ -173,14 +173,17 @@ class Work:
 
     def check(self, need: str) -> None:
         r = self.request
-        there = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
+        there: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
         if not there.get(need):
             raise UserError(f"needs {protocols.OPTIONS[need]}")
 
     def asked(self, name: str, protocol: Protocol) -> dict[str, Any]:
         """Settings: those of the recipe where a run has its own, of the protocol, of the command line."""
         e = self.subject.settings
-        of_recipe = {"knn": {"k": e.k, "temperature": e.temperature}, "linear": {"epochs": e.probe_epochs or 100}}
+        of_recipe: dict[str, dict[str, Any]] = {
+            "knn": {"k": e.k, "temperature": e.temperature},
+            "linear": {"epochs": e.probe_epochs or 100},
+        }
         own: dict[str, Any] = of_recipe.get(name, {})
         if self.is_frozen(protocol):
             own |= {"size": e.size, "resize": e.resize, "features": protocol.features}

@@ -108,11 +108,12 @@ def restored(path: str, build: Build) -> tuple[Recipe, Method, Path]:
             raise UserError(f"{path}: is damaged: it is not what its manifest says")
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-            yaml.safe_load(state["recipe"]), state["method"].keys(), state["images"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such checkpoint") from None
         except Exception as e:  # torch names a damaged file in many ways
             raise UserError(f"{path}: is not a checkpoint of this program ({type(e).__name__})") from None
+    if not (isinstance(state, dict) and state.keys() >= OURS):
+        raise UserError(f"{path}: is not a checkpoint of this program: expected {', '.join(sorted(OURS))} in it")
     recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), path)
     method = build(recipe)
     method.begin(state["images"])

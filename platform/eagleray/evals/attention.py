@@ -51,7 +51,8 @@ def attention(
     training = backbone.training
     backbone.eval()
     device = next(backbone.parameters()).device
-    entropies, shares, shown = [], [], []
+    entropies, shares = list[Tensor](), list[float]()
+    shown: list[Any] = []
     for _, crops in batches(index, some(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
         found = maps(backbone, normalise_(crops.to(device).float() / 255))
         entropies.append(entropy(found.patches).mean(-1)[0].cpu())  # (heads,)

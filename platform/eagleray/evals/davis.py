@@ -211,9 +211,8 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
     are."""
     device = next(backbone.parameters()).device
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
-    resized = F.interpolate(
-        frame[None].float(), resized_to(*frame.shape[1:], size, step), mode="bilinear", antialias=True
-    )
+    h, w = frame.shape[1:]
+    resized = F.interpolate(frame[None].float(), resized_to(h, w, size, step), mode="bilinear", antialias=True)
     with handed_on(stages(backbone.model)[-1:]) as seen:
         features = backbone(normalise_(resized.clamp_(0, 255).div_(255).to(device)))
     n = features.patches.shape[1]

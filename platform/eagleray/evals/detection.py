@@ -47,7 +47,8 @@ def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule
     folder.mkdir(parents=True, exist_ok=True)
     note(f"detection: learns from {len(learnt.learnable())} images, is judged on {len(judged)}")
     fit(net, learnt, how, folder, note)
-    found, shown = [], []
+    found: list[Any] = []
+    shown: list[Any] = []
     for place, result in predictions(net, judged):
         found += rows(judged, place, result)
         shown += [(place, result)] if place < DRAWN else []

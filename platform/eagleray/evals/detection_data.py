@@ -166,7 +166,7 @@ def numbers(value: Any, least: int) -> bool:
 def drawn(segmentation: Any, size: Sequence[int]) -> bool:
     """Whether it is a mask, as polygons of three points and more or as runs."""
     if isinstance(segmentation, dict):
-        counts = segmentation.get("counts")
+        counts: Any = segmentation.get("counts")
         whole = isinstance(counts, str) or (numbers(counts, 1) and sum(counts) == size[0] * size[1])
         return list(segmentation.get("size", ())) == list(size) and whole
     return isinstance(segmentation, list) and bool(segmentation) and all(numbers(p, 6) for p in segmentation)

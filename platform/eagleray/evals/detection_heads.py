@@ -2,6 +2,7 @@
 from torchvision's parts. R regions, C classes with the background, which is class 0."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class Cascade(nn.Module):
 
     def __init__(self, stages: Sequence[RoIHeads]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self.stages: Any = nn.ModuleList(stages)
 
     def forward(
         self,

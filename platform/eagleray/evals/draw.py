@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 def pixels(image: Tensor) -> Pixels:
     """Of a uint8 image (3, H, W)."""
-    return image.permute(1, 2, 0).cpu().numpy().astype(np.float32) / 255
+    return np.divide(image.permute(1, 2, 0).cpu().numpy(), 255, dtype=np.float32)
 
 
 def heated(image: Tensor, heat: Tensor) -> Pixels:

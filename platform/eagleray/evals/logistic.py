@@ -58,8 +58,7 @@ class Problem:
         return Problem(self.x[kept], self.y[kept], self.classes)
 
     def both(self, other: "Problem") -> "Problem":
-        joined = (np.concatenate(pair) for pair in ((self.x, other.x), (self.y, other.y)))
-        return Problem(*joined, self.classes)
+        return Problem(np.concatenate((self.x, other.x)), np.concatenate((self.y, other.y)), self.classes)
 
     def fit(self, strength: float) -> "Fitted":
         if self.y.ndim == 1:

@@ -223,7 +223,7 @@ def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], T
 def viewed(x: Tensor) -> draw.Pixels:
     """A normalised view (3, S, S) as pixels."""
     mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
-    return ((x.cpu() * std + mean).clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy().astype(np.float32) / 255
+    return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
 
 
 def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:

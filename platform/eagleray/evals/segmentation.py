@@ -229,7 +229,7 @@ def report(
     """Numbers, the table of classes and a picture of some of the validation images."""
     device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
-    shown = []
+    shown: list[Any] = []
     every = max(len(masks.val) // PICTURES, 1)
     for i, (image, truth) in enumerate(ahead(masks.read, masks.val)):
         x = image.to(device)

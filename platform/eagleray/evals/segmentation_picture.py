@@ -50,7 +50,8 @@ def draw(path: Path, shown: Sequence[Shown], classes: Sequence[str]) -> None:
     columns = 6
     legend = 0.3 + 0.22 * -(-len(handles) // columns)
     figure = Figure(figsize=(3 * WIDTH, high * len(shown) + legend + 0.3), dpi=DPI, layout="constrained")
-    figure.get_layout_engine().set(rect=(0, legend / figure.get_figheight(), 1, 1 - legend / figure.get_figheight()))  # type: ignore[union-attr]
+    below = legend / figure.get_figheight()
+    figure.set_layout_engine("constrained", rect=(0, below, 1, 1 - below))
     axes = figure.subplots(len(shown), 3, squeeze=False)
     for row, s in zip(axes, shown, strict=True):
         row[0].imshow(s.image.permute(1, 2, 0).numpy())

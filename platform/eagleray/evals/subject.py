@@ -100,6 +100,7 @@ def _filled(source: str, network: Network, build: Build) -> Subject:
     if not source.startswith(TIMM):
         return Subject(source, backbone, network, Evaluate())
     known = timm.get_pretrained_cfg(network.name)
+    assert known is not None  # its weights were found by it
     expect(backbone, known.mean, known.std)
     return Subject(source, backbone, network, Evaluate(), pixels=(tuple(known.mean), tuple(known.std)))
 

@@ -29,8 +29,8 @@ def stl10(job: Job) -> Found:
     missing = [name for name in names if name not in below]
     if missing:
         raise files.nothing(job.origin, f"{missing[0]} in it, as stl10_binary.tar.gz unpacks")
-    blobs = [below[name] for name in names]
-    return Found(blobs, partial(_listing, *blobs, split))
+    images, labels, words = (below[name] for name in names)
+    return Found([images, labels, words], partial(_listing, images, labels, words, split))
 
 
 def _listing(images: Blob, labels: Blob, words: Blob, split: str) -> Listing:
