@@ -8,7 +8,7 @@ import torch
 
 os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.pop("MLFLOW_TRACKING_URI", None)
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is first imported, by whichever test that is
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 torch.set_num_threads(1)
 
 

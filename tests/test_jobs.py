@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray._private.authentication_test_utils import reset_auth_token_state
 from s3.server import free_block
 from test_run import arguments
 
@@ -115,11 +116,15 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray reads how it is to ask once in a process; what follows in this one is to read it again."""
     for name in [n for n in os.environ if n.startswith(("RAY_", "AWS_", "MLFLOW_", "EAGLERAY_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # the commands set it: it shall be put back
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    yield
+    monkeypatch.undo()
+    reset_auth_token_state()
 
 
 class Ran:

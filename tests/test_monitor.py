@@ -91,8 +91,8 @@ def test_no_forward_is_added(recipe: Recipe):
     calls = []
     method = run.build(recipe)
     method.export().model.register_forward_hook(lambda *_: calls.append(1))
-    before = method.export()._features
-    method.export()._features = lambda x: calls.append(len(x)) or before(x)
+    before = method.export()._pooled
+    method.export()._pooled = lambda x: calls.append(len(x)) or before(x)
     optimizer = run.make_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, every=1, labelled=True)
     for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
