@@ -44,7 +44,7 @@ LEVELS = [
 ]
 OWNERS = {
     "ray": {f"cluster/{n}.py" for n in ("ray_train", "session", "ray_map", "ray_tune", "trial", "jobs", "gauges")},
-    "mlflow": {"track.py"},
+    "mlflow": {"track.py", "database.py"},
     "boto3": {"data/s3.py"},
     "botocore": {"data/s3.py"},
 }

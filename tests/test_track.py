@@ -24,10 +24,11 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from processes import free_port
 
 from eagleray import track
+from eagleray.database import make_database
 from eagleray.errors import Outage
 from eagleray.files import JsonLines, read_lines
 from eagleray.machine import Machine
-from eagleray.track import MLflow, Tracking, finish, make_database, parent_run, send_missing, shown
+from eagleray.track import MLflow, Tracking, finish, parent_run, send_missing, shown
 
 AWAY = 20  # seconds for which a server is away
 BLOCKED = 0.010  # seconds that a step may be held up
@@ -289,7 +290,7 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             make_database(uri)
     assert not path.exists()
-    command = [sys.executable, "-c", f"from eagleray.track import make_database; make_database({uri!r})"]
+    command = [sys.executable, "-c", f"from eagleray.database import make_database; make_database({uri!r})"]
     makers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "platform"}) for _ in range(2)]
     assert [m.wait() for m in makers] == [0, 0]
     assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]

@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import re
-import tempfile
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagleray.database import make_database
 from eagleray.errors import Outage
 from eagleray.files import read_lines, replace
 from eagleray.machine import Machine
@@ -282,25 +282,6 @@ class Run:
             if found is None:
                 raise
             return found.experiment_id  # type: ignore[no-any-return]
-
-
-def make_database(uri: str) -> None:
-    """An SQLite database that is not there yet is made aside and then moved into place: one whose maker was killed
-    half-way could never be used, and two runs that begin at once spoil it for each other."""
-    path = Path(uri.removeprefix("sqlite:///"))
-    if not uri.startswith("sqlite:///") or path.exists():
-        return
-    from mlflow import MlflowClient
-
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        made = Path(folder) / path.name
-        MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
-        try:
-            os.link(made, path)  # unlike a move, never over another's
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            made.replace(path)
 
 
 def noted(note: Path, uri: str) -> dict[str, str]:
