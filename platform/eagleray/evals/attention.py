@@ -16,6 +16,7 @@ from eagleray.data.index import Index
 from eagleray.errors import UserError
 from eagleray.evals import draw
 from eagleray.evals.features import batches, some
+from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 from eagleray.views.photometric import normalise_
@@ -35,6 +36,7 @@ class Maps(NamedTuple):
 
 
 @torch.inference_mode()
+@evaluating
 def attention(
     backbone: Backbone,
     index: Index,
@@ -48,8 +50,6 @@ def attention(
     """Entropy in bits of every head, means over patches as queries and over images, and the share of patches that hold
     `mass` of the attention; pictures of heads, of what they keep and of query points. Raises UserError."""
     readable(backbone)
-    training = backbone.training
-    backbone.eval()
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
     shown: list[Any] = []
@@ -59,7 +59,6 @@ def attention(
         shares.append(smallest(seen(found)[0], mass).float().mean().item())
         if len(shown) < SHOWN:
             shown.append((crops[0], found))
-    backbone.train(training)
     if not shown:
         raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
     bits = torch.stack(entropies).mean(0)  # (heads,)

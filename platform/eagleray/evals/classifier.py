@@ -9,26 +9,22 @@ from torch import Tensor
 from eagleray import dist
 from eagleray.data.index import Index
 from eagleray.evals.features import batches, labelled
+from eagleray.evals.mode import Net, evaluating
 from eagleray.views.photometric import normalise_
 
 TOP = 5
 
 
-class Classifies(Protocol):
-    training: bool
-
+class Classifies(Net, Protocol):
     def classify(self, images: Tensor) -> Tensor:
         """Scores (B, C) of images (B, 3, H, W)."""
 
-    def train(self, mode: bool = True) -> object: ...
-
 
 @torch.inference_mode()
+@evaluating
 def classifier(net: Classifies, index: Index, *, size: int, resize: int, device: torch.device) -> dict[str, float]:
     """Percent of the labelled images whose class is the likeliest, or one of the five likeliest; and the mean of the
     former over classes. Ranks share the images; the numbers are the same on all. Broken images are left out."""
-    training = net.training
-    net.train(False)
     mine = np.array_split(labelled(index), dist.size())[dist.rank()]
     ys, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for found, images in batches(index, mine, size, resize):
@@ -39,7 +35,6 @@ def classifier(net: Classifies, index: Index, *, size: int, resize: int, device:
         hit = best == y.unsqueeze(1)
         ys.append(y.numpy())
         places.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
-    net.train(training)
     parts = dist.objects((np.concatenate(ys), np.concatenate(places)))
     label, place = (np.concatenate(p) for p in zip(*parts, strict=True))
     return accuracies(label, place)

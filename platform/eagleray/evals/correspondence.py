@@ -13,6 +13,7 @@ from eagleray import dist
 from eagleray.data.index import Index
 from eagleray.errors import UserError
 from eagleray.evals.features import batches, some
+from eagleray.evals.mode import evaluating
 from eagleray.models.backbone import Backbone
 from eagleray.views import draw, photometric
 from eagleray.views.view import View
@@ -52,13 +53,13 @@ def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int
 
 
 @torch.inference_mode()
+@evaluating
 def correspondence(
     backbone: Backbone, index: Index, *, size: int, resize: int, limit: int = IMAGES
 ) -> dict[str, float]:
     """Means over at most `limit` images, those that do not decode left out: accuracy as a share, error in pixels; the
     same on every rank and each time. Raises UserError when no image decodes."""
-    device, training = next(backbone.parameters()).device, backbone.training
-    backbone.eval()
+    device = next(backbone.parameters()).device
     mine = np.array_split(some(np.arange(len(index)), limit), dist.size())[dist.rank()]
     found = [np.empty((0, 2))]
     for samples, crops in batches(index, mine, size, resize, BATCH):
@@ -66,7 +67,6 @@ def correspondence(
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
         found.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())
-    backbone.train(training)
     each = np.concatenate(dist.objects(np.concatenate(found)))  # (n, 2)
     if not len(each):
         raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")

@@ -19,6 +19,7 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.errors import UserError
 from eagleray.evals import draw
 from eagleray.evals.davis_measures import boundary, region
+from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import handed_on, stages
@@ -45,6 +46,7 @@ class Video(NamedTuple):
 
 
 @torch.inference_mode()
+@evaluating
 def davis(
     backbone: Backbone,
     data: str | Path,
@@ -60,8 +62,6 @@ def davis(
     """J, F and J&F in percent, per sequence and as means over objects, beside those of colour histograms in the
     backbone's place, and a picture of each sequence. `size` is the frames' short side in pixels. Raises UserError."""
     found = videos(Path(data), split)
-    training = backbone.training
-    backbone.eval()
     described: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
     walk = {"n_last_frames": n_last_frames, "topk": topk, "size_mask_neighborhood": size_mask_neighborhood}
     scores: dict[str, list[NDArray[np.float64]]] = {prefix: [] for prefix in described}
@@ -79,7 +79,6 @@ def davis(
         labels = {"": f"backbone\nJ&F {ours:.1f}", "colours_": f"colours\nJ&F {plain:.1f}"}
         title = f"{video.name}: objects followed from the first frame on; the white line is the truth"
         pictures.append(draw.sheet({labels[p]: row for p, row in rows.items()}, out / f"davis-{video.name}.png", title))
-    backbone.train(training)
     means = {
         k: v for prefix, parts in scores.items() for k, v in named(f"davis/{prefix}", np.concatenate(parts)).items()
     }

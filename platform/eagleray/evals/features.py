@@ -16,6 +16,7 @@ from eagleray.data import store
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.evals.kinds import read
+from eagleray.evals.mode import evaluating
 from eagleray.models.backbone import Backbone
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise_
@@ -37,6 +38,7 @@ def extract(backbone: Backbone, index: Index, samples: NDArray[np.int64], *, siz
 
 
 @torch.inference_mode()
+@evaluating
 def extracted(
     backbone: Backbone,
     index: Index,
@@ -50,8 +52,6 @@ def extracted(
     """The same for several kinds of features, with one forward pass for all; `tick` is told how many images are done.
     Raises UserError for a backbone that lacks one of them."""
     device = next(backbone.parameters()).device
-    training = backbone.training
-    backbone.eval()
     xs: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     ys = [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
@@ -62,7 +62,6 @@ def extracted(
                 xs[kind].append(value.float().cpu())
         ys.append(torch.from_numpy(index.label[found]))
         tick(len(found))
-    backbone.train(training)
     parts = dist.objects(({kind: torch.cat(x).numpy() for kind, x in xs.items() if x}, torch.cat(ys).numpy()))
     y = torch.from_numpy(np.concatenate([y for _, y in parts]))
     return {

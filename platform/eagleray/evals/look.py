@@ -17,6 +17,7 @@ from eagleray.errors import UserError
 from eagleray.evals import draw
 from eagleray.evals.correspondence import matches
 from eagleray.evals.features import batches, image, some
+from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 from eagleray.views import draw as drawing
@@ -96,6 +97,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+@evaluating
 def neighbours(
     backbone: Backbone,
     index: Index,
@@ -109,14 +111,12 @@ def neighbours(
 ) -> Outcome:
     """A sheet of some images and, beside each, the k that are nearest by the cosine of pooled features; with labels,
     the percent of those that are of the query's class, green where they are. Raises UserError."""
-    device, training = next(backbone.parameters()).device, backbone.training
-    backbone.eval()
+    device = next(backbone.parameters()).device
     samples: list[int] = []
     parts = []
     for found, crops in batches(index, some(np.arange(len(index)), limit), size, size, BATCH):
         samples += found
         parts.append(backbone.pooled(photometric.normalise_(crops.to(device).float() / 255)).float().cpu())
-    backbone.train(training)
     if len(samples) < 2:
         raise UserError(f"{index.shards[0].url}: {len(samples)} images decode there; expected 2 or more")
     chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
@@ -226,10 +226,9 @@ def viewed(x: Tensor) -> draw.Pixels:
     return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
 
 
+@evaluating
 def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of these. Raises UserError."""
-    training = backbone.training
-    backbone.eval()
     device = next(backbone.parameters()).device
     kept, patches, grid = [], [], (0, 0)
     for _, crops in batches(index, some(np.arange(len(index)), images), size, size, 8):
@@ -237,18 +236,14 @@ def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple
         kept.append(crops)
         patches.append(features.patches.float().cpu())
         grid = features.grid
-    backbone.train(training)
     if not kept:
         raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
     return torch.cat(kept), torch.cat(patches), grid
 
 
+@evaluating
 def embedded(backbone: Backbone, x: Tensor) -> Tensor:
-    training = backbone.training
-    backbone.eval()
-    out = backbone(x).patches.float().cpu()
-    backbone.train(training)
-    return out
+    return backbone(x).patches.float().cpu()
 
 
 def read(index: Index, sample: int, size: int) -> draw.Pixels:
