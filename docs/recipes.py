@@ -38,13 +38,12 @@ def row(*cells: object) -> str:
 def cells(name: str) -> list[object]:
     r, data = recipe.load(name), next(title for short, title in DATA.items() if f"_{short}_" in name)
     numbers = [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch]
-    return [*numbers, *header(recipe.find(name).read_text())]
+    return [*numbers, *header(recipe.find(name))]
 
 
-def header(text: str) -> list[str]:
+def header(path: Path) -> list[str]:
     """What the comment that a recipe begins with says under each label. Raises ValueError for a missing label."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    words = " ".join(line.removeprefix("#").strip() for line in lines)
+    words = " ".join(recipe.header(path))
     found = re.search(" ".join(rf"\b{label}: (.+)\." for label in LABELS) + "$", words)
     if not found:
         raise ValueError(f"{words!r}: expected it to end with {' '.join(f'{label}: ...' for label in LABELS)}")

@@ -15,12 +15,13 @@ from test_evals import clusters
 from test_weights import KINDS, network
 from typer.testing import CliRunner
 
-from eagleray import cli, evaluation, extraction, launch, run, track
+from eagleray import cli, config, evaluation, extraction, launch, recipe, run, track
 from eagleray.data.index import open_index
 from eagleray.data.shapes import image
 from eagleray.data.shards import Sample, encode, write_shards
 from eagleray.errors import UserError
 from eagleray.evals import cache, kinds, results
+from eagleray.evals.digests import data_digest
 from eagleray.evals.features import Labelled, extract, extracted, labelled
 from eagleray.evals.knn import knn, neighbours
 from eagleray.evals.linear import linear, probe
@@ -199,8 +200,8 @@ def test_a_data_digest_is_of_the_images_not_of_their_folder(shards: Path, tmp_pa
     for file in (shards / "test").glob("*.tar"):
         (tmp_path / "moved" / file.name).write_bytes(file.read_bytes())
     moved, some = open_index(str(tmp_path / "moved"), note=lambda _: None), labelled(index)
-    assert cache.data_digest(index, some) == cache.data_digest(moved, some)
-    assert cache.data_digest(index, some) != cache.data_digest(index, some[1:])
+    assert data_digest(index, some) == data_digest(moved, some)
+    assert data_digest(index, some) != data_digest(index, some[1:])
 
 
 def test_a_second_protocol_costs_no_forward_pass(request_: Callable[..., evaluation.Report], forwards: list[int]):
@@ -334,10 +335,16 @@ def test_tables_hold_every_number():
     ],
 )
 def test_published_numbers_are_read_from_headers(name: str, found: dict[str, float]):
-    from eagleray import recipe
+    assert results.printed(recipe.header(recipe.find(name))) == found
 
-    lines = [line for line in recipe.find(name).read_text().splitlines() if line.startswith("#")]
-    assert results.published(" ".join(line.removeprefix("#").strip() for line in lines)) == found
+
+def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():
+    name, places = "dino_vits16_in1k_ep100", ["data.train=s3://a/b-{0..9}.tar", "data.lanes=8", "workers=3"]
+    command = ["eagleray", "pretrain", name, *places]
+    there = results.published(command, config.plain(recipe.load(name, places)))
+    assert there == {"knn/top1": 69.3, "linear/top1": 74.0}
+    assert not results.published(command, config.plain(recipe.load(name, [*places, "optim.lr.value=1e-3"])))
+    assert not results.published(["eagleray", "pretrain", "own.yaml"], config.plain(recipe.load(name, places)))
 
 
 def test_shares_are_put_together_in_order():

@@ -2,12 +2,14 @@
 
 import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagleray.files import JsonLines, read_lines, replace
+from eagleray.files import JsonLines, add_lines, read_lines, replace
 
 
 class Disk:
@@ -47,6 +49,28 @@ def test_a_history_goes_on_from_a_step_and_half_a_line_is_none(tmp_path: Path):
     history = JsonLines(path, step=2)
     history.log({"step": 3, "again": True})
     assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+@pytest.mark.parametrize("left", ["", '{"step": 0}\n', '{"step": 0}\n{"st', "{"])
+def test_lines_follow_those_that_a_kill_left(tmp_path: Path, left: str):
+    path = tmp_path / "skipped.jsonl"
+    path.write_text(left)
+    records = [{"step": 1, "keys": ["a\u2028b", "c\x85d", "e\nf"]}, {"step": 2, "keys": []}]
+    for record in records:
+        add_lines(path, [record])
+    assert read_lines(path) == [{"step": 0}] * left.count("\n") + records
+
+
+def test_one_process_at_a_time(tmp_path: Path):
+    """Each adds one to a number that the other may have read as well."""
+    path, times = tmp_path / "number", 200
+    path.write_text("0")
+    script = "import sys\nfrom pathlib import Path\nfrom eagleray.files import alone\npath = Path(sys.argv[1])\n"
+    script += f"for _ in range({times}):\n"
+    script += "    with alone(path.with_name('.lock')):\n        path.write_text(str(int(path.read_text()) + 1))\n"
+    both = [subprocess.Popen([sys.executable, "-c", script, str(path)]) for _ in range(2)]
+    assert [p.wait(timeout=60) for p in both] == [0, 0]
+    assert path.read_text() == str(2 * times)
 
 
 def test_replacing_leaves_the_old_text_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -332,19 +332,23 @@ def test_drloc_differs_from_its_twin_in_the_method_alone(name: str):
 
 
 @pytest.mark.parametrize("missing", ["Published", "Cost", "Ours"])
-def test_a_header_without_a_label_is_an_error(missing: str):
+def test_a_header_without_a_label_is_an_error(missing: str, tmp_path: Path):
+    def header(text: str) -> list[str]:
+        (tmp_path / "run.yaml").write_text(text)
+        return docs().header(tmp_path / "run.yaml")
+
     text = "# A run.\n# Published: linear 1.5 % (table 2).\n# Cost: 3 hours on\n# 4 GPUs.\n# Ours: not run.\nbase: x\n"
-    assert docs().header(text) == ["linear 1.5 % (table 2)", "3 hours on 4 GPUs", "not run"]
+    assert header(text) == ["linear 1.5 % (table 2)", "3 hours on 4 GPUs", "not run"]
     with pytest.raises(ValueError, match=missing):
-        docs().header(text.replace(f"{missing}:", "About:"))
+        header(text.replace(f"{missing}:", "About:"))
     with pytest.raises(ValueError, match="A run"):
-        docs().header(text.replace(f"# {missing}:", f"base: x\n# {missing}:"))
+        header(text.replace(f"# {missing}:", f"base: x\n# {missing}:"))
 
 
 @pytest.mark.parametrize(("paper", "table", "row"), ROWS, ids=lambda of: getattr(of, "recipe", str(of)))
 def test_a_recipe_says_what_a_table_prints_of_it(paper: str, table: int, row: Row):
     """Its numbers beside that table's, and the paper's name unless the method is its own."""
-    published = docs().header(recipe.find(row.recipe).read_text())[0]
+    published = docs().header(recipe.find(row.recipe))[0]
     said = re.findall(r"\d+\.\d+|\d+", published)
     assert not [number for number in row.printed.split() if number not in said], published
     assert re.search(rf"\btables? [\d, and]*\b{table}\b", published), published

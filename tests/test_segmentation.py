@@ -11,10 +11,11 @@ from PIL import Image
 from timm.layers import DropPath
 
 from eagleray.errors import UserError
-from eagleray.evals import segmentation, segmentation_data, segmentation_heads
+from eagleray.evals import fine_tuning, segmentation, segmentation_data, segmentation_heads
+from eagleray.evals.digests import weights_digest
 from eagleray.evals.drop_path import set_drop_path
 from eagleray.evals.pyramids import Maps
-from eagleray.evals.segmentation import HEADS, Segmenter, digest, poly
+from eagleray.evals.segmentation import HEADS, Segmenter, poly
 from eagleray.evals.segmentation_data import IGNORED, Masks, crop, crops, fitted
 from eagleray.evals.segmentation_scores import SCALES, confusion, likely, scores, shares
 from eagleray.models.backbone import Backbone
@@ -286,15 +287,16 @@ def test_batches_are_the_same_wherever_one_starts_and_an_epoch_has_every_image(p
 
 def run(backbone: Backbone, folder: Path, out: Path, **more) -> tuple[dict[str, float], list[str]]:
     notes: list[str] = []
+    note = more.pop("note", notes.append)
     given = {"steps": 6, "batch": 2, "size": 32, "lr": 1e-3, "width": 32} | more
-    return dict(segmentation.segmentation(backbone, folder, out, notes.append, **given).numbers), notes
+    return dict(segmentation.segmentation(backbone, folder, out, note, **given).numbers), notes
 
 
 def test_two_images_are_learnt_and_the_backbone_is_left_as_it_was(plain: Path, tmp_path: Path):
     backbone = vit()
-    before = digest(backbone)
+    before = weights_digest(backbone)
     numbers, notes = run(backbone, plain, tmp_path / "out", steps=60, lr=4e-3)
-    assert digest(backbone) == before
+    assert weights_digest(backbone) == before
     assert numbers["segmentation/miou"] > 80
     assert numbers["segmentation/aacc"] > 90
     assert 3 < len(notes) < 30
@@ -310,21 +312,18 @@ def test_upernet_trains_and_is_scored_at_many_sizes(plain: Path, tmp_path: Path)
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(segmentation, "MINUTES", 0.0)
+    monkeypatch.setattr(fine_tuning, "SAVED", 0.0)
     ended = list(weights(vit(), plain, tmp_path / "whole"))
-    real, saved = segmentation.checkpoint.save, []
 
-    def save(place, step, state, *, keep):
-        real(place, step, state, keep=keep)
-        saved.append(step)
-        if step == 3:
+    def stop(line: str) -> None:
+        if "step 3/6" in line:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(segmentation.checkpoint, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        run(vit(), plain, tmp_path / "parts")
+        run(vit(), plain, tmp_path / "parts", note=stop)
+    [path] = (tmp_path / "parts").glob("segmentation-fpn-*/*.pt")
+    assert path.stem == "step-000000002"
     again = list(weights(vit(), plain, tmp_path / "parts"))
-    assert saved == [1, 2, 3, 4, 5, 6]
     for a, b in zip(ended, again, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 

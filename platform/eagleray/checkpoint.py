@@ -3,7 +3,6 @@ counted; the newest intact one wins."""
 
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -22,7 +21,7 @@ from eagleray.data.retry import PATIENCE
 from eagleray.data.s3 import Missing
 from eagleray.data.store import local, remote, store
 from eagleray.errors import Outage, UserError
-from eagleray.files import replace
+from eagleray.files import alone, replace
 from eagleray.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -275,7 +274,8 @@ def _fetched(name: str, place: str, blobs: dict[str, Blob], scratch: Path, patie
             return None
         if _agrees(path, said):
             return path
-        with _locked(scratch):
+        scratch.mkdir(parents=True, exist_ok=True)
+        with alone(scratch / ".lock"):
             return path if _agrees(path, said) or _fetch(kept, path, said, patience) else None
     except (Missing, KeyError):
         return None
@@ -343,11 +343,3 @@ def _leave(folder: Path, name: str) -> None:
     for path in folder.glob("step-*"):
         if path.name.partition(".")[0] != name:
             path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,8 +1,6 @@
 """What `eagleray evaluate` does: features once for all protocols, each protocol by itself, results where they stay."""
 
 import datetime
-import hashlib
-import itertools
 import json
 import os
 import re
@@ -17,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray import config, launch, place, run, track
-from eagleray import recipe as recipes
 from eagleray.cluster import world
 from eagleray.console import fail, out
 from eagleray.data import store
 from eagleray.data.index import Index, open_index
 from eagleray.data.store import remote
 from eagleray.errors import UserError
-from eagleray.evals import cache, kinds, protocols, results
+from eagleray.evals import kinds, protocols, results
+from eagleray.evals.digests import data_digest, digest, tree_digest
 from eagleray.evals.features import Labelled, labelled
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.protocols import PROTOCOLS, Protocol, Sets
@@ -149,7 +147,7 @@ class Work:
         asked, weights = self.asked(name, protocol), self.subject.digest  # of before, should a protocol train
         began = time.monotonic()
         own = {k: v for k, v in asked.items() if k in protocol.parameters}
-        found, digest = self.frozen(protocol, asked, own) if self.is_frozen(protocol) else self.direct(protocol, own)
+        found, data = self.frozen(protocol, asked, own) if self.is_frozen(protocol) else self.direct(protocol, own)
         result = Result(
             protocol=name,
             numbers={k: v if isinstance(v, int) else float(v) for k, v in found.numbers.items()},
@@ -160,7 +158,7 @@ class Work:
             backbone_digest=weights,
             architecture=self.subject.architecture,
             data=self.request.data(protocol),
-            data_digest=digest,
+            data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - began, 1),
             pictures=[os.path.relpath(p, place.view(self.report.folder)) for p in found.pictures],
@@ -204,16 +202,16 @@ class Work:
         """A protocol on the backbone itself."""
         backbone = self.subject.backbone.to(world.local().device)
         given: list[Any] = []
-        digest = ""
+        data = ""
         for need in protocol.needs:
             if need == "patches":
                 check_patches(backbone, asked.get("size", self.subject.settings.size))
             elif need == "images":
                 given.append(self.images)
-                digest = cache.data_digest(self.images, np.arange(len(self.images)))
+                data = data_digest(self.images, np.arange(len(self.images)))
             else:
                 given.append(Path(self.request.folders[need]))
-                digest = tree_digest(given[-1])
+                data = tree_digest(given[-1])
         pictures = place.view(self.report.folder) / "pictures" / ("untrained" if self.subject.untrained else "")
         pictures.mkdir(parents=True, exist_ok=True)
         known = {"out": pictures, "note": self.note}
@@ -222,7 +220,7 @@ class Work:
         )
         if not isinstance(found, Outcome):
             found = Outcome(found)
-        return replace(found, settings={**asked, **found.settings}), digest
+        return replace(found, settings={**asked, **found.settings}), data
 
     def frozen(self, protocol: Protocol, asked: dict[str, Any], own: dict[str, Any]) -> tuple[Outcome, str]:
         """A protocol on features that are extracted once for all."""
@@ -239,11 +237,11 @@ class Work:
 
             def of(url: str) -> Labelled:
                 index = self.opened(url)
-                seen.append(cache.data_digest(index, labelled(index)))
+                seen.append(data_digest(index, labelled(index)))
                 return self.features(index, url, labelled(index), size, resize, [kind])[kind]
 
             found = protocol.run(of, root, **own)
-            return replace(found, settings={**how, **found.settings}), short(json.dumps(sorted(seen)))
+            return replace(found, settings={**how, **found.settings}), digest(sorted(seen))
         sets = self.sets
         wanted = self.kinds(size, kind)
         train, test = (
@@ -257,8 +255,8 @@ class Work:
             raise UserError(f"--{'test' if len(train.y) else 'train'}: no image there decodes")
         found = protocol.run(*protocols.counted(train, test, world.local().device), **own)
         how |= {"train_images": len(train.y), "test_images": len(test.y)}
-        digests = [cache.data_digest(sets.bank, sets.bank_samples), cache.data_digest(sets.test, sets.test_samples)]
-        return replace(found, settings={**found.settings, **how}), short(" ".join(digests))
+        digests = [data_digest(sets.bank, sets.bank_samples), data_digest(sets.test, sets.test_samples)]
+        return replace(found, settings={**found.settings, **how}), digest(digests)
 
     def kinds(self, size: int, kind: str) -> list[str]:
         """This kind first, and what other protocols of the request will want of the same images: one forward pass gives
@@ -296,23 +294,14 @@ class Work:
 
 
 def published(one: Subject) -> dict[str, float]:
-    """What the header of the recipe that a run was made with says, if nothing but the places was changed in it."""
+    """The paper's numbers for a run."""
     if not one.run or not one.recipe:
         return {}
     try:
         command = json.loads((place.view(one.run) / "environment.json").read_text())["command"]
     except (OSError, ValueError, KeyError):
         return {}
-    name = next((word for word in command if word in recipes.names()), None)
-    if name is None or config.differences(content(recipes.load(name)), content(one.recipe)):
-        return {}
-    lines = itertools.takewhile(lambda line: line.startswith("#"), recipes.find(name).read_text().splitlines())
-    return results.published(" ".join(line.removeprefix("#").strip() for line in lines))
-
-
-def content(recipe: recipes.Recipe) -> dict[str, Any]:
-    """What a published number depends on: not where the data lies, nor how it is read."""
-    return {k: v for k, v in recipes.identity(recipe).items() if not k.startswith("data.")}
+    return results.published(command, config.plain(one.recipe))
 
 
 def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
@@ -330,16 +319,6 @@ def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
     known = place.view(one.run) / "mlflow.json"
     if why := track.append(launch.tracked(one.run), known, metrics, [copy]):
         note(f"MLflow has no numbers of this: {why}; {report.folder}/{results.NAME} has them")
-
-
-def tree_digest(root: Path) -> str:
-    """A short name of a folder's files, by name and size."""
-    files = sorted((str(p.relative_to(root)), p.stat().st_size) for p in root.rglob("*") if p.is_file())
-    return short(json.dumps(files))
-
-
-def short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def table(report: Report, form: str) -> str:

@@ -14,6 +14,7 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.console import bar
 from eagleray.data.index import Index, open_index
 from eagleray.evals import cache
+from eagleray.evals.digests import data_digest
 from eagleray.evals.features import Labelled, extracted
 from eagleray.evals.subject import Subject, subject
 
@@ -63,8 +64,8 @@ def features(
                 tick=tick,
             )
 
-    digest = cache.data_digest(index, task.samples)
-    return cache.cached(one.digest, digest, wanted, how=(task.size, task.resize, precision), make=make, note=note)
+    data = data_digest(index, task.samples)
+    return cache.cached(one.digest, data, wanted, how=(task.size, task.resize, precision), make=make, note=note)
 
 
 def share(task: Task) -> Share:

@@ -1,11 +1,12 @@
 """Small files of a run, such that readers find them whole whatever happens to the writer."""
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,11 +55,30 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may end in the middle of one."""
-    if not path.exists():
-        return []
-    whole = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    """The objects of a file with one on each line, but those that a killed writer left half written."""
+    found = []
+    # Not splitlines: a text may hold what that takes for an end.
+    for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def add_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Put objects behind those that are there, and behind a line that was left half written."""
+    with path.open("a+b") as f:
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            f.write(b"" if f.read(1) == b"\n" else b"\n")
+        f.writelines(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in records)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """No other process of this machine is inside for the same file, which is made where it is missing."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def lock(folder: Path, *, patience: float = 0.0) -> IO[str]:

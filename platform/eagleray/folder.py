@@ -127,8 +127,7 @@ class Folder:
     def note_skip(self, step: int, keys: list[str]) -> None:
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
-            with (self.path / "skipped.jsonl").open("a") as f:
-                f.write(json.dumps({"step": step, "keys": keys}, ensure_ascii=False) + "\n")
+            files.add_lines(self.path / "skipped.jsonl", [{"step": step, "keys": keys}])
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far, on rank 0."""
@@ -146,8 +145,7 @@ class Folder:
             return
         assert self.starts is not None
         summary |= self.starts.tally(useful)
-        bad = self.path / "quarantine.jsonl"
-        summary["bad_samples"] = len(bad.read_text().splitlines()) if bad.exists() else 0
+        summary["bad_samples"] = len(read_lines(self.path / "quarantine.jsonl"))
         found = read_lines(self.path / "health.jsonl")
         summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
         log.info("health: %s", words(found))

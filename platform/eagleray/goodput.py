@@ -1,11 +1,10 @@
 """How much of a run's time went into steps that count, from `starts.jsonl`."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from eagleray.files import read_lines
+from eagleray.files import add_lines, read_lines
 
 
 class Starts:
@@ -16,8 +15,7 @@ class Starts:
 
     def add(self, **line: Any) -> None:
         self.lines.append(line | {"time": round(time.time(), 2)})
-        with self.path.open("a") as f:
-            f.write(json.dumps(self.lines[-1]) + "\n")
+        add_lines(self.path, self.lines[-1:])
 
     @property
     def starts(self) -> list[dict[str, Any]]:

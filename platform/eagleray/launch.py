@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import inspect
-import itertools
 import json
 import os
 import platform
@@ -182,17 +181,15 @@ def catalogue(kind: str) -> dict[str, str]:
         classes = {n: config.part(package, n) for n in config.parts(package)}
         return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
     if kind == "sweeps":
-        lines = {n: recipes.find(n, "sweep").read_text().splitlines()[0] for n in recipes.names("sweep")}
-        return {n: line.removeprefix("#").strip() for n, line in lines.items()}
+        return {n: recipes.header(recipes.find(n, "sweep"))[0] for n in recipes.names("sweep")}
     if kind == "datasets":
         return {name: str(d) for name, d in DATASETS.items()}
     if kind == "protocols":
         return {name: str(p) for name, p in PROTOCOLS.items()}
-    return {n: headline(recipes.find(n).read_text()) for n in recipes.names()}
+    return {n: headline(recipes.header(recipes.find(n))) for n in recipes.names()}
 
 
-def headline(text: str) -> str:
-    """A recipe's first line, and what its header says was published."""
-    lines = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
+def headline(lines: Sequence[str]) -> str:
+    """The first line of a recipe's header, and what was published."""
     published = re.search(r"Published: .+?(?= Cost: )", " ".join(lines))
     return f"{lines[0]} {published[0]}" if published else lines[0]

@@ -2,9 +2,10 @@
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -163,9 +164,9 @@ OPERATION += ("data.cache", "data.cache_size", "data.patience")
 OPERATION += ("method.region_from",)  # regions may join a run of EsViT that began without them
 
 
-def identity(recipe: Recipe) -> dict[str, Any]:
-    """Dotted keys and values that make two runs the same experiment."""
-    keys = config.flat(config.plain(recipe))
+def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
+    keys = config.flat(recipe if isinstance(recipe, Mapping) else config.plain(recipe))
     return {k: v for k, v in keys.items() if not any(k == o or k.startswith(o + ".") for o in OPERATION)}
 
 
@@ -200,6 +201,12 @@ def find(name: str, kind: Kind = "recipe") -> Path:
         near = config.nearest(name, names(kind))
         raise UserError(f"{name}: no {kind} of this name{near}; see `eagleray list {kind}s`")
     return own
+
+
+def header(path: Path) -> list[str]:
+    """The lines of the comment that a file begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return [line.removeprefix("#").strip() for line in lines]
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -17,6 +17,7 @@ from eagleray.evals import detection_data as data
 from eagleray.evals import detection_heads as heads
 from eagleray.evals import detection_scores as scoring
 from eagleray.evals import detection_train as training
+from eagleray.evals import fine_tuning
 from eagleray.evals.detection_pyramid import FeaturePyramid
 from eagleray.models.backbone import Backbone
 
@@ -344,7 +345,7 @@ def test_the_protocol_trains_a_copy_and_does_not_train_twice(coco: Path, tiny: s
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(
     coco: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "SAVED", 0.0)
+    monkeypatch.setattr(fine_tuning, "SAVED", 0.0)
     split, how = data.Coco.of(coco, "train"), training.named(tiny)
 
     def train(folder: str, note: Callable[[str], None]) -> dict[str, torch.Tensor]:

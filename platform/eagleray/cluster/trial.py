@@ -1,6 +1,5 @@
 """A trial of a sweep: a pretraining run of its own, in a thread beside the one who follows what it says."""
 
-import json
 import math
 import threading
 import time
@@ -135,8 +134,8 @@ class Following:
             if "momentum" in group:
                 group["momentum"] = self.recipe.optim.momentum
         checkpoint.save(self.out / "checkpoints", state["step"], state, keep=self.recipe.checkpoint.keep)
-        with (self.out / "lineage.jsonl").open("a") as f:
-            f.write(json.dumps({"step": state["step"], "from": donor, "values": self.given["values"]}) + "\n")
+        line = {"step": state["step"], "from": donor, "values": self.given["values"]}
+        files.add_lines(self.out / "lineage.jsonl", [line])
 
 
 def line(e: Exception) -> str:

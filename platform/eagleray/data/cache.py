@@ -5,16 +5,16 @@ one that is killed leaves nothing behind but a part that the next writer of the 
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from eagleray.data.blob import Blob, room
 from eagleray.errors import UserError
+from eagleray.files import alone
 
 log = logging.getLogger(__name__)
 STRIPES = 64  # locks that all blocks share
@@ -40,7 +40,7 @@ class Cache:
         path = self._path(blob, begin, end)
         data = _read(path, end - begin)
         if data is None:
-            with self._locked(f"lock-{int(path.name[:8], 16) % STRIPES:02d}"):
+            with alone(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"):
                 data = _read(path, end - begin)
                 if data is None:
                     data = fetch()
@@ -68,7 +68,7 @@ class Cache:
     def _enter(self, part: Path, path: Path, size: int) -> None:
         """Give a block its name after the oldest have made way for it. After a kill the count may be too high, never
         too low; it is corrected whenever it reaches the limit."""
-        with self._locked("lock"):
+        with alone(self.folder / "lock"):
             text = (self.folder / "used").read_text()
             used = int(text) if text.isdigit() else self.limit
             if used + size > self.limit:
@@ -92,12 +92,6 @@ class Cache:
             Path(path).unlink(missing_ok=True)
             used -= size
         return used
-
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        with (self.folder / name).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def _read(path: Path, length: int) -> memoryview | None:

@@ -1,12 +1,11 @@
 """Samples that cannot be used: what they are, why, and when there are too many of them."""
 
-import contextlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagleray.errors import UserError
+from eagleray.files import add_lines, read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +24,14 @@ class Quarantine:
     def __init__(self, path: Path, *, samples: int, limit: float) -> None:
         """Up to `limit` (a share) of `samples` may be bad."""
         self.path, self.samples, self.limit = path, samples, limit
-        self.seen: set[tuple[str, str, int]] = set()
-        if path.exists():
-            for line in path.read_text().split("\n"):  # not splitlines: a key may hold what it takes for an end
-                with contextlib.suppress(json.JSONDecodeError):  # of a line that a killed run left half written
-                    bad = json.loads(line)
-                    self.seen.add((bad["shard"], bad["key"], bad["offset"]))
+        self.seen = {(bad["shard"], bad["key"], bad["offset"]) for bad in read_lines(path)}
 
     def add(self, found: Iterable[Bad], *, write: bool = True) -> None:
         """Note what is new. Raises UserError once there are more than the limit allows."""
         new = {(b.shard, b.key, b.offset): b for b in found if (b.shard, b.key, b.offset) not in self.seen}
         self.seen |= new.keys()
         if write and new:
-            with self.path.open("a") as f:
-                f.writelines(json.dumps(asdict(b), ensure_ascii=False) + "\n" for b in new.values())
+            add_lines(self.path, map(asdict, new.values()))
         if len(self) > self.limit * self.samples:
             raise UserError(
                 f"{len(self)} of {self.samples} samples are broken, more than data.bad_limit={self.limit:g} allows; "

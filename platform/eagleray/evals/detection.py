@@ -20,9 +20,11 @@ from eagleray.evals.detection_data import Coco, read
 from eagleray.evals.detection_heads import mask_rcnn
 from eagleray.evals.detection_pyramid import FeaturePyramid
 from eagleray.evals.detection_scores import scores, to_runs
-from eagleray.evals.detection_train import Note, Schedules, fit, named
+from eagleray.evals.detection_train import Schedules, fit, named
+from eagleray.evals.digests import digest, weights_digest
 from eagleray.evals.draw import Tile, pixels, sheet
 from eagleray.evals.drop_path import set_drop_path
+from eagleray.evals.fine_tuning import Note
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 
@@ -43,7 +45,8 @@ def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule
         raise UserError(f"{learnt.file}: no object there is a pixel wide and high inside its image")
     torch.manual_seed(how.seed)
     net = build(copy.deepcopy(backbone), len(learnt.categories), how)
-    folder = out / f"detection-{key(backbone, learnt, how)}"
+    name = digest(weights_digest(backbone), config.plain(how), hashlib.sha256(learnt.file.read_bytes()).hexdigest())
+    folder = out / f"detection-{name[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     note(f"detection: learns from {len(learnt.learnable())} images, is judged on {len(judged)}")
     fit(net, learnt, how, folder, note)
@@ -71,14 +74,6 @@ def build(backbone: Backbone, classes: int, how: Schedules) -> nn.Module:
         regions=how.regions,
     )
     return net.to(device)
-
-
-def key(backbone: Backbone, data: Coco, how: Schedules) -> str:
-    """A short name of a training: where it starts, what it learns from and how."""
-    total = hashlib.sha256(config.dump(how).encode() + data.file.read_bytes())
-    for name, tensor in backbone.state_dict().items():
-        total.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()[:8]
 
 
 @torch.inference_mode()

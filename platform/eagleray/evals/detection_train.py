@@ -2,33 +2,27 @@
 
 import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
-from eagleray import checkpoint, config, optim, train
+from eagleray import config
 from eagleray.config import STRICT
 from eagleray.data.ahead import ahead
 from eagleray.errors import UserError
 from eagleray.evals.detection_data import Coco, Example
+from eagleray.evals.fine_tuning import Note, Tuned, fine_tune
 from eagleray.recipe import Count, Positive, Share, bundled
 from eagleray.schedule import Progress, Schedule
 
-PositiveFloat = Annotated[float, Field(gt=0)]
-Note = Callable[[str], None]
 FOLDER = "pipelines/detection"
 THREADS = 8  # that read and decode
-LINES = 20  # about training
-SECONDS = 60.0  # and another one after so many without any
-SAVED = 300.0  # seconds between checkpoints
 
 
 @checked(frozen=True, kw_only=True, config=STRICT)
@@ -66,8 +60,8 @@ class Batch:
     rows: tuple[int, ...]  # images of every rank
 
 
-class Learner(nn.Module):
-    """A torchvision detector as `train.fit` wants it."""
+class Learner(Tuned):
+    """A torchvision detector."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -79,41 +73,23 @@ class Learner(nn.Module):
         losses = self.net(images, [{k: v.to(device) for k, v in x.target.items()} for x in batch.examples])
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
 
-    def before_step(self, at: Progress) -> None:
-        pass
-
-    after_step = before_step
-
 
 def fit(net: nn.Module, data: Coco, how: Schedules, folder: Path, note: Note) -> None:
     """Train in place, from the newest checkpoint in the folder on."""
-    learner, places = Learner(net), data.learnable()
-    batch = min(how.batch, len(places))
-    total = len(places) // batch * how.epochs
-    optimizer = optim.make("adamw", learner, decay="timm")
-    start = restore(learner, optimizer, folder)
-    if start:
-        note(f"detection: goes on after step {start} of {total}")
-    data, ticker = dataclasses.replace(data, flip=True), Ticker(total, start, batch, note)
-    writer, saved = checkpoint.Writer(folder, keep=1), time.monotonic()
-    taken = train.fit(
-        cast(Any, learner),
-        cast(Any, batches(data, places, how, batch, start)),
-        optimizer,
+    places = data.learnable()
+    batch, data = min(how.batch, len(places)), dataclasses.replace(data, flip=True)
+    fine_tune(
+        "detection",
+        Learner(net),
+        lambda start: batches(data, places, how, batch, start),
+        steps=len(places) // batch * how.epochs,
+        batch=batch,
         lr=how.lr,
-        weight_decay=Schedule(value=how.weight_decay),
+        weight_decay=how.weight_decay,
         seed=how.seed,
+        folder=folder,
+        note=note,
     )
-    try:
-        for step in taken:
-            done = step.at.step + 1
-            ticker(done, step.values)
-            if done == total or time.monotonic() - saved > SAVED:
-                writer.save(done, {"net": learner.state_dict(), "optimizer": optimizer.state_dict(), "step": done})
-                saved = time.monotonic()
-    finally:
-        writer.wait()
-    writer.settle()
 
 
 def batches(
@@ -132,32 +108,3 @@ def batches(
     examples = ahead(data.__getitem__, wanted, width=max(THREADS, 2 * batch))
     for step in range(start, how.epochs * steps):
         yield Progress(step, steps, how.epochs), Batch(list(itertools.islice(examples, batch)), (batch,))
-
-
-def restore(learner: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """The steps that the newest checkpoint has behind it; 0 where there is none."""
-    state = checkpoint.newest(folder)
-    if state is None:
-        return 0
-    learner.load_state_dict(state["net"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
-
-
-class Ticker:
-    """Says now and then how far training has come."""
-
-    def __init__(self, steps: int, start: int, batch: int, note: Note) -> None:
-        self.steps, self.start, self.batch, self.note = steps, start, batch, note
-        self.began = self.told = time.monotonic()
-
-    def __call__(self, done: int, values: dict[str, Tensor]) -> None:
-        now = time.monotonic()
-        due = done * LINES // self.steps > (done - 1) * LINES // self.steps
-        if due or now - self.told > SECONDS:
-            each = (now - self.began) / (done - self.start)
-            self.told = now
-            self.note(
-                f"detection: step {done}/{self.steps} ({done / self.steps:.0%})  loss {float(values['loss']):.3f}  "
-                f"{self.batch / each:.1f} images/s  ETA {(self.steps - done) * each:.0f} s"
-            )

@@ -1,18 +1,20 @@
 """What was measured: every number with its settings, backbone, data and date, in results.json, which only grows, and in
 tables beside the untrained backbone's and the published ones."""
 
-import fcntl
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagleray import place
+from eagleray import config, place
+from eagleray import recipe as recipes
 from eagleray.data.store import remote
 from eagleray.errors import UserError
+from eagleray.files import alone
+from eagleray.recipe import Recipe
 
 NAME = "results.json"
 # Where a recipe's header has the number that a paper printed, and which of ours that is.
@@ -54,6 +56,18 @@ class Result:
         same = all(getattr(self, n) == getattr(other, n) for n in names)
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 
+    def before(self, known: "Sequence[Result]") -> Mapping[str, float]:
+        """The numbers of the newest twin without training among the known results, oldest first; none where there is
+        none."""
+        twins = [r for r in known if r.untrained and not self.untrained and r.twin(self)]
+        return twins[-1].numbers if twins else {}
+
+    @property
+    def how(self) -> str:
+        """The settings in words, but those that are tables."""
+        said = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in self.settings.items()}
+        return ", ".join(f"{k} {v}" for k, v in said.items() if not isinstance(v, Mapping))
+
 
 def load(folder: str) -> list[Result]:
     """All results of a folder or s3:// URL, oldest first. Raises UserError."""
@@ -67,7 +81,8 @@ def load(folder: str) -> list[Result]:
 
 def add(folder: str, result: Result) -> None:
     """Put a result behind those that are there. Raises UserError and Outage."""
-    with _alone(folder):
+    # A store has no locks.
+    with contextlib.nullcontext() if remote(folder) else alone(Path(folder) / f".{NAME}.lock"):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
         try:
             place.put(folder, NAME, text)
@@ -75,20 +90,22 @@ def add(folder: str, result: Result) -> None:
             raise UserError(f"{folder}/{NAME}: cannot be written: {e.strerror or e}") from None
 
 
-@contextmanager
-def _alone(folder: str) -> Iterator[None]:
-    """No other process of this machine adds meanwhile; a store has no locks."""
-    if remote(folder):
-        yield
-        return
-    with (Path(folder) / f".{NAME}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
+    """What the header of the recipe says that a run's command names, if its own, a plain tree, differs from that in
+    nothing but where the data lies and how it is read."""
+    name = next((word for word in command if word in recipes.names()), None)
+    if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
+        return {}
+    return printed(recipes.header(recipes.find(name)))
 
 
-def published(header: str) -> dict[str, float]:
+def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in recipes.identity(recipe).items() if not k.startswith("data.")}
+
+
+def printed(header: Sequence[str]) -> dict[str, float]:
     """The numbers of a recipe's header by our names: those of its own data, not of other sets that it mentions."""
-    found = re.search(r"Published: (.+?)(?=\. On |\. Cost: |\. Ours: |$)", header)
+    found = re.search(r"Published: (.+?)(?=\. On |\. Cost: |\. Ours: |$)", " ".join(header))
     said = found[1] if found else ""
     return {name: float(match[1]) for name, pattern in PUBLISHED.items() if (match := re.search(pattern, said))}
 
@@ -102,24 +119,18 @@ class Row(NamedTuple):
     settings: str
 
 
-def rows(results: Sequence[Result], known: Sequence[Result], printed: Mapping[str, float]) -> Iterator[Row]:
+def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str, float]) -> Iterator[Row]:
     """One for each number of the results, beside that of the newest twin without training among the `known`."""
     for result in results:
-        twin = next((r for r in reversed(known) if r.untrained and not result.untrained and r.twin(result)), None)
-        how = ", ".join(f"{k} {_brief(v)}" for k, v in result.settings.items() if not isinstance(v, Mapping))
+        before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
         for key, value in result.numbers.items():
-            before = shown(twin.numbers[key]) if twin and key in twin.numbers else ""
-            paper = shown(printed[key]) if key in printed and not result.untrained else ""
-            yield Row(name, key, shown(value), before, paper, how)
+            there = shown(paper[key]) if key in paper and not result.untrained else ""
+            yield Row(name, key, shown(value), shown(before[key]) if key in before else "", there, result.how)
 
 
 def shown(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
-
-
-def _brief(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def markdown(table: Sequence[Row]) -> str:

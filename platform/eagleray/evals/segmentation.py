@@ -5,24 +5,22 @@ et al. 2021, arXiv:2103.14030, appendix A2.3), whose settings for ADE20K SelfPat
 2021, arXiv:2106.03746, appendix B.2) take. K classes."""
 
 import copy
-import hashlib
-import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from eagleray import checkpoint, optim, train
 from eagleray.data.ahead import ahead
 from eagleray.data.batch import Batch
 from eagleray.errors import UserError
 from eagleray.evals import segmentation_scores as scoring
+from eagleray.evals.digests import digest, weights_digest
 from eagleray.evals.drop_path import set_drop_path
+from eagleray.evals.fine_tuning import Note, Tuned, fine_tune
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.pyramids import Maps
 from eagleray.evals.segmentation_data import IGNORED, Masks, crops, fitted
@@ -33,10 +31,7 @@ from eagleray.schedule import Progress
 
 WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
 SHORT = 10  # a run shorter than ADE20K's warms up in one of so many steps
-SILENT = 0.1  # of the time so far that no note is made for, and 60 seconds
 HELPER = 0.4  # weight of UPerNet's second classifier
-LINES = 20  # notes about a training
-MINUTES = 10.0  # between checkpoints
 PICTURES = 4
 
 
@@ -62,7 +57,7 @@ def segmentation(
     backbone: Backbone,
     folder: Path,
     out: Path,
-    note: Callable[[str], None],
+    note: Note,
     *,
     head: str = "fpn",
     steps: int | None = None,
@@ -89,7 +84,7 @@ def segmentation(
     masks, kind = Masks.of(folder), HEADS[head]
     torch.manual_seed(seed)
     backbone = copy.deepcopy(backbone)
-    weights = digest(backbone)
+    weights = weights_digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
         "width": width or kind.width,
@@ -107,14 +102,24 @@ def segmentation(
     net = Segmenter(backbone, kind, len(masks.classes), settings["width"]).to(next(backbone.parameters()).device)
     net.try_size(size, fitted(masks.read(masks.val[0])[0], size))
     out.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(json.dumps([settings, weights, str(folder.resolve())]).encode()).hexdigest()[:8]
-    fine_tune(net, masks, settings, out / f"segmentation-{head}-{name}", note)
+    fine_tune(
+        "segmentation",
+        net,
+        lambda start: batches(masks, settings, start, next(net.parameters()).device),
+        steps=settings["steps"],
+        batch=batch,
+        lr=lambda at: poly(at.step, settings["steps"], lr),
+        weight_decay=weight_decay,
+        seed=seed,
+        folder=out / f"segmentation-{head}-{digest(settings, weights, str(folder.resolve()))[:8]}",
+        note=note,
+    )
     net.eval()
     return report(net, masks, settings, out, note, multi_scale=multi_scale)
 
 
-class Segmenter(nn.Module):
-    """A backbone, its maps and a head; what `train.fit` trains."""
+class Segmenter(Tuned):
+    """A backbone, its maps and a head."""
 
     def __init__(self, backbone: Backbone, kind: Kind, classes: int, width: int) -> None:
         super().__init__()
@@ -142,12 +147,6 @@ class Segmenter(nn.Module):
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(z, y, ignore_index=IGNORED)
 
-    def before_step(self, at: Progress) -> None:
-        """Nothing moves but the parameters."""
-
-    def after_step(self, at: Progress) -> None:
-        """Nothing follows them."""
-
     @torch.no_grad()
     def try_size(self, size: int, shape: tuple[int, int]) -> None:
         """Raises UserError where the backbone cannot take crops of `size` or images of `shape`."""
@@ -158,43 +157,6 @@ class Segmenter(nn.Module):
             except Exception as e:  # each model says it its own way
                 name, why = type(self.maps.backbone.model).__name__, " ".join(str(e).split())[:200]
                 raise UserError(f"--size {size}: {name} cannot take images of {w} x {h} pixels: {why}") from None
-
-
-def fine_tune(
-    net: Segmenter,
-    masks: Masks,
-    settings: dict[str, Any],
-    folder: Path,
-    note: Callable[[str], None],
-) -> None:
-    """Train, or continue from the checkpoint in `folder`. Raises UserError."""
-    steps, lr, decay = settings["steps"], settings["lr"], settings["weight_decay"]
-    optimizer = optim.make("adamw", net, decay="timm")
-    state = checkpoint.newest(folder)
-    start = 0
-    if state:
-        net.load_state_dict(state["net"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-        note(f"segmentation: continues at step {start} of {steps}")
-    began = told = saved = time.monotonic()
-    for taken in train.fit(
-        cast(Any, net),  # which is no method of pretraining, and has what training needs of one
-        batches(masks, settings, start, next(net.parameters()).device),
-        optimizer,
-        lr=lambda at: poly(at.step, steps, lr),
-        weight_decay=lambda _: decay,
-        seed=settings["seed"],
-    ):
-        step, now = taken.at.step + 1, time.monotonic()
-        if step % max(steps // LINES, 1) == 0 or step == steps or now - told > max(60.0, SILENT * (now - began)):
-            left = (now - began) / (step - start) * (steps - step)
-            note(f"segmentation: step {step} of {steps}, loss {float(taken.values['loss']):.3f}, {minutes(left)} left")
-            told = now
-        if step == steps or now - saved > 60 * MINUTES:
-            state = {"step": step, "net": net.state_dict(), "optimizer": optimizer.state_dict()}
-            checkpoint.save(folder, step, state, keep=1)
-            saved = now
 
 
 def batches(
@@ -222,7 +184,7 @@ def report(
     masks: Masks,
     settings: dict[str, Any],
     out: Path,
-    note: Callable[[str], None],
+    note: Note,
     *,
     multi_scale: bool,
 ) -> Outcome:
@@ -248,15 +210,3 @@ def report(
     draw(out / f"{name}.png", shown, masks.classes)
     note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
     return Outcome(numbers, settings, (out / f"{name}.png",))
-
-
-def minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
-
-
-def digest(backbone: Backbone) -> str:
-    """A name of the weights."""
-    total = hashlib.sha256()
-    for name, tensor in backbone.state_dict().items():
-        total.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()[:16]

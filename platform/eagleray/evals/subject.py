@@ -1,7 +1,5 @@
 """What is evaluated: the backbone of a run, timm's weights, a file of tensors, or one that was never trained."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from eagleray import place, weights
 from eagleray.data.store import remote
 from eagleray.errors import UserError
+from eagleray.evals.digests import digest, weights_digest
 from eagleray.models.backbone import Backbone
 from eagleray.recipe import Evaluate, Network, Recipe
 from eagleray.views.photometric import MEAN, STD
@@ -42,16 +41,12 @@ class Subject:
     @property
     def architecture(self) -> str:
         """A short name of everything but the weights."""
-        return _short(json.dumps(asdict(replace(self.network, weights=None)), sort_keys=True).encode())
+        return digest(asdict(replace(self.network, weights=None)))
 
     @cached_property
     def digest(self) -> str:
         """A short name of architecture, weights and the pixels that they want."""
-        total = hashlib.sha256(f"{self.architecture} {self.pixels}".encode())
-        for name, tensor in sorted(self.backbone.state_dict().items()):
-            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return total.hexdigest()[:16]
+        return weights_digest(self.backbone, self.architecture, self.pixels)
 
 
 def subject(given: str, build: Build, architecture: str | None = None) -> Subject:
@@ -134,7 +129,3 @@ def check_patches(backbone: Backbone, size: int) -> None:
     if not whole:
         name = type(backbone.model).__name__
         raise UserError(f"{name} has no patch tokens for images of --size {size}, which this needs: {why}")
-
-
-def _short(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]

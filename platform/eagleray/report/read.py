@@ -1,7 +1,5 @@
 """What is known of a run, from its folder, whatever has become of it."""
 
-import contextlib
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from eagleray import config, picture, place
-from eagleray import recipe as recipes
+from eagleray import picture, place
 from eagleray.data import store
 from eagleray.data.store import remote
 from eagleray.errors import UserError
@@ -62,16 +59,8 @@ class Run:
 
     @cached_property
     def published(self) -> dict[str, float]:
-        """What the header of its recipe says, if nothing but the places was changed in it."""
-        name = next((word for word in self.environment.get("command", ()) if word in recipes.names()), None)
-        here = config.flat(self.recipe)
-        if name is None:
-            return {}
-        there = {k: v for k, v in recipes.identity(recipes.load(name)).items() if not k.startswith("data.")}
-        if any(here.get(k) != v for k, v in there.items()):
-            return {}
-        lines = itertools.takewhile(lambda line: line.startswith("#"), recipes.find(name).read_text().splitlines())
-        return results.published(" ".join(line.removeprefix("#").strip() for line in lines))
+        """The paper's numbers for it."""
+        return results.published(self.environment.get("command", ()), self.recipe)
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -103,8 +92,8 @@ def read(given: str) -> Run:
         results=results.load(out),
         findings=read_lines(folder / "health.jsonl"),
         starts=starts,
-        skipped=_each(folder / "skipped.jsonl"),
-        quarantine=_each(folder / "quarantine.jsonl"),
+        skipped=read_lines(folder / "skipped.jsonl"),
+        quarantine=read_lines(folder / "quarantine.jsonl"),
         state=state,
         why=why,
         log=log[-LAST:],
@@ -171,19 +160,5 @@ def _yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _each(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of lines whose texts may hold what Python takes for an end of a line, and whose writer may
-    have been killed in the middle of one."""
-    found = []
-    for line in _text(path).split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
-
-
 def _lines(path: Path) -> list[str]:
-    return _text(path).rstrip("\n").split("\n") if path.exists() else []
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []

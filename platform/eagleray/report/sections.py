@@ -108,24 +108,23 @@ def results(run: Run) -> list[Table]:
 def newest(run: Run) -> list[Result]:
     """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
     to the column beside."""
-    last = {(r.protocol, r.untrained, r.architecture, r.data_digest, how(r)): r for r in run.results}
+    last = {(r.protocol, r.untrained, r.architecture, r.data_digest, r.how): r for r in run.results}
     trained = [r for r in last.values() if not r.untrained]
     return [*trained, *(r for r in last.values() if r.untrained and not any(t.twin(r) for t in trained))]
 
 
 def evaluated(run: Run, result: Result) -> Iterator[list[Any]]:
     """A row for each number of a result: with that of its newest twin without training, and the published one."""
-    twin = next((r for r in reversed(run.results) if r.untrained and not result.untrained and r.twin(result)), None)
+    before = result.before(run.results)
     for key, value in result.numbers.items():
         paper = None if result.untrained else run.published.get(key)
         name = key + ", untrained" * result.untrained
-        yield [name, value, twin and twin.numbers.get(key), paper, how(result)]
+        yield [name, value, before.get(key), paper, how(result)]
 
 
 def how(result: Result) -> str:
     """The protocol and its settings."""
-    given = [f"{k} {'/'.join(map(str, v)) if isinstance(v, list | tuple) else v}" for k, v in result.settings.items()]
-    return f"{result.protocol}: {', '.join(given)}" if given else result.protocol
+    return f"{result.protocol}: {result.how}" if result.how else result.protocol
 
 
 def settings(run: Run, key: str) -> str:

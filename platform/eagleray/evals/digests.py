@@ -1,0 +1,41 @@
+"""Short names of what was evaluated, on what and how: equal for what gives equal numbers."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from eagleray.data.index import Index
+
+LENGTH = 16  # hexadecimal digits
+
+
+def digest(*parts: object) -> str:
+    """Of anything that JSON can say."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:LENGTH]
+
+
+def weights_digest(net: nn.Module, *about: object) -> str:
+    """Of a network's tensors and what else is to be said of it."""
+    total = hashlib.sha256(" ".join(map(str, about)).encode())
+    for name, tensor in sorted(net.state_dict().items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()[:LENGTH]
+
+
+def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
+    """Of some samples: what their shards hold, whatever folder they lie in, and their labels."""
+    total = hashlib.sha256(json.dumps([(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]).encode())
+    total.update(samples.tobytes())
+    total.update(index.label[samples].tobytes())
+    return total.hexdigest()[:LENGTH]
+
+
+def tree_digest(root: Path) -> str:
+    """Of a folder's files, by name and size."""
+    return digest(sorted((str(p.relative_to(root)), p.stat().st_size) for p in root.rglob("*") if p.is_file()))
