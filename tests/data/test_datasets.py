@@ -19,6 +19,7 @@ from eagleray.data.sources.imagenet_100 import CLASSES
 from eagleray.data.sources.known import DOMAINS, SOURCES
 
 Images = dict[str, tuple[Any, int]]  # bytes or pixels (H, W, 3), and the label, by key
+Make = Callable[[Path, str], Images]  # lays a folder out as a set is downloaded; what is in a split of it
 
 
 def cifar(folder: Path, split: str, *, fine: bool = False) -> Images:
@@ -106,7 +107,7 @@ def imagenet_100(folder: Path, split: str) -> Images:
     return {f"{c}/{c}_{split}": (data[f"{split}/{c}/{c}_{split}.JPEG"], i) for i, c in enumerate(CLASSES)}
 
 
-SETS: dict[str, Callable[[Path, str], Images]] = {
+SETS: dict[str, Make] = {
     "cifar-10": cifar,
     "cifar-100": cifar_100,
     "svhn": svhn,
@@ -124,27 +125,37 @@ def same(data: bytes, expected: Any) -> bool:
     return bool((decode(data).permute(1, 2, 0).numpy() == expected).all())
 
 
-@pytest.mark.parametrize(("name", "split"), CASES)
-def test_every_split_has_its_images_and_labels(name: str, split: str, tmp_path: Path):
-    expected = SETS[name](tmp_path / "in", split)
-    found = listed(name, tmp_path / "in", split=split)[1]
+def check_split(make: Make, name: str, split: str, folder: Path) -> None:
+    """What is found in a split is what was put there."""
+    expected = make(folder / "in", split)
+    found = listed(name, folder / "in", split=split)[1]
     assert found.keys() == expected.keys()
     for key, (data, item) in found.items():
         assert same(data, expected[key][0]), key
         assert item.label == expected[key][1], key
     if split == next(iter(DATASETS[name].splits)):
-        assert listed(name, tmp_path / "in")[1].keys() == expected.keys(), "the first split is the default"
+        assert listed(name, folder / "in")[1].keys() == expected.keys(), "the first split is the default"
 
 
-@pytest.mark.parametrize("name", ["cifar-10", "svhn", "pets"])
-def test_shards_hold_what_the_source_holds(name: str, tmp_path: Path):
-    expected = SETS[name](tmp_path / "in", "test")
-    card = run(name, tmp_path / "in", tmp_path / "out", split="test")
+def check_shards(make: Make, name: str, form: str, folder: Path) -> None:
+    """Shards hold what the source holds, in the form that it is kept in."""
+    expected = make(folder / "in", "test")
+    card = run(name, folder / "in", folder / "out", split="test")
     assert card["images"] == card["listed"] == len(expected)
     assert not card["dropped"]
-    assert set(card["formats"]) == ({"PNG"} if isinstance(next(iter(expected.values()))[0], np.ndarray) else {"JPEG"})
-    index = open_index(str(tmp_path / "out"), tmp_path)
+    assert set(card["formats"]) == {form}
+    index = open_index(str(folder / "out"), folder)
     assert sorted(index.label.tolist()) == sorted(label for _, label in expected.values())
+
+
+@pytest.mark.parametrize(("name", "split"), CASES)
+def test_every_split_has_its_images_and_labels(name: str, split: str, tmp_path: Path):
+    check_split(SETS[name], name, split, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "form"), [("cifar-10", "PNG"), ("svhn", "PNG"), ("pets", "JPEG")])
+def test_shards_hold_what_the_source_holds(name: str, form: str, tmp_path: Path):
+    check_shards(SETS[name], name, form, tmp_path)
 
 
 def test_classes_have_their_names(tmp_path: Path):
