@@ -240,6 +240,8 @@ REFUSED = [
     ({"train": "/nowhere"}, "knn", "knn: /nowhere: cannot be read: No such file or directory"),
     ({"settings": {"k": "many"}}, "knn", "knn: --k: input should be a valid integer"),
     ({"settings": {"size": "32", "resize": "16"}}, "linear", "linear: --resize 16: leaves no room"),
+    ({"settings": {"attention.size": "33"}}, "attention", "attention: VisionTransformer cannot take images of --size"),
+    ({"settings": {"pairs.size": "33"}}, "pairs", "pairs: VisionTransformer cannot take images of --size 33"),
     ({}, "knnn", "--protocol knnn: unknown; did you mean 'knn'?"),
 ]
 

@@ -352,5 +352,7 @@ def test_settings_that_are_wrong_are_refused(plain: Path, tmp_path: Path, given:
 def test_a_backbone_that_cannot_take_the_images_is_refused(plain: Path, tmp_path: Path):
     torch.manual_seed(0)
     fixed = Backbone("vit_tiny_patch16_224", options={**VIT, "img_size": 224, "dynamic_img_size": False})
-    with pytest.raises(UserError, match="--size 32: VisionTransformer cannot take images of 32 x 32 pixels"):
+    with pytest.raises(
+        UserError, match="VisionTransformer cannot take images of 32 x 32 pixels, as --size 32 asks for"
+    ):
         run(fixed, plain, tmp_path / "out")

@@ -64,5 +64,5 @@ def test_larger_images_cost_more():
 
 
 def test_a_size_that_does_not_fit_is_said():
-    with pytest.raises(UserError, match="cannot take 30 pixel images"):
+    with pytest.raises(UserError, match="cannot take images of --size 30"):
         throughput(small(), size=30, batch=2, rounds=1)

@@ -1,6 +1,7 @@
 """The command that evaluates: evaluate."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -49,6 +50,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a backbone; --SETTING VALUE changes a setting of the protocols that have it, such as --k 10."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
     from eagleray import evaluation
 
     if backbone.startswith("-"):

@@ -27,7 +27,7 @@ from eagleray.evals.features import Labelled, labelled
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.protocols import PROTOCOLS, Protocol, Sets
 from eagleray.evals.results import Result, Row
-from eagleray.evals.subject import UNTRAINED, Subject, check_patches, subject
+from eagleray.evals.subject import UNTRAINED, Subject, check_images, check_patches, subject
 from eagleray.extraction import Task, features
 
 Note = Callable[[str], None]
@@ -207,6 +207,7 @@ class Work:
             if need == "patches":
                 check_patches(backbone, asked.get("size", self.subject.settings.size))
             elif need == "images":
+                check_images(backbone, asked["size"])
                 given.append(self.images)
                 data = data_digest(self.images, np.arange(len(self.images)))
             else:

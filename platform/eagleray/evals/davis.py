@@ -19,7 +19,7 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.errors import UserError
 from eagleray.evals import draw
 from eagleray.evals.davis_measures import boundary, region
-from eagleray.evals.mode import evaluating
+from eagleray.evals.mode import evaluating, trying
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import handed_on, stages
@@ -212,7 +212,8 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     h, w = frame.shape[1:]
     resized = F.interpolate(frame[None].float(), resized_to(h, w, size, step), mode="bilinear", antialias=True)
-    with handed_on(stages(backbone.model)[-1:]) as seen:
+    lacks = f"cannot take frames of {resized.shape[3]} x {resized.shape[2]} pixels"
+    with trying(backbone, lacks), handed_on(stages(backbone.model)[-1:]) as seen:
         features = backbone(normalise_(resized.clamp_(0, 255).div_(255).to(device)))
     n = features.patches.shape[1]
     return (seen[-1][0, -n:] if seen[-1].ndim == 3 else features.patches[0]).float(), features.grid

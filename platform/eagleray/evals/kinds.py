@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.errors import UserError
+from eagleray.evals.mode import trying
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import handed_on, stages
 
@@ -38,16 +39,12 @@ def check(backbone: Backbone, kind: str, size: int) -> None:
     """Raises UserError when the backbone cannot give such features of images of this size."""
     if kind not in KINDS:
         raise UserError(f"--features {kind}: unknown{config.nearest(kind, list(KINDS))}")
-    name = type(backbone.model).__name__
     x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), trying(backbone, f"gives no {kind} features of images of --size {size}"):
             read(backbone, x, [kind])
     except UserError as e:
         raise UserError(f"--features {kind}: {str(e).removeprefix('backbone.name: ')}") from None
-    except Exception as e:  # of any library's model
-        why = " ".join(str(e).split())[:200]
-        raise UserError(f"{name} gives no {kind} features of images of --size {size}: {why}") from None
 
 
 def has(backbone: Backbone, kind: str, size: int) -> bool:

@@ -1,8 +1,12 @@
-"""Evaluation mode for as long as something is measured."""
+"""Networks of any library, while something is measured with them."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from eagleray.errors import UserError
+from eagleray.models.backbone import Backbone
 
 
 class Net(Protocol):
@@ -30,3 +34,15 @@ def evaluating(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P],
             net.train(training)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def trying(backbone: Backbone, lacks: str) -> Iterator[None]:
+    """Raises UserError with what the backbone lacks for an error of its model, which each says in its own way."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        why = " ".join(str(e).split())[:200]
+        raise UserError(f"{type(backbone.model).__name__} {lacks}: {why}") from None

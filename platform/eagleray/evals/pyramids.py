@@ -7,8 +7,7 @@ import torch
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
-from eagleray.errors import UserError
-from eagleray.evals.mode import evaluating
+from eagleray.evals.mode import evaluating, trying
 from eagleray.models.backbone import Backbone
 
 SIZE = 224  # pixels of an image that patches of 7, 8, 14, 16 and 32 all fit into
@@ -58,11 +57,8 @@ def rescalers(dims: Sequence[int]) -> list[nn.Module]:
 @evaluating
 def sample(backbone: Backbone) -> list[Tensor]:
     """What each stage or block gives for an empty image. Raises UserError."""
-    try:
+    with trying(backbone, f"gives no maps of {SIZE} x {SIZE} pixels"):
         found = backbone.grids(torch.zeros(1, 3, SIZE, SIZE, device=next(backbone.parameters()).device), every=True)[1]
-        if len(found) > 1 and all(x.ndim == 4 for x in found):
-            return found
-        why = f"{len(found)} outputs"
-    except Exception as e:  # models refuse a size, or give no grid, in many ways
-        why = " ".join(str(e).split())[:200]
-    raise UserError(f"{type(backbone.model).__name__} gives no maps of {SIZE} x {SIZE} pixels: {why}")
+        if len(found) < 2 or any(x.ndim != 4 for x in found):
+            raise ValueError(f"{len(found)} outputs")
+    return found

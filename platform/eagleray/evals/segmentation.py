@@ -21,6 +21,7 @@ from eagleray.evals import segmentation_scores as scoring
 from eagleray.evals.digests import digest, weights_digest
 from eagleray.evals.drop_path import set_drop_path
 from eagleray.evals.fine_tuning import Note, Tuned, fine_tune
+from eagleray.evals.mode import trying
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.pyramids import Maps
 from eagleray.evals.segmentation_data import IGNORED, Masks, crops, fitted
@@ -152,11 +153,8 @@ class Segmenter(Tuned):
         """Raises UserError where the backbone cannot take crops of `size` or images of `shape`."""
         self.eval()
         for h, w in ((size, size), shape):
-            try:
+            with trying(self.maps.backbone, f"cannot take images of {w} x {h} pixels, as --size {size} asks for"):
                 self.scores(torch.zeros(1, 3, h, w, device=next(self.parameters()).device))
-            except Exception as e:  # each model says it its own way
-                name, why = type(self.maps.backbone.model).__name__, " ".join(str(e).split())[:200]
-                raise UserError(f"--size {size}: {name} cannot take images of {w} x {h} pixels: {why}") from None
 
 
 def batches(

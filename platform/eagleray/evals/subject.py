@@ -14,6 +14,7 @@ from eagleray import place, weights
 from eagleray.data.store import remote
 from eagleray.errors import UserError
 from eagleray.evals.digests import digest, weights_digest
+from eagleray.evals.mode import trying
 from eagleray.models.backbone import Backbone
 from eagleray.recipe import Evaluate, Network, Recipe
 from eagleray.views.photometric import MEAN, STD
@@ -116,16 +117,17 @@ def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> N
     first.register_forward_pre_hook(again)
 
 
+@torch.inference_mode()
+def check_images(backbone: Backbone, size: int) -> None:
+    """Raises UserError when the backbone cannot take images of this size."""
+    with trying(backbone, f"cannot take images of --size {size}"):
+        backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+
+
+@torch.inference_mode()
 def check_patches(backbone: Backbone, size: int) -> None:
     """Raises UserError when the backbone has no patch tokens on a grid."""
-    x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
-    with torch.inference_mode():
-        try:
-            found = backbone(x)
-            whole = found.patches.shape[1] == found.grid[0] * found.grid[1]
-            why = "their number is not that of a grid"
-        except Exception as e:  # each model lacks something else
-            whole, why = False, " ".join(str(e).split())[:200]
-    if not whole:
-        name = type(backbone.model).__name__
-        raise UserError(f"{name} has no patch tokens for images of --size {size}, which this needs: {why}")
+    with trying(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
+        found = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        if found.patches.shape[1] != found.grid[0] * found.grid[1]:
+            raise ValueError("their number is not that of a grid")

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagleray.errors import UserError
 from eagleray.evals.outcome import Outcome
+from eagleray.evals.subject import check_images
 from eagleray.models.backbone import Backbone
 
 MIB = 2**20
@@ -48,6 +49,7 @@ def throughput(
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
     net = copy.deepcopy(backbone).requires_grad_(True)  # training moves running statistics
     images = torch.randn(batch, 3, size, size, device=device)
+    check_images(net, size)
     try:
         numbers = {
             "params_m": sum(p.numel() for p in net.parameters()) / 1e6,
@@ -59,10 +61,6 @@ def throughput(
         }
     except torch.OutOfMemoryError:
         raise UserError(f"throughput: {batch} images of {size} pixels do not fit on this {device.type}") from None
-    except (RuntimeError, AssertionError, ValueError) as e:
-        raise UserError(
-            f"throughput: the backbone cannot take {size} pixel images: {' '.join(str(e).split())}"
-        ) from None
     settings: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": name(device)}
     settings |= {"precision": "bfloat16" if device.type == "cuda" else "float32", "threads": torch.get_num_threads()}
     return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, settings)
