@@ -305,6 +305,22 @@ def test_runs_are_compared(make: Make, drawn: None, tmp_path: Path):
     assert not (one / "report.html").exists()
 
 
+def test_what_was_found_on_the_way_makes_no_other_number(make: Make, tmp_path: Path):
+    """The probe's lambda is found for each run, and again when its evaluation is repeated."""
+    outs = []
+    for name, found in {"one": [(1.5, 40.25), (2.5, 41.25)], "two": [(3.5, 42.25)]}.items():
+        given = {"protocol": "logistic", "backbone": name, "untrained": False, "backbone_digest": name}
+        given |= {"architecture": "1", "data": {"train": "/a/b"}, "data_digest": "2", "date": "", "seconds": 1.0}
+        given |= {"asked": {"seed": 0}}
+        each = [given | {"settings": {"seed": 0, "lambda": x}, "numbers": {"logistic/top1": y}} for x, y in found]
+        outs.append(make(name))
+        (outs[-1] / "results.json").write_text(json.dumps(each))
+    both = reported(*outs, out=tmp_path / "both.html")
+    assert both.rows["logistic/top1"] == [41.25, 42.25]
+    assert "logistic on a/b: seed 0" in both.below["Results"]
+    assert "logistic on a/b: seed 0, lambda 2.5" in reported(outs[0]).below["Results"]
+
+
 def test_runs_of_other_batches_are_compared_by_epoch(make: Make, tmp_path: Path):
     found = reported(make("one"), make("two", "optim.batch=64"), out=tmp_path / "both.html")
     assert "at epoch 0.1 to 3 at epoch 2" in found.below["Curves"]

@@ -50,7 +50,8 @@ class Request:
 
     def data(self, protocol: Protocol) -> dict[str, str]:
         """Which of the options it is run on."""
-        urls = {"train": self.train, "test": self.test} if {"labels", "images"} & set(protocol.needs) else {}
+        urls = {"train": self.train, "test": self.test} if "labels" in protocol.needs else {}
+        urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
         given = urls | {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
         return {k: store.absolute(v) for k, v in given.items() if v}
 

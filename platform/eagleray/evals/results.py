@@ -62,11 +62,11 @@ class Result:
         twins = [r for r in known if r.untrained and not self.untrained and r.twin(self)]
         return twins[-1].numbers if twins else {}
 
-    @property
-    def how(self) -> str:
-        """The settings in words, but those that are tables."""
-        said = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in self.settings.items()}
-        return ", ".join(f"{k} {v}" for k, v in said.items() if not isinstance(v, Mapping))
+
+def settled(settings: Mapping[str, Any]) -> str:
+    """Settings in words, but those that are tables."""
+    said = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in settings.items()}
+    return ", ".join(f"{k} {v}" for k, v in said.items() if not isinstance(v, Mapping))
 
 
 def load(folder: str) -> list[Result]:
@@ -125,8 +125,9 @@ def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str,
         before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
         for key, value in result.numbers.items():
+            bare = shown(before[key]) if key in before else ""
             there = shown(paper[key]) if key in paper and not result.untrained else ""
-            yield Row(name, key, shown(value), shown(before[key]) if key in before else "", there, result.how)
+            yield Row(name, key, shown(value), bare, there, settled(result.settings))
 
 
 def shown(value: float) -> str:

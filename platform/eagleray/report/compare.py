@@ -10,7 +10,9 @@ from eagleray.errors import UserError
 from eagleray.report import plots
 from eagleray.report.page import Page, Section, Table
 from eagleray.report.read import Run, names
-from eagleray.report.sections import TOLD, UNTRAINED, about, evaluated, figures, newest, what
+from eagleray.report.sections import about, figures, measured, what
+
+TIMES = ("wall_seconds", "goodput", "restarts")
 
 
 def page(runs: Sequence[Run], folder: Path) -> Page:
@@ -43,19 +45,22 @@ def states(runs: Mapping[str, Run]) -> Table:
 
 
 def results(runs: Mapping[str, Run]) -> list[Table]:
-    """A row for every number that any of them has; the same number with other settings is another one."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    """Tables with a row for every number that any of them has; the same number with other settings is in another."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, run in runs.items():
-        for key, value in run.summary.items():
-            if key not in TOLD and isinstance(value, int | float):
-                shown = f"{key.removesuffix(UNTRAINED)}, untrained" if key.endswith(UNTRAINED) else key
-                found.setdefault((shown, "at the end of the run"), {})[name] = value
-        for key, value, _, _, settings in (row for result in newest(run) for row in evaluated(run, result)):
-            found.setdefault((key, settings), {})[name] = value
-    rows = [[key, *(values.get(name) for name in runs), settings] for (key, settings), values in found.items()]
-    times = [[k, *(r.summary.get(k) for r in runs.values()), ""] for k in ("wall_seconds", "goodput", "restarts")]
-    rows += [row for row in times if any(x is not None for x in row[1:-1])]
-    return [Table("Numbers of each run", ["Number", *runs, "Settings"], rows)] if rows else []
+        for m in measured(run):
+            table = found.setdefault(m.key, {})
+            for key, value, before, _ in m.rows:
+                table.setdefault(key, {})[name] = value
+                if before is not None:
+                    table.setdefault(f"{key}, untrained", {})[name] = before
+    times = {k: {n: r.summary[k] for n, r in runs.items() if k in r.summary} for k in TIMES}
+    found["Time", ""] = {k: values for k, values in times.items() if values}
+    return [
+        Table(said, ["Number", *runs], [[key, *map(values.get, runs)] for key, values in table.items()])
+        for (said, _), table in found.items()
+        if table
+    ]
 
 
 def differences(runs: Mapping[str, Run]) -> list[Table]:

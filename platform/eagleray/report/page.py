@@ -53,6 +53,7 @@ class Section:
     title: str
     blocks: Sequence[Table | Pictures | Texts]
     text: Sequence[str] = ()
+    narrow: bool = False  # blocks stand side by side where there is room
 
     @property
     def anchor(self) -> str:

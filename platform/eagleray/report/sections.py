@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from eagleray.evals.results import Result
+from eagleray.evals.results import Result, settled
 from eagleray.health import KINDS
 from eagleray.report import plots
 from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined
@@ -18,6 +18,7 @@ from eagleray.report.read import Run, names
 UNTRAINED = "_untrained"
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # of the table of findings
+END = "At the end of the run"
 BAD = ("failed", "broken off")  # states that somebody must see to
 # Numbers of a summary that are told elsewhere, or are settings of others.
 TOLD = {"steps", "epochs", "images", "wall_seconds", "restarts", "steps_repeated", "seconds_lost", "goodput"}
@@ -27,7 +28,7 @@ TOLD |= {"bad_samples", "health"}
 def page(run: Run, folder: Path) -> Page:
     """The report of a run; PNGs of its curves are left in the folder."""
     sections = [
-        Section("Results", results(run), ["Top-1 and top-5 are in percent."]),
+        Section("Results", results(run), ["Top-1 and top-5 are in percent."], narrow=True),
         Section("Curves", figures(plots.curves(run, folder)), marks(run)),
         Section("Health", findings(run)),
         Section("Pictures", shown(run)),
@@ -94,47 +95,60 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def results(run: Run) -> list[Table]:
-    """Evaluations beside untrained and published numbers: those that the run ended with, then those made later."""
+    """Evaluations beside untrained and published numbers, a table for each with its settings above: those that the run
+    ended with, then those made later."""
+    tables = []
+    for m in measured(run):
+        columns = ["Number", "This run", "Untrained", "Published"]
+        kept = [i for i in range(len(columns)) if i < 2 or any(row[i] is not None for row in m.rows)]
+        tables.append(Table(m.said, [columns[i] for i in kept], [[row[i] for i in kept] for row in m.rows]))
+    return tables
+
+
+class Measured(NamedTuple):
+    """Numbers of one evaluation."""
+
+    key: tuple[str, str]  # the protocol as it was asked for, and the data: the same for numbers that may be compared
+    said: str  # how they were measured
+    rows: list[list[Any]]  # name, number, that without training, the published one
+
+
+def measured(run: Run) -> Iterator[Measured]:
     s, paper = run.summary, run.published
     ends = [k for k in s if k not in TOLD and not k.endswith(UNTRAINED) and isinstance(s[k], int | float)]
-    rows = [[k, s[k], s.get(k + UNTRAINED), paper.get(k), settings(run, k)] for k in ends]
-    rows += [row for result in newest(run) for row in evaluated(run, result)]
-    columns = ["Number", "This run", "Untrained", "Published", "Settings"]
-    kept = [i for i in range(len(columns)) if i < 2 or any(row[i] not in (None, "") for row in rows)]
-    cut = [[row[i] for i in kept] for row in rows]
-    return [Table("Evaluations", [columns[i] for i in kept], cut)] if rows else []
+    if ends:
+        yield Measured((END, ""), ended(run, ends), [[k, s[k], s.get(k + UNTRAINED), paper.get(k)] for k in ends])
+    for result in newest(run):
+        before, name = result.before(run.results), ", untrained" * result.untrained
+        there = {} if result.untrained else paper
+        rows = [[k + name, v, before.get(k), there.get(k)] for k, v in result.numbers.items()]
+        yield Measured((how(result, asked=True), result.data_digest), how(result), rows)
 
 
 def newest(run: Run) -> list[Result]:
     """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
     to the column beside."""
-    last = {(r.protocol, r.untrained, r.architecture, r.data_digest, r.how): r for r in run.results}
+    last = {(r.protocol, r.untrained, r.architecture, r.data_digest, how(r, asked=True)): r for r in run.results}
     trained = [r for r in last.values() if not r.untrained]
     return [*trained, *(r for r in last.values() if r.untrained and not any(t.twin(r) for t in trained))]
 
 
-def evaluated(run: Run, result: Result) -> Iterator[list[Any]]:
-    """A row for each number of a result: with that of its newest twin without training, and the published one."""
-    before = result.before(run.results)
-    for key, value in result.numbers.items():
-        paper = None if result.untrained else run.published.get(key)
-        name = key + ", untrained" * result.untrained
-        yield [name, value, before.get(key), paper, how(result)]
+def how(result: Result, *, asked: bool = False) -> str:
+    """The protocol, the data that it was given, and its settings; `asked` leaves out what was found on the way."""
+    said = settled({k: v for k, v in result.settings.items() if k in result.asked or not asked})
+    at = " and ".join("/".join(place.rstrip("/").split("/")[-2:]) for place in result.data.values())
+    return result.protocol + (f" on {at}" if at else "") + (f": {said}" if said else "")
 
 
-def how(result: Result) -> str:
-    """The protocol and its settings."""
-    return f"{result.protocol}: {result.how}" if result.how else result.protocol
-
-
-def settings(run: Run, key: str) -> str:
-    """Those of the evaluation at the end of a run."""
-    e = run.recipe.get("evaluate", {})
-    if key.startswith("knn/") and e:
-        return f"at the end of the run: k {e.get('k')}, T {e.get('temperature')}, {e.get('size')} pixels"
-    if key.startswith("linear/") and e:
-        return f"at the end of the run: {e.get('probe_epochs')} epochs, {e.get('size')} pixels"
-    return "at the end of the run"
+def ended(run: Run, keys: Sequence[str]) -> str:
+    """The settings of the evaluation at the end of a run."""
+    e, of = run.recipe.get("evaluate", {}), {key.partition("/")[0] for key in keys}
+    said = {
+        "knn": f"kNN of k {e.get('k')}, T {e.get('temperature')}",
+        "linear": f"probe of {e.get('probe_epochs')} epochs",
+    }
+    parts = [words for protocol, words in said.items() if protocol in of] + [f"{e.get('size')} pixels"]
+    return END + (f": {', '.join(parts)}" if e else "")
 
 
 def figures(pictures: Sequence[Picture]) -> list[Pictures]:
