@@ -194,6 +194,20 @@ def test_features_are_made_once_and_damaged_ones_again(tmp_path: Path):
     assert not [f for f in cache.folder().iterdir() if f.suffix != ".safetensors"]
 
 
+@pytest.mark.timeout(300)
+def test_workers_give_the_features_of_one_process(
+    trained: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    url, one, found = str(shards / "test"), subject(str(trained), run.build), []
+    index = open_index(url, note=lambda _: None)
+    task = Task(one.given, None, url, labelled(index), 16, 16)
+    for workers in (0, 2):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(workers)))
+        found.append(extraction.features(one, index, task, ["pooled"], workers=workers, note=print)["pooled"])
+    assert found[0].y.equal(found[1].y)
+    torch.testing.assert_close(found[1].x, found[0].x)
+
+
 def test_a_data_digest_is_of_the_images_not_of_their_folder(shards: Path, tmp_path: Path):
     index = open_index(str(shards / "test"))
     (tmp_path / "moved").mkdir()

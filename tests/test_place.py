@@ -4,14 +4,17 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from s3.server import Swift, store_of
 from test_run import assert_same, start, weights
 
-from eagleray import checkpoint, place, run
+from eagleray import checkpoint, evaluation, place, run
+from eagleray.data import store
 from eagleray.errors import UserError
+from eagleray.evals import results
 from eagleray.files import read_lines
 from eagleray.weights import restored
 
@@ -104,6 +107,13 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert "done already" in text
     recipe, _, _ = restored(out, run.build)
     assert recipe.out == out
+    asked = evaluation.Request(out, ["knn", "components"], str(shards / "train"))
+    found = evaluation.evaluate(replace(asked, settings={"components.size": "32", "images": "2"}))
+    assert not found.refused
+    assert found.folder == out
+    assert results.load(out)[0].numbers["knn/top1"] == summary["knn/top1"]
+    [picture] = results.load(out)[1].pictures
+    assert store.store(out).get(f"{out}/{picture}").startswith(b"\x89PNG")
 
 
 def wait_until_saved(out: str, step: int) -> int:
