@@ -119,7 +119,7 @@ def draw(data: Coco, found: list[tuple[int, dict[str, Tensor]]], path: Path) -> 
 def counts(data: Coco, objects: dict[str, Tensor]) -> str:
     """How many objects of each class, in words."""
     each = Counter(list(data.categories.values())[int(y) - 1] for y in objects["labels"])
-    return ", ".join(f"{n} {name}" for name, n in each.most_common(3)) + (", ..." if len(each) > 3 else "") or "nothing"
+    return ", ".join(f"{n} {name}" for name, n in each.most_common(2)) + (", ..." if len(each) > 2 else "") or "nothing"
 
 
 def painted(image: Tensor, objects: dict[str, Tensor]) -> Tensor:
