@@ -4,6 +4,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,27 @@ def test_workers_give_the_features_of_one_process(
     torch.testing.assert_close(found[1].x, found[0].x)
 
 
+def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shards: Path):
+    one = subject(str(trained), run.build)
+    task = Task(one.given, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
+    assert len(extraction.share(task)[1]["pooled"].y) == 2
+    with pytest.raises(UserError, match="has other weights than a moment ago"):
+        extraction.share(replace(task, digest="0" * 16))
+
+
+def test_a_data_digest_knows_every_image(tmp_path: Path):
+    """Also one in the middle of a shard whose name, size, beginning and end stay as they are."""
+    digests = set()
+    for which in range(2):
+        pixels = np.random.default_rng(0).integers(0, 255, (9, 40, 40, 3), dtype=np.uint8)
+        pixels[4, 0, 0] += which
+        images = [b"P6 40 40 255\n" + x.tobytes() for x in pixels]
+        write_shards((Sample(f"{i}", "ppm", x, i) for i, x in enumerate(images)), str(tmp_path / str(which)))
+        index = open_index(str(tmp_path / str(which)), note=lambda _: None)
+        digests.add(data_digest(index, labelled(index)))
+    assert len(digests) == 2
+
+
 def test_a_data_digest_is_of_the_images_not_of_their_folder(shards: Path, tmp_path: Path):
     index = open_index(str(shards / "test"))
     (tmp_path / "moved").mkdir()
@@ -255,7 +277,10 @@ REFUSED = [
     ({"settings": {"k": "many"}}, "knn", "knn: --k: input should be a valid integer"),
     ({"settings": {"size": "32", "resize": "16"}}, "linear", "linear: --resize 16: leaves no room"),
     ({"settings": {"attention.size": "33"}}, "attention", "attention: VisionTransformer cannot take images of --size"),
-    ({"settings": {"pairs.size": "33"}}, "pairs", "pairs: VisionTransformer cannot take images of --size 33"),
+    ({"settings": {"pairs.size": "33"}}, "pairs", "pairs: VisionTransformer has no patch tokens for"),
+    ({"settings": {"limit": "-1"}}, "correspondence", "correspondence: --limit: input should be greater than 0"),
+    ({"settings": {"rates": "[]"}}, "linear", "linear: --rates: tuple should have at least 1 item"),
+    ({"settings": {"logistic.seed": "-1"}}, "logistic", "logistic: --seed: input should be greater than or equal to 0"),
     ({}, "knnn", "--protocol knnn: unknown; did you mean 'knn'?"),
 ]
 
@@ -269,6 +294,38 @@ def test_one_is_refused_and_the_others_go_on(
     assert report.refused[0].startswith(line)
     assert [r.protocol for r in report.results] == ["throughput"]
     assert capsys.readouterr().err == f"error: {report.refused[0]}\n"
+
+
+def test_pictures_need_no_settings(request_: Callable[..., evaluation.Report]):
+    """Each with the size that is its own, but few images."""
+    few = {"limit": "2", "images": "1", "queries": "1"}
+    report = request_("attention", "components", "neighbours", "pairs", settings=few)
+    assert not report.refused
+    sizes = {"attention": 480, "components": 448, "neighbours": 224, "pairs": 224}
+    assert {r.protocol: r.settings["size"] for r in report.results} == sizes
+
+
+def test_results_that_cannot_be_kept_are_known_before_any_work(
+    request_: Callable[..., evaluation.Report], forwards: list[int], tmp_path: Path
+):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('[{"a": 1}]')
+    with pytest.raises(UserError, match="is not a list of results"):
+        request_("knn")
+    assert not forwards
+
+
+def test_a_backbone_that_diverged_has_no_numbers(
+    request_: Callable[..., evaluation.Report], monkeypatch: pytest.MonkeyPatch
+):
+    net = network().eval()
+    for p in net.parameters():
+        p.data.fill_(torch.nan)
+    one = Subject("diverged", net, Network(), Evaluate(size=16, resize=16))
+    monkeypatch.setattr(evaluation, "subject", lambda *_: one)
+    report = request_("knn", "correspondence", "neighbours", settings={"neighbours.size": "16"}, backbone="diverged")
+    assert not report.results
+    assert [line.endswith("its features are not finite numbers") for line in report.refused] == [True] * 3
 
 
 def test_labels_that_do_not_match(shards: Path, tmp_path: Path, request_: Callable[..., evaluation.Report]):
@@ -387,6 +444,9 @@ def test_the_command(trained: Path, shards: Path, tmp_path: Path, capsys):
     assert "k 5, ks 10/20/100/200, temperature 0.1" in done.stdout
     latex = CliRunner().invoke(cli.app, ["evaluate", *given, "--protocol", "knn", "--format", "latex"])
     assert r"\toprule" in latex.stdout
+    several = ["--protocol", "linear,linear@mocov3", "--epochs", "1", "--json"]
+    found = json.loads(CliRunner().invoke(cli.app, ["evaluate", *given, *several]).stdout)
+    assert {"linear/top1", "linear@mocov3/top1"} <= found.keys()
     form = CliRunner().invoke(cli.app, ["evaluate", *given, "--protocol", "knn,nothing", "--format", "json"])
     assert form.exit_code == 2
     assert [r["protocol"] for r in json.loads(form.stdout)] == ["knn"]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,18 @@ def test_a_sheet_of_neighbours(index: Index, tmp_path: Path):
     assert Image.open(found.pictures[0]).height > 400
     more = neighbours(small(), index, out=tmp_path, size=32, queries=3, k=40)
     assert more.settings == {"size": 32, "images": 8, "queries": 3, "k": 7}
+
+
+def test_images_without_labels_are_of_no_class(tmp_path: Path):
+    """Every image twice, of which only the first two pairs have labels."""
+    given = [s if i < 4 else replace(s, label=None) for i, s in enumerate(samples(8))]
+    for name, part in {"with": given[:4], "without": given[4:]}.items():
+        write_shards(iter(part), str(tmp_path / name))
+    index = open_index([str(tmp_path / "with"), str(tmp_path / "without")])
+    assert index.labelled
+    found = neighbours(small(), index, out=tmp_path, size=32, queries=8, k=7)
+    share = 100 * 4 / 12  # each of four has three others with a label, of which one is its twin
+    assert found.numbers["neighbours/same_class"] == pytest.approx(share)
 
 
 def test_a_picture_of_components(index: Index, tmp_path: Path):

@@ -283,6 +283,7 @@ def test_a_long_run_with_many_pictures_stays_small(make: Make, drawn: None):
         noise = rng.integers(0, 255, (600, 900, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / "pictures" / f"{i}.png")
     (folder / "pictures" / "torn.png").write_bytes(b"\x89PNG no")
+    (folder / "pictures" / "half.png").write_bytes((folder / "pictures" / "0.png").read_bytes()[:33])  # its first part
     found = reported(folder)
     assert sum(str(i["src"]).startswith("data:image/webp") for i in found.images) == 8
 
@@ -319,6 +320,40 @@ def test_what_was_found_on_the_way_makes_no_other_number(make: Make, tmp_path: P
     assert both.rows["logistic/top1"] == [41.25, 42.25]
     assert "logistic on a/b: seed 0" in both.below["Results"]
     assert "logistic on a/b: seed 0, lambda 2.5" in reported(outs[0]).below["Results"]
+
+
+def test_an_early_checkpoint_is_not_the_run(make: Make):
+    given = {"protocol": "knn", "settings": {"k": 5}, "asked": {"k": 5}, "untrained": False, "backbone_digest": "0"}
+    given |= {"architecture": "1", "data": {}, "data_digest": "2", "date": "2026-11-21", "seconds": 1.0}
+    folder = make(summary=None)
+    of = {str(folder): 41.5, f"{folder}/checkpoints/step-000000001.pt": 12.5}
+    (folder / "results.json").write_text(
+        json.dumps([given | {"backbone": b, "numbers": {"knn/top1": v}} for b, v in of.items()])
+    )
+    found = reported(folder)
+    assert {41.5, 12.5} <= set(found.numbers)
+    assert "knn: k 5, of step-000000001.pt" in found.below["Results"]
+
+
+def test_numbers_of_other_ends_are_not_compared(make: Make, tmp_path: Path):
+    """The keys of the evaluation at the end of a run are not the same."""
+    found = reported(make("one"), make("two", "evaluate.k=200"), out=tmp_path / "both.html")
+    assert "kNN of k 20" in found.below["Results"]
+    assert "kNN of k 200" in found.below["Results"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("summary.json", "[]"), ("environment.json", "3"), ("recipe.yaml", "- a")])
+def test_a_file_of_another_kind_is_named(make: Make, name: str, text: str):
+    folder = make()
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=name):
+        reported(folder)
+
+
+def test_a_recipe_with_an_empty_part_has_a_page(make: Make):
+    folder = make()
+    (folder / "recipe.yaml").write_text("method:\ndata:\n")
+    assert "Results" in reported(folder).below
 
 
 def test_runs_of_other_batches_are_compared_by_epoch(make: Make, tmp_path: Path):

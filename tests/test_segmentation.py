@@ -1,5 +1,6 @@
 """Classes of pixels: what is counted, what is read, what is trained."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -326,6 +327,16 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     again = list(weights(vit(), plain, tmp_path / "parts"))
     for a, b in zip(ended, again, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_other_masks_are_learnt_anew(plain: Path, tmp_path: Path):
+    numbers, _ = run(vit(), plain, tmp_path / "out")
+    again, notes = run(vit(), plain, tmp_path / "out")
+    assert again == numbers
+    assert "goes on after step 6 of 6" in notes[0]
+    os.utime(plain / "masks/train/s0.png", (1, 1))  # as if it had been corrected
+    _, notes = run(vit(), plain, tmp_path / "out")
+    assert not any("goes on" in line for line in notes)
 
 
 def weights(backbone: Backbone, folder: Path, out: Path) -> Iterator[torch.Tensor]:

@@ -71,7 +71,8 @@ def evaluate(
     with quietly(as_json or form is Format.json):
         report = evaluation.evaluate(request)
     if as_json:
-        print(json.dumps({k: v for r in report.results if not r.untrained for k, v in r.numbers.items()}))
+        trained = [r for r in report.results if not r.untrained]
+        print(json.dumps({f"{r.protocol}/{k.partition('/')[2]}": v for r in trained for k, v in r.numbers.items()}))
     elif report.results:
         print(evaluation.table(report, form.value))
         if form is not Format.json:

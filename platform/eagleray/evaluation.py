@@ -26,8 +26,8 @@ from eagleray.evals.digests import data_digest, digest, tree_digest
 from eagleray.evals.features import Labelled, labelled
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.protocols import PROTOCOLS, Protocol, Sets
-from eagleray.evals.results import Result, Row
-from eagleray.evals.subject import UNTRAINED, Subject, check_images, check_patches, subject
+from eagleray.evals.results import UNTRAINED, Result, Row
+from eagleray.evals.subject import Subject, check_images, check_patches, subject
 from eagleray.extraction import Task, features
 
 Note = Callable[[str], None]
@@ -87,6 +87,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
         subjects.append(subject(UNTRAINED + bare, run.build))
     report.folder = folder(request, subjects[0])
+    results.load(report.folder)  # refused before anything is computed
     for one in subjects:
         work = Work(request, one, names, report, note)
         for name in names:
@@ -202,13 +203,16 @@ class Work:
     def direct(self, protocol: Protocol, asked: dict[str, Any]) -> tuple[Outcome, str]:
         """A protocol on the backbone itself."""
         backbone = self.subject.backbone.to(world.local().device)
+        fallen = protocol.parameters.get("size")
+        size = asked.get("size", fallen.default if fallen else self.subject.settings.size)
         given: list[Any] = []
         data = ""
         for need in protocol.needs:
             if need == "patches":
-                check_patches(backbone, asked.get("size", self.subject.settings.size))
+                check_patches(backbone, size)
             elif need == "images":
-                check_images(backbone, asked["size"])
+                if "patches" not in protocol.needs:
+                    check_images(backbone, size)
                 given.append(self.images)
                 data = data_digest(self.images, np.arange(len(self.images)))
             else:

@@ -13,6 +13,7 @@ from eagleray.cluster import world
 from eagleray.cluster.ray_map import ray_map
 from eagleray.console import bar
 from eagleray.data.index import Index, open_index
+from eagleray.errors import UserError
 from eagleray.evals import cache
 from eagleray.evals.digests import data_digest
 from eagleray.evals.features import Labelled, extracted
@@ -31,6 +32,7 @@ class Task:
     resize: int
     kinds: Sequence[str] = ()
     number: int = 0
+    digest: str = ""  # of the backbone
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
         for number, samples in enumerate(np.array_split(self.samples, workers)):
@@ -46,7 +48,8 @@ def features(
     """Several kinds of features of the task's images: those kept on disk, or made by this process or by so many
     workers. Raises UserError and Outage."""
     device = world.local().device
-    precision = "bfloat16" if device.type == "cuda" else "float32"
+    precision = "bfloat16" if device.type == "cuda" and not workers else "float32"
+    task = replace(task, digest=one.digest)
 
     def make(missing: Sequence[str]) -> dict[str, Labelled]:
         note(f"{len(task.samples)} images through {one.given}: {', '.join(missing)} features")
@@ -71,9 +74,10 @@ def features(
 def share(task: Task) -> Share:
     """In a process of Ray's."""
     one = subject(task.given, run.build, task.architecture)
+    if one.digest != task.digest:
+        raise UserError(f"{task.given}: has other weights than a moment ago; name a checkpoint file, or try again")
     index = open_index(task.url, note=lambda _: None)
-    backbone = one.backbone.to(world.local().device)
-    found = extracted(backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
+    found = extracted(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
     return task.number, found
 
 

@@ -109,6 +109,11 @@ class Index:
         """(N,)"""
         return self._column("label").to_numpy()
 
+    @functools.cached_property
+    def crc(self) -> NDArray[np.uint32]:
+        """(N,)"""
+        return self._column("crc").to_numpy()
+
     def _group(self, shard: int) -> int:
         return self.files[shard].groups[name(self.shards[shard])]
 

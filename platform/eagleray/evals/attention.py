@@ -19,6 +19,7 @@ from eagleray.evals.features import batches, some
 from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
+from eagleray.recipe import Positive, Share
 from eagleray.views.photometric import normalise_
 
 MASS = 0.6  # share of the attention that the kept patches hold
@@ -43,9 +44,9 @@ def attention(
     *,
     out: Path,
     note: Callable[[str], None] = print,
-    size: int = 480,
-    limit: int = IMAGES,
-    mass: float = MASS,
+    size: Positive = 480,
+    limit: Positive = IMAGES,
+    mass: Share = MASS,
 ) -> Outcome:
     """Entropy in bits of every head, means over patches as queries and over images, and the share of patches that hold
     `mass` of the attention; pictures of heads, of what they keep and of query points. Raises UserError."""

@@ -15,6 +15,7 @@ from eagleray.errors import UserError
 from eagleray.evals.features import batches, some
 from eagleray.evals.mode import evaluating
 from eagleray.models.backbone import Backbone
+from eagleray.recipe import Positive
 from eagleray.views import draw, photometric
 from eagleray.views.view import View
 
@@ -55,7 +56,7 @@ def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int
 @torch.inference_mode()
 @evaluating
 def correspondence(
-    backbone: Backbone, index: Index, *, size: int, resize: int, limit: int = IMAGES
+    backbone: Backbone, index: Index, *, size: Positive, resize: Positive, limit: Positive = IMAGES
 ) -> dict[str, float]:
     """Means over at most `limit` images, those that do not decode left out: accuracy as a share, error in pixels; the
     same on every rank and each time. Raises UserError when no image decodes."""

@@ -23,6 +23,7 @@ from eagleray.evals.mode import evaluating, trying
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import handed_on, stages
+from eagleray.recipe import Count, Positive
 from eagleray.views.photometric import normalise_
 
 LISTS = ("2017", "2016", "480p")  # folders of ImageSets; what is not 2017's has one object, the foreground
@@ -54,10 +55,10 @@ def davis(
     out: Path,
     note: Callable[[str], None] = print,
     split: str = "val",
-    size: int = 480,
-    n_last_frames: int = 7,
-    topk: int = 5,
-    size_mask_neighborhood: int = 12,
+    size: Positive = 480,
+    n_last_frames: Count = 7,
+    topk: Positive = 5,
+    size_mask_neighborhood: Count = 12,
 ) -> Outcome:
     """J, F and J&F in percent, per sequence and as means over objects, beside those of colour histograms in the
     backbone's place, and a picture of each sequence. `size` is the frames' short side in pixels. Raises UserError."""
@@ -163,7 +164,9 @@ def propagated(
     yield first
     for path in video.frames[1:]:
         image = read_frame(path)
-        x, _ = describe(image)
+        x, now = describe(image)
+        if now != grid:
+            raise UserError(f"{path}: is of another size than the first frame of {video.name}")
         context, labels = (torch.stack(part) for part in zip(start, *last, strict=True))
         soft = propagate(x, context, labels, near, topk=topk)
         last.append((x, soft))

@@ -3,7 +3,6 @@ average precision judges it. Settings: SelfPatch's supplement A (Yun et al. 2022
 of DRLoc (Liu et al. 2021, arXiv:2106.03746) for 3x."""
 
 import copy
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from eagleray.evals.detection_heads import mask_rcnn
 from eagleray.evals.detection_pyramid import FeaturePyramid
 from eagleray.evals.detection_scores import scores, to_runs
 from eagleray.evals.detection_train import Schedules, fit, named
-from eagleray.evals.digests import digest, weights_digest
+from eagleray.evals.digests import digest, tree_digest, weights_digest
 from eagleray.evals.draw import Tile, pixels, sheet
 from eagleray.evals.drop_path import set_drop_path
 from eagleray.evals.fine_tuning import Note
@@ -45,7 +44,7 @@ def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule
         raise UserError(f"{learnt.file}: no object there is a pixel wide and high inside its image")
     torch.manual_seed(how.seed)
     net = build(copy.deepcopy(backbone), len(learnt.categories), how)
-    name = digest(weights_digest(backbone), config.plain(how), hashlib.sha256(learnt.file.read_bytes()).hexdigest())
+    name = digest(weights_digest(backbone), config.plain(how), tree_digest(coco, times=True))
     folder = out / f"detection-{name[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     note(f"detection: learns from {len(learnt.learnable())} images, is judged on {len(judged)}")

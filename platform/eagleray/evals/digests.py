@@ -29,13 +29,15 @@ def weights_digest(net: nn.Module, *about: object) -> str:
 
 
 def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
-    """Of some samples: what their shards hold, whatever folder they lie in, and their labels."""
+    """Of some samples: their images, whatever folder their shards lie in, and their labels."""
     total = hashlib.sha256(json.dumps([(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]).encode())
     total.update(samples.tobytes())
+    total.update(index.crc[samples].tobytes())
     total.update(index.label[samples].tobytes())
     return total.hexdigest()[:LENGTH]
 
 
-def tree_digest(root: Path) -> str:
-    """Of a folder's files, by name and size."""
-    return digest(sorted((str(p.relative_to(root)), p.stat().st_size) for p in root.rglob("*") if p.is_file()))
+def tree_digest(root: Path, *, times: bool = False) -> str:
+    """Of a folder's files, by name and size; with `times` also by when they were last written."""
+    files = sorted((str(p.relative_to(root)), p.stat()) for p in root.rglob("*") if p.is_file())
+    return digest([(name, s.st_size, s.st_mtime_ns if times else 0) for name, s in files])

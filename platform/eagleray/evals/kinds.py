@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.errors import UserError
-from eagleray.evals.mode import trying
+from eagleray.evals.mode import NOT_FINITE, trying
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import handed_on, stages
 
@@ -42,7 +42,8 @@ def check(backbone: Backbone, kind: str, size: int) -> None:
     x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
     try:
         with torch.inference_mode(), trying(backbone, f"gives no {kind} features of images of --size {size}"):
-            read(backbone, x, [kind])
+            if not all(value.isfinite().all() for value in read(backbone, x, [kind]).values()):
+                raise ValueError(NOT_FINITE)
     except UserError as e:
         raise UserError(f"--features {kind}: {str(e).removeprefix('backbone.name: ')}") from None
 

@@ -8,10 +8,11 @@ tenth of the training set, held out, picks one of them, so the test set picks no
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from eagleray.evals.features import Labelled
@@ -36,7 +37,7 @@ def linear(
     *,
     epochs: Positive = 100,
     batch: Positive = BATCH,
-    rates: tuple[PositiveFloat, ...] = RATES,
+    rates: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = RATES,
     scaled: bool = True,
     seed: Count = 0,
 ) -> Outcome:

@@ -19,6 +19,7 @@ from eagleray.errors import UserError
 from eagleray.evals.features import Labelled
 from eagleray.evals.metrics import METRICS, Array
 from eagleray.evals.outcome import Outcome
+from eagleray.recipe import Count
 
 STEPS, PER_DECADE, LOWEST = 96, 8, -6  # lambda is 10^-6 to 10^6
 COARSE = 2 * PER_DECADE  # steps between the seven values that a search begins with
@@ -108,7 +109,7 @@ def logistic(
     test: Labelled,
     *,
     metric: Literal["top1", "mean_per_class", "roc_auc"] = "top1",
-    seed: int = 0,
+    seed: Count = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Of images of one class each, whose labels may be any numbers; a fifth of each class finds lambda."""

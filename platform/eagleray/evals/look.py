@@ -20,6 +20,7 @@ from eagleray.evals.features import batches, image, some
 from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
+from eagleray.recipe import Positive
 from eagleray.views import draw as drawing
 from eagleray.views import photometric
 from eagleray.views.crop import crop
@@ -40,7 +41,7 @@ class Nearest(NamedTuple):
 
 @torch.inference_mode()
 def components(
-    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: int = 448, images: int = 6
+    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: Positive = 448, images: Positive = 6
 ) -> Outcome:
     """The first principal component of the patches of several images together, and the first three of those that it
     puts in the foreground, as red, green and blue: the same colour means the same in all images. Numbers are the share
@@ -104,10 +105,10 @@ def neighbours(
     *,
     out: Path,
     note: Note = print,
-    size: int = 224,
-    limit: int = 1000,
-    queries: int = 8,
-    k: int = 8,
+    size: Positive = 224,
+    limit: Positive = 1000,
+    queries: Positive = 8,
+    k: Positive = 8,
 ) -> Outcome:
     """A sheet of some images and, beside each, the k that are nearest by the cosine of pooled features; with labels,
     the percent of those that are of the query's class, green where they are. Raises UserError."""
@@ -126,19 +127,25 @@ def neighbours(
     for query, others, cosines in zip(chosen.tolist(), near.rows.tolist(), near.cosine.tolist(), strict=True):
         tiles = [draw.Tile(read(index, samples[query], size), "query")]
         for other, cosine in zip(others, cosines, strict=True):
-            edge = "" if labels is None else draw.GREEN if labels[other] == labels[query] else draw.RED
+            edge = "" if labels is None else frame(labels[query], labels[other])
             tiles.append(draw.Tile(read(index, samples[other], size), f"cosine {cosine:.2f}", edge=edge))
         rows[f"image {samples[query]}\n{index.key(samples[query])[:12]}"] = tiles
     out.mkdir(parents=True, exist_ok=True)
-    frame = "; green: of the query's class" if labels is not None else ""
-    title = f"The {near.rows.shape[1]} nearest of {len(samples)} images{frame}"
+    green = "; green: of the query's class" if labels is not None else ""
+    title = f"The {near.rows.shape[1]} nearest of {len(samples)} images{green}"
     numbers = {"neighbours/cosine": near.cosine.mean().item()}
     if labels is not None:
-        same = labels[near.rows.numpy()] == labels[chosen.numpy()][:, None]
-        numbers["neighbours/same_class"] = 100 * float(same.mean())
+        theirs, own = labels[near.rows.numpy()], labels[chosen.numpy()][:, None]
+        if (known := (theirs >= 0) & (own >= 0)).any():
+            numbers["neighbours/same_class"] = 100 * float((theirs == own)[known].mean())
     note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
     settings = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.rows.shape[1]}
     return Outcome(numbers, settings, (draw.sheet(rows, out / "neighbours.png", title),))
+
+
+def frame(one: int, other: int) -> str:
+    """The colour for two labels: none where one is missing."""
+    return "" if min(one, other) < 0 else draw.GREEN if one == other else draw.RED
 
 
 def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
@@ -158,9 +165,9 @@ def pairs(
     *,
     out: Path,
     note: Note = print,
-    size: int = 224,
-    images: int = 3,
-    limit: int = 64,
+    size: Positive = 224,
+    images: Positive = 3,
+    limit: Positive = 64,
 ) -> Outcome:
     """The ten likest patches of an image and another view of it, a smaller and recoloured crop, and of an image and the
     one that is nearest to it among `limit`. Of two views, a match is right where its ends are at most a patch apart;

@@ -8,6 +8,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from eagleray.errors import UserError
 from eagleray.models.backbone import Backbone
 
+NOT_FINITE = "its features are not finite numbers"
+
 
 class Net(Protocol):
     training: bool

@@ -17,6 +17,7 @@ from eagleray.files import alone
 from eagleray.recipe import Recipe
 
 NAME = "results.json"
+UNTRAINED = "untrained:"  # before the name of a backbone
 # Where a recipe's header has the number that a paper printed, and which of ours that is.
 PUBLISHED = {
     "knn/top1": r"kNN ([\d.]+) %",

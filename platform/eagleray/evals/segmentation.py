@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from eagleray.data.ahead import ahead
 from eagleray.data.batch import Batch
 from eagleray.errors import UserError
 from eagleray.evals import segmentation_scores as scoring
-from eagleray.evals.digests import digest, weights_digest
+from eagleray.evals.digests import digest, tree_digest, weights_digest
 from eagleray.evals.drop_path import set_drop_path
 from eagleray.evals.fine_tuning import Note, Tuned, fine_tune
 from eagleray.evals.mode import trying
@@ -28,6 +29,7 @@ from eagleray.evals.segmentation_data import IGNORED, Masks, crops, fitted
 from eagleray.evals.segmentation_heads import SemanticFPN, UPerNet
 from eagleray.evals.segmentation_picture import Shown, draw, table
 from eagleray.models.backbone import Backbone
+from eagleray.recipe import Count
 from eagleray.schedule import Progress
 
 WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
@@ -64,11 +66,11 @@ def segmentation(
     steps: int | None = None,
     batch: int = 16,
     size: int = 512,
-    lr: float = 6e-5,
-    weight_decay: float = 0.01,
+    lr: PositiveFloat = 6e-5,
+    weight_decay: NonNegativeFloat = 0.01,
     width: int | None = None,
     multi_scale: bool = False,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder` and score it on the validation images: mIoU,
     mAcc and aAcc in percent, with `multi_scale` also as means over six sizes and mirrored images. `size` is that of the
@@ -112,7 +114,7 @@ def segmentation(
         lr=lambda at: poly(at.step, settings["steps"], lr),
         weight_decay=weight_decay,
         seed=seed,
-        folder=out / f"segmentation-{head}-{digest(settings, weights, str(folder.resolve()))[:8]}",
+        folder=out / f"segmentation-{head}-{digest(settings, weights, tree_digest(folder, times=True))[:8]}",
         note=note,
     )
     net.eval()

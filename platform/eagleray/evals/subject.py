@@ -14,13 +14,12 @@ from eagleray import place, weights
 from eagleray.data.store import remote
 from eagleray.errors import UserError
 from eagleray.evals.digests import digest, weights_digest
-from eagleray.evals.mode import trying
+from eagleray.evals.mode import NOT_FINITE, trying
+from eagleray.evals.results import UNTRAINED
 from eagleray.models.backbone import Backbone
 from eagleray.recipe import Evaluate, Network, Recipe
 from eagleray.views.photometric import MEAN, STD
 from eagleray.weights import TIMM, Build
-
-UNTRAINED = "untrained:"
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,9 @@ def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> N
 def check_images(backbone: Backbone, size: int) -> None:
     """Raises UserError when the backbone cannot take images of this size."""
     with trying(backbone, f"cannot take images of --size {size}"):
-        backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        found = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        if not found.isfinite().all():
+            raise ValueError(NOT_FINITE)
 
 
 @torch.inference_mode()
@@ -131,3 +132,5 @@ def check_patches(backbone: Backbone, size: int) -> None:
         found = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
         if found.patches.shape[1] != found.grid[0] * found.grid[1]:
             raise ValueError("their number is not that of a grid")
+        if not found.patches.isfinite().all():
+            raise ValueError(NOT_FINITE)

@@ -12,6 +12,7 @@ from eagleray.errors import UserError
 from eagleray.evals.features import Labelled
 from eagleray.evals.logistic import probe
 from eagleray.evals.outcome import Outcome
+from eagleray.recipe import Count
 
 
 class Row(NamedTuple):
@@ -50,7 +51,7 @@ def suite(
     root: str,
     reference: Mapping[str, float] = SUPERVISED,
     *,
-    seed: int = 0,
+    seed: Count = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """The logistic probe on every set that is there as shards ROOT/NAME/SPLIT, whose `features` are asked for by URL.

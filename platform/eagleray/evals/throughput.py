@@ -19,6 +19,7 @@ from eagleray.errors import UserError
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.subject import check_images
 from eagleray.models.backbone import Backbone
+from eagleray.recipe import Positive
 
 MIB = 2**20
 
@@ -26,9 +27,9 @@ MIB = 2**20
 def throughput(
     backbone: Backbone,
     *,
-    size: int,
-    batch: int | None = None,
-    rounds: int = 10,
+    size: Positive,
+    batch: Positive | None = None,
+    rounds: Positive = 10,
     out: Path | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
@@ -122,8 +123,12 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    # A process keeps what it has freed, so what tensors took is asked of the allocator.
-    return own + max(int(e["args"]["Total Allocated"]) for e in events if e["name"] == "[memory]")
+    # A process keeps what it has freed, so what tensors took is asked of the allocator, whose count goes on from that of
+    # the last profile.
+    taken = sorted(
+        (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
+    )
+    return own + int(max(total for _, total, _ in taken) - (taken[0][1] - taken[0][2]))
 
 
 def name(device: torch.device) -> str:

@@ -22,6 +22,7 @@ from eagleray.picture import Curve
 LEAVES = ("recipe.yaml", "metrics.jsonl", "summary.json", "results.json")  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
 LAST = 15  # lines of the log
+PARTS = ("method", "backbone", "data", "optim", "evaluate")  # of a recipe, read here
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,12 @@ def names(outs: Sequence[str]) -> list[str]:
 
 def _json(path: Path, missing: Any) -> Any:
     try:
-        return json.loads(path.read_text()) if path.exists() else missing
+        found = json.loads(path.read_text()) if path.exists() else missing
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise UserError(f"{path}: is not JSON") from None
+    if not isinstance(found, type(missing)):
+        raise UserError(f"{path}: expected an object, this is a {type(found).__name__}")
+    return found
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is not YAML") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
-    return tree
+    return {k: v for k, v in tree.items() if v is not None or k not in PARTS}
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """What a report says of one run, section by section. A section without anything to say is left out."""
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from eagleray.evals.results import UNTRAINED as BARE
 from eagleray.evals.results import Result, settled
 from eagleray.health import KINDS
 from eagleray.report import plots
@@ -117,18 +119,21 @@ def measured(run: Run) -> Iterator[Measured]:
     s, paper = run.summary, run.published
     ends = [k for k in s if k not in TOLD and not k.endswith(UNTRAINED) and isinstance(s[k], int | float)]
     if ends:
-        yield Measured((END, ""), ended(run, ends), [[k, s[k], s.get(k + UNTRAINED), paper.get(k)] for k in ends])
+        said = ended(run, ends)
+        same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")])
+        yield Measured((said, same), said, [[k, s[k], s.get(k + UNTRAINED), paper.get(k)] for k in ends])
     for result in newest(run):
         before, name = result.before(run.results), ", untrained" * result.untrained
         there = {} if result.untrained else paper
         rows = [[k + name, v, before.get(k), there.get(k)] for k, v in result.numbers.items()]
-        yield Measured((how(result, asked=True), result.data_digest), how(result), rows)
+        of = whose(run, result)
+        yield Measured((how(result, asked=True) + of, result.data_digest), how(result) + of, rows)
 
 
 def newest(run: Run) -> list[Result]:
     """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
     to the column beside."""
-    last = {(r.protocol, r.untrained, r.architecture, r.data_digest, how(r, asked=True)): r for r in run.results}
+    last = {(r.untrained, r.architecture, r.data_digest, how(r, asked=True) + whose(run, r)): r for r in run.results}
     trained = [r for r in last.values() if not r.untrained]
     return [*trained, *(r for r in last.values() if r.untrained and not any(t.twin(r) for t in trained))]
 
@@ -138,6 +143,12 @@ def how(result: Result, *, asked: bool = False) -> str:
     said = settled({k: v for k, v in result.settings.items() if k in result.asked or not asked})
     at = " and ".join("/".join(place.rstrip("/").split("/")[-2:]) for place in result.data.values())
     return result.protocol + (f" on {at}" if at else "") + (f": {said}" if said else "")
+
+
+def whose(run: Run, result: Result) -> str:
+    """Which backbone it was, unless it was the run's newest."""
+    name = result.backbone.removeprefix(BARE).rstrip("/").rpartition("/")[2]
+    return "" if name == run.out.rpartition("/")[2] else f", of {name}"
 
 
 def ended(run: Run, keys: Sequence[str]) -> str:
@@ -173,8 +184,8 @@ def shown(run: Run) -> list[Pictures]:
     for path in paths[: BUDGET // LEAST]:
         try:
             source = inlined(path, share)
-        except OSError:
-            continue  # half written, or no picture
+        except (OSError, SyntaxError):  # PIL's, of a picture that is half written, and of what is none
+            continue
         text = caption(run, path)
         found.append(Picture(source, text, text))
     return [Pictures(found, large=True)] if found else []
@@ -184,7 +195,7 @@ def caption(run: Run, path: Path) -> str:
     """What a picture is of: the evaluation that drew it, with its settings, and its name in words."""
     words = path.stem.replace("_", " ").replace("-", " ")
     of = next((r for r in reversed(run.results) if str(path.relative_to(run.folder)) in r.pictures), None)
-    return f"{words}{', untrained' * of.untrained} ({how(of)})" if of else words
+    return f"{words}{', untrained' * of.untrained} ({how(of)}{whose(run, of)})" if of else words
 
 
 def times(run: Run) -> list[Table]:
