@@ -120,6 +120,28 @@ def test_supervised_learns(backbone: str):
         assert (method.eval().classify(x).argmax(1) == y).float().mean() > 0.9
 
 
+def test_supervised_learns_from_mixed_images_and_labels():
+    x, y = images(8, size=16)
+    method = Supervised(network("vit"), classes=4, smoothing=0.1, mixup=0.8, cutmix=1.0)
+    torch.manual_seed(3)
+    loss = method(batch(x.clone(), y), Progress(0, 1, 1))["loss"]
+    torch.manual_seed(3)
+    mixed_x, mixed_y = Mixing(4, smoothing=0.1, mixup=0.8, cutmix=1.0)(x.clone(), y)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(method.classify(mixed_x), mixed_y))
+
+
+def test_drloc_is_what_its_keys_say():
+    x, y = images(4, size=64)
+    given: Any = {"pairing": "exhaustive", "targets": "paper", "grid": 4, "pool": "2x2"}
+    method = DRLoc(network("vit"), classes=4, mixup=0.0, cutmix=0.0, weight=Schedule(value=0.5), **given)
+    out = method(batch(x, y), Progress(0, 1, 1))
+    [g] = method.encoder.backbone.grids(x)[1]
+    pairs = exhaustive_pairs(16, 1, (4,), 0, g.device)
+    want = drloc_loss(method.localisers[0], coarse(g, 4, "2x2"), pairs, mode="l1", targets="paper")
+    torch.testing.assert_close(out["drloc"], want)
+    torch.testing.assert_close(out["loss"], out["classes"] + 0.5 * want)
+
+
 def test_drloc_learns_where_tokens_lie():
     """Better than by always giving the offset in the middle."""
     x, y = images(24, size=16)
@@ -236,6 +258,7 @@ def test_variants_train(keys: dict[str, Any]):
     [
         ("method.mode=ce, method.grid=3", r"method.grid=3: 4 x 4 tokens of a view of 16 pixels .* method.grid=4"),
         ("method.mode=ce, method.stages=all", "method.stages=all: each stage has another number of offsets"),
+        ("views=[{size: 16, randaugment: rand-m9.5-mstd0.5}]", "timm's name of a RandAugment policy is expected"),
         ("views=[{size: 16}, {size: 8}]", r"views: sizes of \[8, 16\] pixels; .* one size is expected"),
     ],
 )
@@ -246,6 +269,13 @@ def test_what_does_not_fit_is_one_line(keys: str, said: str, recipe: Any):
     with pytest.raises(UserError, match=said) as e:
         run.try_sizes(config.load(Recipe, recipe("drloc"), ["data.train=none", fine, *overrides]))
     assert "\n" not in str(e.value)
+
+
+def test_tokens_of_other_channels_than_the_vector_are_one_line():
+    """EfficientNet has a convolution behind its last stage."""
+    method = DRLoc(Backbone("efficientnet_b0"), classes=4)
+    with pytest.raises(UserError, match=r"tokens of \[320\] channels, not \[1280\]"):
+        method.try_views([torch.zeros(1, 3, 64, 64)])
 
 
 def mixed(x: Tensor, y: Tensor, seed: int = 0, **keys: float) -> tuple[Tensor, Tensor]:

@@ -121,6 +121,13 @@ def test_names_of_the_authors_become_timms(tmp_path: Path):
     assert report.left == ["pos_embed"]
 
 
+@pytest.mark.parametrize(("averaged", "raw"), [("state_dict_ema", "state_dict"), ("model_ema", "model")])
+def test_an_average_comes_before_the_weights(averaged: str, raw: str, tmp_path: Path):
+    theirs, other, ours = network(seed=1), network(seed=2), network()
+    fill(ours, read(stored(tmp_path, {raw: other.model.state_dict(), averaged: theirs.model.state_dict()}), none))
+    assert same(theirs, ours)
+
+
 def test_a_position_table_is_resized_for_another_grid(tmp_path: Path):
     theirs, ours = network(seed=1), network(options={"img_size": 32})
     with torch.no_grad():

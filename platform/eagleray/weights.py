@@ -29,7 +29,7 @@ ENOUGH = 0.95  # of a backbone's parameters have to be found
 TIMM = "timm:"
 OURS = {"recipe", "method", "images"}  # in every checkpoint of this program
 # Where the tensors are in a dictionary of others, and before the names of a backbone's own; the first that fits best.
-WRAPPERS = ("state_dict", "model", "teacher", "student")
+WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "student")  # averages first
 PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
 TABLE = "relative_position_bias_table"
 Build = Callable[[Recipe], Method]

@@ -162,6 +162,8 @@ def test_imagenet_that_cannot_be_used_is_refused(tmp_path: Path):
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     wrong = {"labels": str(tmp_path / "x.csv"), "split": "val"}
     assert "columns ImageId and PredictionString" in refused("imagenet-1k", tar, **wrong)
+    (tmp_path / "x.csv").write_text("ImageId,PredictionString\nILSVRC2012_val_00000001")
+    assert "no class for ILSVRC2012_val_00000001; the file may be cut off" in refused("imagenet-1k", tar, **wrong)
     (tmp_path / "x.tar.gz").write_bytes(b"no archive")
     wrong = {"labels": str(tmp_path / "x.tar.gz"), "split": "val"}
     assert "x.tar.gz: cannot be unpacked" in refused("imagenet-1k", tar, **wrong)

@@ -266,6 +266,9 @@ def test_other_layouts_are_one_line(tmp_path: Path):
     SETS["gtsrb"](tmp_path / "signs", "test")
     (tmp_path / "signs" / "Training" / "00042").rename(tmp_path / "signs" / "Training" / "stop")
     assert "expected a class of 0 to 42, found 'stop'" in refused("gtsrb", tmp_path / "signs")
+    lines = (tmp_path / "signs" / TRUTH).read_text().splitlines()
+    (tmp_path / "signs" / TRUTH).write_text("\n".join([lines[0], "00000.ppm;53"]))
+    assert "expected a class of 0 to 42, found None" in refused("gtsrb", tmp_path / "signs", split="test")
 
 
 def damaged_cars(folder: Path) -> str:

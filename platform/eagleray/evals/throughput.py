@@ -123,8 +123,8 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    # A process keeps what it has freed, so what tensors took is asked of the allocator, whose count goes on from that of
-    # the last profile.
+    # A process keeps what it has freed, so what tensors took is asked of the allocator, whose count goes on from
+    # that of the last profile.
     taken = sorted(
         (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
     )

@@ -69,8 +69,12 @@ class DRLoc(Classifier):
 
     def try_views(self, views: Sequence[Tensor]) -> None:
         super().try_views(views)
-        *_, g = self.encoder.backbone.grids(views[0], every=self.every)[1]
-        h, w = coarse(g, self.grid, self.pool).shape[2:]
+        backbone = self.encoder.backbone
+        grids = backbone.grids(views[0], every=self.every)[1]
+        dims = backbone.dims if self.every else [backbone.dim]
+        if (found := [g.shape[1] for g in grids]) != list(dims):
+            raise UserError(f"backbone.name: tokens of {found} channels, not {list(dims)}, which drloc cannot read")
+        h, w = coarse(grids[-1], self.grid, self.pool).shape[2:]
         if not self.mode.startswith("l1") and max(h, w) > self.grid:
             raise UserError(
                 f"method.grid={self.grid}: {h} x {w} tokens of a view of {views[0].shape[3]} pixels have more offsets "

@@ -16,7 +16,7 @@ def ordered(ends: tuple[float, float]) -> tuple[float, float]:
 
 
 def known(policy: str) -> str:
-    if not re.fullmatch(r"rand(-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)*", policy):
+    if not re.fullmatch(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d+(\.\d+)?))*", policy):
         raise ValueError("timm's name of a RandAugment policy is expected, such as rand-m9-mstd0.5-inc1")
     return policy
 

@@ -25,4 +25,5 @@ def _listing(job: Job, listed: Blob, images: list[Blob]) -> Listing:
     rows = list(lists.labelled(listed.url, LINE, "a path and a class number"))
     names = {label: PurePosixPath(name).parent.name for name, label in rows}
     places = {files.relative(b, job.origin): b for b in images}
-    return Listing(lists.items(rows, places), [names[label] for label in sorted(names)])
+    classes = [names.get(label, "") for label in range(max(names, default=-1) + 1)]  # a list may lack a class
+    return Listing(lists.items(rows, places), classes)

@@ -42,7 +42,7 @@ def _test(truth: Blob, images: list[Blob]) -> Listing:
     return Listing(lists.items([(r["Filename"], _label(r["ClassId"], truth.url)) for r in rows], places))
 
 
-def _label(text: str, place: str) -> int:
-    if not text.isdigit() or int(text) >= CLASSES:
+def _label(text: str | None, place: str) -> int:
+    if not text or not text.isdigit() or int(text) >= CLASSES:
         raise UserError(f"{place}: expected a class of 0 to {CLASSES - 1}, found {text!r}")
     return int(text)

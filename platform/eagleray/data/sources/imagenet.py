@@ -15,6 +15,7 @@ from eagleray.data.ranges import Span
 from eagleray.data.sources import files
 from eagleray.data.sources.item import Found, Item, Listing, is_image, named, numbered
 from eagleray.data.sources.job import Job
+from eagleray.data.sources.matlab import loaded
 from eagleray.data.sources.tars import members
 from eagleray.errors import UserError
 
@@ -115,21 +116,20 @@ def _kaggle(url: str) -> dict[str, str]:
     rows = list(csv.DictReader(io.StringIO(files.text(url))))
     if not rows or not {"ImageId", "PredictionString"} <= rows[0].keys():
         raise UserError(f"{url}: expected Kaggle's LOC_val_solution.csv with columns ImageId and PredictionString")
+    if cut := next((row["ImageId"] for row in rows if not (row["PredictionString"] or "").strip()), None):
+        raise UserError(f"{url}: no class for {cut}; the file may be cut off")
     return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
 
 
 def _devkit(url: str) -> dict[str, str]:
     """Its labels are numbers of its own, which meta.mat translates; synsets without children are the classes."""
-    from scipy.io import loadmat
-    from scipy.io.matlab import MatReadError
-
-    parts = _devkit_files(url)
+    parts, said = _devkit_files(url), f"{url}: is not the development kit of ILSVRC 2012"
     try:
-        synsets = loadmat(io.BytesIO(parts["meta.mat"]), squeeze_me=True)["synsets"]
+        synsets = loaded(parts["meta.mat"], said, variable_names=["synsets"], squeeze_me=True)["synsets"]
         wnids = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
         truth = [wnids[int(line)] for line in parts[TRUTH].split()]
-    except (KeyError, ValueError, TypeError, MatReadError) as e:
-        raise UserError(f"{url}: is not the development kit of ILSVRC 2012 ({type(e).__name__}: {e})") from None
+    except (KeyError, ValueError, TypeError, IndexError) as e:
+        raise UserError(f"{said} ({type(e).__name__}: {e})") from None
     classes = set(wnids.values())
     if missing := classes - set(truth):
         raise UserError(f"{url}: {len(missing)} of {len(classes)} classes have no validation image")

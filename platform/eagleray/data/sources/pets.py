@@ -25,4 +25,4 @@ def _listing(job: Job, listed: Blob, images: list[Blob]) -> Listing:
     breeds = {label: name.rpartition("_")[0] for name, label in rows}
     places = {files.relative(b, f"{job.origin}/images"): b for b in images}
     wanted = ((f"{name}.jpg", label - 1) for name, label in rows)
-    return Listing(lists.items(wanted, places), [breeds[label] for label in sorted(breeds)])
+    return Listing(lists.items(wanted, places), [breeds.get(i, "") for i in range(1, max(breeds, default=0) + 1)])
