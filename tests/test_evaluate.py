@@ -263,6 +263,8 @@ def test_the_untrained_backbone_is_beside_it(request_: Callable[..., evaluation.
     report = request_("knn", untrained=True)
     said = json.loads((trained / "summary.json").read_text())
     [row] = [r for r in report.rows if (r.protocol, r.number) == ("knn", "knn/top1")]
+    assert len(report.results) == 2
+    assert not [r for r in report.rows if "untrained" in r.protocol], "they are beside the others"
     assert (row.value, row.untrained) == (results.shown(said["knn/top1"]), results.shown(said["knn/top1_untrained"]))
     [later] = [r for r in request_("knn").rows if r.number == "knn/top1"]  # from results.json
     assert later.untrained == row.untrained

@@ -121,14 +121,21 @@ class Row(NamedTuple):
 
 
 def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str, float]) -> Iterator[Row]:
-    """One for each number of the results, beside that of the newest twin without training among the `known`."""
-    for result in results:
+    """One for each number of the results, beside that of the newest twin without training among the `known`. A twin
+    that stands beside another result has no row of its own."""
+    for result in lone(results):
         before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
         for key, value in result.numbers.items():
             bare = shown(before[key]) if key in before else ""
             there = shown(paper[key]) if key in paper and not result.untrained else ""
             yield Row(name, key, shown(value), bare, there, settled(result.settings))
+
+
+def lone(results: Sequence[Result]) -> list[Result]:
+    """Those that are not the untrained twin of another one."""
+    trained = [r for r in results if not r.untrained]
+    return [r for r in results if not r.untrained or not any(t.twin(r) for t in trained)]
 
 
 def shown(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from eagleray.evals.results import UNTRAINED as BARE
-from eagleray.evals.results import Result, settled
+from eagleray.evals.results import Result, lone, settled
 from eagleray.health import KINDS
 from eagleray.report import plots
 from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined
@@ -134,8 +134,7 @@ def newest(run: Run) -> list[Result]:
     """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
     to the column beside."""
     last = {(r.untrained, r.architecture, r.data_digest, how(r, asked=True) + whose(run, r)): r for r in run.results}
-    trained = [r for r in last.values() if not r.untrained]
-    return [*trained, *(r for r in last.values() if r.untrained and not any(t.twin(r) for t in trained))]
+    return sorted(lone(list(last.values())), key=lambda r: r.untrained)
 
 
 def how(result: Result, *, asked: bool = False) -> str:
