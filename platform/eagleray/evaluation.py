@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from eagleray import config, launch, place, run, track
 from eagleray.cluster import world
 from eagleray.console import fail, out
 from eagleray.data import store
-from eagleray.data.index import Index, open_index
+from eagleray.data.index import Index, Note, open_index
 from eagleray.data.store import remote
 from eagleray.errors import UserError
 from eagleray.evals import kinds, protocols, results
@@ -29,8 +29,6 @@ from eagleray.evals.protocols import PROTOCOLS, Protocol, Sets
 from eagleray.evals.results import UNTRAINED, Result, Row
 from eagleray.evals.subject import Subject, check_images, check_patches, subject
 from eagleray.extraction import Task, features
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from eagleray.data.index import Index
 from eagleray.errors import UserError
 from eagleray.evals import draw
-from eagleray.evals.features import batches, some
+from eagleray.evals.features import batches, some, undecoded
 from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 from eagleray.recipe import Positive, Share
-from eagleray.views.photometric import normalise_
+from eagleray.views.photometric import normalised
 
 MASS = 0.6  # share of the attention that the kept patches hold
 IMAGES = 64  # that entropies are means over
@@ -55,13 +55,13 @@ def attention(
     entropies, shares = list[Tensor](), list[float]()
     shown: list[Any] = []
     for _, crops in batches(index, some(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
-        found = maps(backbone, normalise_(crops.to(device).float() / 255))
+        found = maps(backbone, normalised(crops, device))
         entropies.append(entropy(found.patches).mean(-1)[0].cpu())  # (heads,)
         shares.append(smallest(seen(found)[0], mass).float().mean().item())
         if len(shown) < SHOWN:
             shown.append((crops[0], found))
     if not shown:
-        raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
+        raise undecoded(index)
     bits = torch.stack(entropies).mean(0)  # (heads,)
     numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
     numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}

@@ -10,7 +10,7 @@ from eagleray import dist
 from eagleray.data.index import Index
 from eagleray.evals.features import batches, labelled
 from eagleray.evals.mode import Net, evaluating
-from eagleray.views.photometric import normalise_
+from eagleray.views.photometric import normalised
 
 TOP = 5
 
@@ -30,7 +30,7 @@ def classifier(net: Classifies, index: Index, *, size: int, resize: int, device:
     for found, images in batches(index, mine, size, resize):
         y = torch.from_numpy(index.label[found])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            z = net.classify(normalise_(images.to(device, non_blocking=True).float().div_(255)))
+            z = net.classify(normalised(images, device))
         best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
         hit = best == y.unsqueeze(1)
         ys.append(y.numpy())

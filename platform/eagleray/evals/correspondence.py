@@ -11,8 +11,7 @@ from torch import Tensor
 
 from eagleray import dist
 from eagleray.data.index import Index
-from eagleray.errors import UserError
-from eagleray.evals.features import batches, some
+from eagleray.evals.features import batches, some, undecoded
 from eagleray.evals.mode import evaluating
 from eagleray.models.backbone import Backbone
 from eagleray.recipe import Positive
@@ -70,7 +69,7 @@ def correspondence(
         found.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())
     each = np.concatenate(dist.objects(np.concatenate(found)))  # (n, 2)
     if not len(each):
-        raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
+        raise undecoded(index)
     accuracy, error = each.mean(0).tolist()
     return {"correspondence/accuracy": accuracy, "correspondence/error": error, "correspondence/images": len(each)}
 
@@ -80,4 +79,4 @@ def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
     says how it is jittered."""
     u = np.stack([draw.uniforms(1, seed=0, epoch=0, sample=s) for s in samples])  # (B, 1, WIDTH)
     params = torch.from_numpy(draw.photometrics(MIRRORED, u)[:, 0])
-    return photometric.normalise_(crops.float() / 255), photometric.apply(crops, params)
+    return photometric.normalised(crops, crops.device), photometric.apply(crops, params)

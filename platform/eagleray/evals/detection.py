@@ -14,6 +14,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from eagleray import config
 from eagleray.data.ahead import ahead
+from eagleray.data.index import Note
 from eagleray.errors import UserError
 from eagleray.evals.detection_data import Coco, read
 from eagleray.evals.detection_heads import mask_rcnn
@@ -23,7 +24,6 @@ from eagleray.evals.detection_train import Schedules, fit, named
 from eagleray.evals.digests import digest, tree_digest, weights_digest
 from eagleray.evals.draw import Tile, pixels, sheet
 from eagleray.evals.drop_path import set_drop_path
-from eagleray.evals.fine_tuning import Note
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from eagleray import config
 from eagleray.config import STRICT
 from eagleray.data.ahead import ahead
+from eagleray.data.index import Note
 from eagleray.errors import UserError
 from eagleray.evals.detection_data import Coco, Example
-from eagleray.evals.fine_tuning import Note, Tuned, fine_tune
+from eagleray.evals.fine_tuning import Tuned, fine_tune
 from eagleray.recipe import Count, Positive, Share, bundled
 from eagleray.schedule import Progress, Schedule
 

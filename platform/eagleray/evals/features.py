@@ -15,11 +15,12 @@ from eagleray import dist
 from eagleray.data import store
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
+from eagleray.errors import UserError
 from eagleray.evals.kinds import read
 from eagleray.evals.mode import evaluating
 from eagleray.models.backbone import Backbone
 from eagleray.views.crop import centre_crop
-from eagleray.views.photometric import normalise_
+from eagleray.views.photometric import normalised
 
 BATCH = 256
 AHEAD = 4  # batches decoded while one is in the backbone
@@ -56,7 +57,7 @@ def extracted(
     ys = [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
     for found, images in batches(index, mine, size, resize):
-        x = normalise_(images.to(device, non_blocking=True).float().div_(255))
+        x = normalised(images, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             for kind, value in read(backbone, x, kinds).items():
                 xs[kind].append(value.float().cpu())
@@ -105,6 +106,11 @@ def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
 def labelled(index: Index) -> NDArray[np.int64]:
     """The samples that have a label."""
     return np.flatnonzero(index.label >= 0)
+
+
+def undecoded(index: Index) -> UserError:
+    """What is to be said where an image was needed and none could be used."""
+    return UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
 
 
 def some(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:

@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from eagleray import checkpoint, optim, train
+from eagleray.data.index import Note
 from eagleray.schedule import Progress
 
-Note = Callable[[str], None]
 LINES = 20  # about training
 SILENT = 60.0, 0.1  # another one after so many seconds, or this share of the time so far, without any
 SAVED = 300.0  # seconds between checkpoints

@@ -2,7 +2,6 @@
 (DINOv2), arXiv:2304.07193; nearest images; and the ten likest patches of two views or of two images, as in figure 4 of
 Li et al. 2021 (EsViT), arXiv:2106.09785."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +11,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagleray.data.index import Index
+from eagleray.data.index import Index, Note
 from eagleray.errors import UserError
 from eagleray.evals import draw
 from eagleray.evals.correspondence import matches
-from eagleray.evals.features import batches, image, some
+from eagleray.evals.features import batches, image, some, undecoded
 from eagleray.evals.mode import evaluating
 from eagleray.evals.outcome import Outcome
 from eagleray.models.backbone import Backbone
@@ -26,7 +25,6 @@ from eagleray.views import photometric
 from eagleray.views.crop import crop
 from eagleray.views.view import View
 
-Note = Callable[[str], None]
 BATCH = 32
 EDGE = 0.01  # share of the patches that each end of a component's colours leaves out
 SCALE = (0.4, 0.6)  # of the second view: share of the first's area
@@ -117,7 +115,7 @@ def neighbours(
     parts = []
     for found, crops in batches(index, some(np.arange(len(index)), limit), size, size, BATCH):
         samples += found
-        parts.append(backbone.pooled(photometric.normalise_(crops.to(device).float() / 255)).float().cpu())
+        parts.append(backbone.pooled(photometric.normalised(crops, device)).float().cpu())
     if len(samples) < 2:
         raise UserError(f"{index.shards[0].url}: {len(samples)} images decode there; expected 2 or more")
     chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
@@ -239,12 +237,12 @@ def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple
     device = next(backbone.parameters()).device
     kept, patches, grid = [], [], (0, 0)
     for _, crops in batches(index, some(np.arange(len(index)), images), size, size, 8):
-        features = backbone(photometric.normalise_(crops.to(device).float() / 255))
+        features = backbone(photometric.normalised(crops, device))
         kept.append(crops)
         patches.append(features.patches.float().cpu())
         grid = features.grid
     if not kept:
-        raise UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
+        raise undecoded(index)
     return torch.cat(kept), torch.cat(patches), grid
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from eagleray.data.ahead import ahead
 from eagleray.data.batch import Batch
+from eagleray.data.index import Note
 from eagleray.errors import UserError
 from eagleray.evals import segmentation_scores as scoring
 from eagleray.evals.digests import digest, tree_digest, weights_digest
 from eagleray.evals.drop_path import set_drop_path
-from eagleray.evals.fine_tuning import Note, Tuned, fine_tune
+from eagleray.evals.fine_tuning import Tuned, fine_tune
 from eagleray.evals.mode import trying
 from eagleray.evals.outcome import Outcome
 from eagleray.evals.pyramids import Maps

@@ -1,14 +1,13 @@
 """Several runs on one page: their curves over each other, and what differs in their results and recipes."""
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from eagleray import config
 from eagleray.errors import UserError
 from eagleray.report import plots
-from eagleray.report.page import Page, Section, Table
+from eagleray.report.page import Page, Section, Table, signed
 from eagleray.report.read import Run, names
 from eagleray.report.sections import about, figures, measured, what
 
@@ -35,7 +34,7 @@ def page(runs: Sequence[Run], folder: Path) -> Page:
         title=" against ".join(named) if len(named) < 4 else f"{len(named)} runs",
         lead=[],
         sections=[s for s in sections if s.blocks],
-        footer=f"{', '.join(r.out for r in runs)} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        footer=signed(", ".join(r.out for r in runs)),
     )
 
 

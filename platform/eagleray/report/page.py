@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,6 +77,11 @@ class Page:
     state: str = ""
     bad: bool = False  # the state is one that somebody must see to
     tiles: Sequence[Tile] = field(default=())
+
+
+def signed(of: str) -> str:
+    """A page's last line."""
+    return f"{of} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def render(page: Page) -> str:

@@ -14,7 +14,7 @@ from eagleray.evals.results import UNTRAINED as BARE
 from eagleray.evals.results import Result, lone, settled
 from eagleray.health import KINDS
 from eagleray.report import plots
-from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined
+from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
 from eagleray.report.read import Run, names
 
 UNTRAINED = "_untrained"
@@ -47,7 +47,7 @@ def page(run: Run, folder: Path) -> Page:
         lead=[line for line in (about(run), run.why) if line],
         tiles=list(tiles(run)),
         sections=[s for s in sections if s.blocks],
-        footer=f"{run.out} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        footer=signed(run.out),
     )
 
 

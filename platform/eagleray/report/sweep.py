@@ -1,11 +1,10 @@
 """A sweep on one page: its trials, the best of them, and its three pictures."""
 
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 
 from eagleray import config, sweep_plots
-from eagleray.report.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined
+from eagleray.report.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
 from eagleray.sweep import Sweep, count
 from eagleray.sweep_book import Book
 
@@ -41,5 +40,5 @@ def page(folder: Path) -> Page:
         lead=[f"Its trials are compared by: eagleray report {folder}/trials/*"],
         tiles=tiles,
         sections=[s for s in sections if s.blocks],
-        footer=f"{folder} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        footer=signed(str(folder)),
     )

@@ -98,6 +98,11 @@ def normalise_(x: Tensor) -> Tensor:
     return x.sub_(per_channel(MEAN, x.device)).div_(per_channel(STD, x.device))
 
 
+def normalised(images: Tensor, device: torch.device) -> Tensor:
+    """uint8 images (B, 3, S, S) as the device's backbone wants them."""
+    return normalise_(images.to(device, non_blocking=True).float().div_(255))
+
+
 def erase_(x: Tensor, boxes: Tensor) -> Tensor:
     """Normal noise in boxes (B, 5) on the CPU, `draw.erased`, of images (B, 3, S, S), in place. Each box has a seed of
     its own, so its noise is the same in any batch, on devices of one kind."""
