@@ -77,7 +77,7 @@ def test_loader_gives_the_batches_of_a_single_reader_on_a_cpu(device: torch.devi
     for (a, _), (b, bad) in itertools.islice(zip(expected, got, strict=False), 5):  # over the end of the epoch
         assert bad == []
         assert a.rows == b.rows
-        assert all(v.device == device for v in (*b.views, b.boxes, b.label))
+        assert all(v.device == device for v in (*b.views, b.boxes, b.index, b.label))
         assert torch.equal(a.index, b.index)
         assert torch.equal(a.label, b.label.cpu())
         torch.testing.assert_close(b.boxes.cpu(), a.boxes, atol=0, rtol=0)
