@@ -78,7 +78,7 @@ def test_loader_gives_the_batches_of_a_single_reader_on_a_cpu(device: torch.devi
         assert bad == []
         assert a.rows == b.rows
         assert all(v.device == device for v in (*b.views, b.boxes, b.index, b.label))
-        assert torch.equal(a.index, b.index)
+        assert torch.equal(a.index, b.index.cpu())
         assert torch.equal(a.label, b.label.cpu())
         torch.testing.assert_close(b.boxes.cpu(), a.boxes, atol=0, rtol=0)
         torch.testing.assert_close([v.cpu() for v in b.views], a.views, atol=1e-5, rtol=0)
