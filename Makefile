@@ -14,7 +14,7 @@ setup: .venv/.done
 	@touch $@
 
 demo: setup
-	@$(RUN)/python -m eagleray.demo $(if $(DATA),"$(DATA)")
+	@$(RUN)/python -m eagleray.cli.demo $(if $(DATA),"$(DATA)")
 
 test: setup
 	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile

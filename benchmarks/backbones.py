@@ -23,9 +23,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from eagleray import models
-from eagleray.errors import UserError
-from eagleray.evals.throughput import forward, multiplications
+from eagleray.base.errors import UserError
+from eagleray.models import zoo
+from eagleray.protocols.throughput import forward, multiplications
 
 
 class Row(NamedTuple):
@@ -70,8 +70,8 @@ def main() -> None:
 
 def available() -> list[str]:
     """The rows whose backbone timm knows once all of our modules are there; each of them adds its own."""
-    for module in pkgutil.iter_modules(models.__path__):
-        importlib.import_module(f"eagleray.models.{module.name}")
+    for module in pkgutil.iter_modules(zoo.__path__):
+        importlib.import_module(f"eagleray.models.zoo.{module.name}")
     return [name for name, row in ROWS.items() if timm.is_model(row.timm)]
 
 

@@ -24,13 +24,13 @@ import memory
 import numpy as np
 import pyarrow as pa
 
+from eagleray.config.view import View
 from eagleray.data import index as indexing
-from eagleray.data.blob import Blob
 from eagleray.data.index import open_index
 from eagleray.data.index_file import SCHEMA
-from eagleray.data.stream import Stream
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.data.reader import Stream
+from eagleray.storage.blob import Blob
+from eagleray.views.sampling import Views
 
 T = TypeVar("T")
 CLASSES = 21_841

@@ -32,9 +32,10 @@ import step
 import streaming
 import torch
 
-from eagleray import checkpoint, run
-from eagleray.cluster.world import local
-from eagleray.recipe import Recipe
+from eagleray.engine import checkpoint
+from eagleray.engine.world import local
+from eagleray.runs import pretrain
+from eagleray.runs.recipe import Recipe
 
 USUAL = str(Path(__file__).parent / "recipes" / "mocov3_vits16.yaml")
 
@@ -84,9 +85,9 @@ class Times:
 
 def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
-    method = run.build(recipe).to(world.device)
-    optimizer = run.make_optimizer(recipe, method)
-    steps = run.training(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
+    method = pretrain.build(recipe).to(world.device)
+    optimizer = pretrain.make_optimizer(recipe, method)
+    steps = pretrain.training(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
 
     def one() -> Pair:
         return timed(lambda: (next(steps), common.wait(world.device)))

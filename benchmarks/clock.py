@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from eagleray import train
+from eagleray.engine import loop
 from eagleray.methods.method import Method
 
 PARTS = ("forward", "backward", "clip", "optimizer", "ema")
@@ -59,7 +59,7 @@ def patched(clock: Clock, method: Method, optimizer: torch.optim.Optimizer) -> I
     calls: dict[str, tuple[object, str]] = {
         "forward": (method, "forward"),
         "backward": (torch.Tensor, "backward"),
-        "clip": (train, "clip_"),
+        "clip": (loop, "clip_"),
         "optimizer": (optimizer, "step"),
     }
     module = sys.modules[type(method).__module__]

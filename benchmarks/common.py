@@ -17,8 +17,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "platform"))  # what is measured is this checkout
 
-from eagleray.errors import UserError  # noqa: E402
-from eagleray.views.view import View  # noqa: E402
+from eagleray.base.errors import UserError  # noqa: E402
+from eagleray.config.view import View  # noqa: E402
 
 T = TypeVar("T")
 

@@ -20,14 +20,14 @@ import common
 import torch
 from torch import Tensor
 
-from eagleray import optim
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.engine import optim
+from eagleray.engine.loop import Step, fit
 from eagleray.methods.drloc import DRLoc
 from eagleray.methods.method import Classifier
 from eagleray.methods.supervised import Supervised
 from eagleray.models.backbone import Backbone
-from eagleray.schedule import Progress
-from eagleray.train import Step, fit
 
 MIB = 2**20
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {

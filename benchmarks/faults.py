@@ -23,16 +23,17 @@ import common
 import torch
 from torch import Tensor
 
-from eagleray import config, recipe, run
-from eagleray.cluster.world import local
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.base.files import read_lines
+from eagleray.cli.demo import pictures
 from eagleray.data.batch import Batch
-from eagleray.data.shards import write_shards
-from eagleray.demo import pictures
-from eagleray.errors import UserError
-from eagleray.files import read_lines
-from eagleray.meter import Meter
+from eagleray.datasets.shards import write_shards
+from eagleray.engine.world import local
 from eagleray.methods import simsiam
-from eagleray.track import Tracking
+from eagleray.runs import pretrain, recipe
+from eagleray.runs.step_log import Meter
+from eagleray.runs.tracking import Tracking
 
 SMALL = "_vitxs8_cifar10_ep2"  # the recipes of two CPU cores
 SPOIL = {
@@ -74,7 +75,7 @@ def with_gradient(p: Tensor, z: Tensor) -> Tensor:
 @contextmanager
 def half_gradients(scale: float) -> Iterator[None]:
     """Gradients pass through half precision under a loss scale that is too large for some of them."""
-    build = run.build
+    build = pretrain.build
 
     def overflowing(r: recipe.Recipe) -> Any:
         method = build(r)
@@ -83,7 +84,7 @@ def half_gradients(scale: float) -> Iterator[None]:
                 p.register_hook(lambda g: (g * scale).half().float() / scale)
         return method
 
-    with patch.object(run, "build", overflowing):
+    with patch.object(pretrain, "build", overflowing):
         yield
 
 
@@ -91,7 +92,7 @@ def half_gradients(scale: float) -> Iterator[None]:
 def spoiled(how: str) -> Iterator[None]:
     feed = Meter.feed
 
-    def spoil(self: Meter, *args: Any) -> Iterator[tuple[run.Progress, Batch]]:
+    def spoil(self: Meter, *args: Any) -> Iterator[tuple[pretrain.Progress, Batch]]:
         for at, batch in feed(self, *args):
             yield at, replace(batch, views=SPOIL[how](batch.views))
 
@@ -120,11 +121,11 @@ def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if fault.factor:
             value = config.flat(config.plain(r))[fault.factor[0]] * fault.factor[1]
             r = recipe.load(fault.method + SMALL, [*keys, *fault.keys, f"{fault.factor[0]}={value}"])
-        r, out = run.resolve(r), Path(scratch) / "run"
+        r, out = pretrain.resolve(r), Path(scratch) / "run"
         out.mkdir()
         stopped = None
         try:
-            run.pretrain(r, local(), tracking=Tracking(args.tracking))
+            pretrain.pretrain(r, local(), tracking=Tracking(args.tracking))
         except UserError as e:
             stopped = str(e)
         found = read_lines(out / "health.jsonl")

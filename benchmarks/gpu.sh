@@ -31,7 +31,7 @@ if [ "${1:-}" = --cpu ]; then
     mocov3=("views=[{size: 32, count: 2}]" method.hidden=64)
     shards=(--images 64 --distinct 4 --width 64 --height 48)
     loader=(--images 2 --rounds 1) photometric=(--images 2 --rounds 1)
-    tests=(tests/test_gpu.py)
+    tests=(tests/devices/test_gpu.py)
 else
     steps=(--steps 40 --warmup 15 data.workers=12)
     dino=() mocov3=()

@@ -14,11 +14,11 @@ from pathlib import Path
 import common
 import numpy as np
 
-from eagleray import run
 from eagleray.data.index import open_index
-from eagleray.evals.features import extract, labelled
-from eagleray.evals.logistic import STEPS, Problem, held_out, judged, search, strength
-from eagleray.evals.subject import subject
+from eagleray.evaluation.target import subject
+from eagleray.protocols.features import extract, labelled
+from eagleray.protocols.logistic import STEPS, Problem, held_out, judged, search, strength
+from eagleray.runs import pretrain
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("backbone", help="as of `eagleray evaluate`")
     parser.add_argument("train", nargs="+", help="labelled shards")
     args = parser.parse_args()
-    one = subject(args.backbone, run.build)
+    one = subject(args.backbone, pretrain.build)
     for url in args.train:
         index = open_index(url, Path.cwd())
         size, resize = one.settings.size, one.settings.resize

@@ -30,13 +30,13 @@ from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torchvision import transforms as T
 
+from eagleray.base.errors import UserError
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
-from eagleray.data.stream import Part, Stream
-from eagleray.errors import UserError
-from eagleray.views import draw, photometric
+from eagleray.data.reader import Part, Stream
+from eagleray.views import photometric, sampling
 from eagleray.views.crop import crop
-from eagleray.views.draw import Views
+from eagleray.views.sampling import Views
 
 
 def main() -> None:
@@ -106,8 +106,8 @@ class Round(NamedTuple):
         samples, data = zip(*itertools.islice(stream.samples(range(1), start=step), stream.batch), strict=True)
         images = [decode(d) for d in data]
         v = stream.views
-        u = [draw.uniforms(len(v.views), seed=stream.seed, epoch=epoch, sample=sample) for sample in samples]
-        boxes = [draw.crops(v, row, *image.shape[1:]) for row, image in zip(u, images, strict=True)]
+        u = [sampling.uniforms(len(v.views), seed=stream.seed, epoch=epoch, sample=sample) for sample in samples]
+        boxes = [sampling.crops(v, row, *image.shape[1:]) for row, image in zip(u, images, strict=True)]
         out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in v.views]
         return cls(list(data), images, boxes, out)
 

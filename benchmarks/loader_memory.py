@@ -24,12 +24,12 @@ import memory
 import synthetic
 import torch
 
+from eagleray.config.view import View
 from eagleray.data.index import open_index
 from eagleray.data.index_file import BLOCK
 from eagleray.data.loader import Loader
-from eagleray.data.stream import Stream
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.data.reader import Stream
+from eagleray.views.sampling import Views
 
 EPOCHS = 5
 ALLOWANCE = 64  # MiB

@@ -20,13 +20,13 @@ import torch
 from step import made_up
 from torch import Tensor
 
-from eagleray import recipe, run
-from eagleray.cluster.world import local
 from eagleray.data.batch import Batch
-from eagleray.health import Health
-from eagleray.monitor import Monitor
-from eagleray.recipe import Recipe
-from eagleray.train import Step, fit
+from eagleray.engine.loop import Step, fit
+from eagleray.engine.world import local
+from eagleray.runs import pretrain, recipe
+from eagleray.runs.health import Health
+from eagleray.runs.monitor import Monitor
+from eagleray.runs.recipe import Recipe
 
 IMAGES = 50_000  # of which the bank keeps a tenth
 DRAWS = 2000  # bootstrap samples
@@ -89,21 +89,21 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
     other work on the machine matters little. The weights at the start and the batches are always the same."""
     device = local().device
     torch.manual_seed(r.seed)
-    method = run.build(r)
+    method = pretrain.build(r)
     method.begin(IMAGES)
     method.to(device)
-    optimizer = run.make_optimizer(r, method)
+    optimizer = pretrain.make_optimizer(r, method)
     monitor = Monitor(method, optimizer, every=r.monitor.every, bank=IMAGES // 10, labelled=True) if watch else None
-    health = Health(monitor.layers if monitor else [], run.scaled(r).value)
+    health = Health(monitor.layers if monitor else [], pretrain.scaled(r).value)
     batch = replace(made_up(r, device), label=torch.randint(1000, (r.optim.batch,), device=device))
 
-    def feed() -> Iterator[tuple[run.Progress, Batch]]:
+    def feed() -> Iterator[tuple[pretrain.Progress, Batch]]:
         step = 0
         while True:
-            yield run.Progress(step, 1000, 1000), batch
+            yield pretrain.Progress(step, 1000, 1000), batch
             step += 1
 
-    steps = fit(method, feed(), optimizer, lr=run.scaled(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
+    steps = fit(method, feed(), optimizer, lr=pretrain.scaled(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
 
     def take(n: int) -> float:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import common
 import torch
 
-from eagleray.views import draw, photometric
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.config.view import View
+from eagleray.views import photometric, sampling
+from eagleray.views.sampling import Views
 
 PLAIN = View(flip=0, jitter=0, gray=0, blur=0, solarize=0)
 VIEWS = {
@@ -43,7 +43,7 @@ def main() -> None:
 def operation(view: View, images: int, device: torch.device) -> Callable[[object], None]:
     pixels = torch.randint(0, 256, (images, 3, view.size, view.size), dtype=torch.uint8, device=device)
     one = Views.of([replace(view, count=1)])
-    drawn = [draw.photometrics(one, draw.uniforms(1, seed=0, epoch=0, sample=i)) for i in range(images)]
+    drawn = [sampling.photometrics(one, sampling.uniforms(1, seed=0, epoch=0, sample=i)) for i in range(images)]
     params = torch.cat([torch.from_numpy(p) for p in drawn])
 
     def run(_: object) -> None:

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray.errors import UserError
+from eagleray.base.errors import UserError
 from eagleray.losses.prototypes import Match, cross_entropy, match, mean_scores
 from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy

@@ -10,11 +10,11 @@ import common
 import synthetic
 import torch
 
+from eagleray.config.view import View
 from eagleray.data.index import open_index
 from eagleray.data.loader import Loader
-from eagleray.data.stream import Stream
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.data.reader import Stream
+from eagleray.views.sampling import Views
 
 PLACES = (0, 50, 99)  # per cent of an epoch
 VIEW = View(size=32, count=2)

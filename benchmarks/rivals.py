@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from eagleray.config.view import View
 from eagleray.data.decode import decode
-from eagleray.views import draw
+from eagleray.views import sampling
 from eagleray.views.crop import crop
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=224, count=2)])
 ENOUGH = 2**40  # bytes: nothing is evicted
@@ -90,8 +90,8 @@ class Ours:
         self.task, self.index = task, open_index(task.shards, note=common.note)
 
     def stream(self, folder: str, lanes: int) -> Any:
-        from eagleray.data.cache import Cache
-        from eagleray.data.stream import Stream
+        from eagleray.data.reader import Stream
+        from eagleray.storage.block_cache import Cache
 
         cache = {"cache": Cache(Path(folder), ENOUGH)} if folder else {}
         return Stream(self.index, VIEWS, seed=0, lanes=lanes, batch=self.task.batch, **cache)
@@ -121,8 +121,8 @@ class Ours:
 
     def fetched(self, readers: int) -> float:
         """Bytes that one epoch without a cache fetches, over the bytes of the tars that are in it."""
-        from eagleray.data import store
         from eagleray.data.order import owned
+        from eagleray.storage import store
 
         lengths: list[int] = []
         place = store.store(self.task.shards[0])
@@ -267,9 +267,9 @@ class Cropped(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for number, data in enumerate(self.files()):
             image = decode(data)
-            u = draw.uniforms(len(VIEWS.views), seed=0, epoch=self.turn.number, sample=number)
+            u = sampling.uniforms(len(VIEWS.views), seed=0, epoch=self.turn.number, sample=number)
             out = torch.empty(len(VIEWS.views), 3, 224, 224, dtype=torch.uint8)
-            crop(image, draw.crops(VIEWS, u, *image.shape[1:]), VIEWS.views, list(out))
+            crop(image, sampling.crops(VIEWS, u, *image.shape[1:]), VIEWS.views, list(out))
             yield out
 
 

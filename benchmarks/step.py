@@ -26,14 +26,15 @@ import common
 import torch
 from clock import PARTS, Clock, patched
 
-from eagleray import recipe, run, train
-from eagleray.cluster.world import local
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
-from eagleray.recipe import Recipe
-from eagleray.schedule import Progress
+from eagleray.engine import loop
+from eagleray.engine.world import local
+from eagleray.runs import pretrain, recipe
+from eagleray.runs.recipe import Recipe
 from eagleray.views import photometric
-from eagleray.views.draw import Views
+from eagleray.views.sampling import Views
 
 USUAL = "dino_vits16_in1k_ep100"
 IMAGES = 1_281_167  # in an epoch of synthetic input
@@ -68,13 +69,13 @@ def usual() -> str:
 
 def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
-    method = run.build(r).to(world.device)
-    optimizer = run.make_optimizer(r, method)
+    method = pretrain.build(r).to(world.device)
+    optimizer = pretrain.make_optimizer(r, method)
     feed = Feed(r, world.device, synthetic=args.synthetic)
     clock = Clock(world.device)
     with patched(clock, method, optimizer):
         batches = itertools.islice(feed, args.warmup + args.steps)
-        steps = run.training(r, world, method, optimizer, batches)
+        steps = pretrain.training(r, world, method, optimizer, batches)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
     result = {
@@ -91,7 +92,7 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(
-    steps: Iterator[train.Step], args: argparse.Namespace, feed: "Feed", clock: Clock
+    steps: Iterator[loop.Step], args: argparse.Namespace, feed: "Feed", clock: Clock
 ) -> tuple[float, torch.Tensor]:
     """Seconds of the measured steps, and the last loss."""
     deque(itertools.islice(steps, args.warmup), maxlen=0)
@@ -112,7 +113,7 @@ class Feed:
             self.steps_per_epoch = IMAGES // r.optim.batch
             self.batches: Iterator[Batch] = itertools.repeat(made_up(r, device))
         else:
-            stream = run.plan(r, note=common.note).stream
+            stream = pretrain.plan(r, note=common.note).stream
             self.steps_per_epoch = stream.steps_per_epoch
             loader = Loader(stream, rank=0, ranks=1, workers=r.data.workers, device=device)
             self.batches = (batch for batch, _ in loader.batches(0))

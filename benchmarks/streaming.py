@@ -33,10 +33,10 @@ import common
 import synthetic
 from rivals import Task
 
-from eagleray.data import store
+from eagleray.base.errors import UserError
 from eagleray.data.index import open_index
-from eagleray.data.shards import Sample, write_shards
-from eagleray.errors import UserError
+from eagleray.datasets.shards import Sample, write_shards
+from eagleray.storage import store
 
 SHARDS = 8
 BUCKET = "s3://photographs"
@@ -87,7 +87,7 @@ def server(root: Path) -> Iterator[None]:
     sys.path.append(str(common.ROOT / "tests"))
     import boto3
     import pytest
-    from s3.server import point_at, running
+    from helpers.s3.server import point_at, running
 
     with ExitStack() as stack:
         try:

@@ -26,8 +26,8 @@ from typing import Any
 import common
 import torch
 
-from eagleray import checkpoint
-from eagleray.files import read_lines
+from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
 
 RECIPE = "mocov3_vitxs8_cifar10_ep2"
 

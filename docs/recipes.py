@@ -5,8 +5,8 @@ import itertools
 import re
 from pathlib import Path
 
-from eagleray import recipe
-from eagleray.data.datasets import DATASETS
+from eagleray.datasets.catalogue import DATASETS
+from eagleray.runs import recipe
 
 PAGE = Path(__file__).with_name("recipes.md")
 MARK = "<!-- from here on written by docs/recipes.py -->\n"

@@ -15,8 +15,8 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train/ and test/ shards of drawn pictures, 320 and 80."""
-    from eagleray.data.shards import write_shards
-    from eagleray.demo import pictures
+    from eagleray.cli.demo import pictures
+    from eagleray.datasets.shards import write_shards
 
     folder = tmp_path_factory.mktemp("shards")
     for seed, (split, count) in enumerate((("train", 320), ("test", 80))):

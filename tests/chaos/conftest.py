@@ -10,9 +10,9 @@ import boto3
 import pytest
 from chaos.check import Steps, multiset, steps
 from chaos.job import COMMAND, Run
-from data.pictures import jpeg
-from s3.proxy import Proxy
-from s3.server import Swift, point_at, running
+from helpers.pictures import jpeg
+from helpers.s3.proxy import Proxy
+from helpers.s3.server import Swift, point_at, running
 
 SAMPLES, BATCH, LANES = 330, 32, 8  # ten steps an epoch, and some samples left out
 LONG, SHORT = 198, 42  # steps, with checkpoints at both
@@ -57,7 +57,7 @@ class Whole:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    from eagleray.data.shards import Sample, write_shards
+    from eagleray.datasets.shards import Sample, write_shards
 
     folder = tmp_path_factory.mktemp("chaos")
     (folder / "small.yaml").write_text(RECIPE)

@@ -15,10 +15,10 @@ import torch
 from chaos.check import verify, with_stand_ins
 from chaos.conftest import LANES, LONG, SHORT, Site, Whole
 from chaos.job import Job, Run
-from s3.proxy import Faults, Proxy
+from helpers.s3.proxy import Faults, Proxy
 
-from eagleray import checkpoint
-from eagleray.files import read_lines
+from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
 
 pytestmark = pytest.mark.slow
 

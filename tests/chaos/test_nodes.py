@@ -12,8 +12,8 @@ from chaos.check import Steps, steps, verify
 from chaos.conftest import RECIPE
 from chaos.job import TRACING, Job, Run
 
+from eagleray.base.files import read_lines
 from eagleray.cluster.session import ENVIRONMENT
-from eagleray.files import read_lines
 
 pytestmark = pytest.mark.slow
 KEYS = ["log_steps=1", "checkpoint.steps=20", "monitor.every=1000", "optim.epochs=10000"]
@@ -118,10 +118,10 @@ def test_nodes_come_and_go_and_no_sample_is_lost_or_given_twice(run: Run, cluste
 
 def uninterrupted(run: Run, last: int) -> Steps:
     """What one process is given that nobody disturbs: read, not trained on."""
-    from eagleray import recipe
-    from eagleray import run as runs
-    from eagleray.cluster import world
     from eagleray.data.loader import Loader
+    from eagleray.engine import world
+    from eagleray.runs import pretrain as runs
+    from eagleray.runs import recipe
 
     r = runs.resolve(recipe.load(str(run.recipe), [*KEYS, f"data.train={run.data}", f"out={run.out}", "workers=0"]))
     os.environ["EAGLERAY_PACE"] = "0"

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from data.pictures import sample, spoiled, write_shards, write_tar
+from helpers.pictures import sample, spoiled, write_shards, write_tar
 
-from eagleray import cli
+from eagleray.base.errors import UserError
+from eagleray.cli import main
 from eagleray.data.bench import Stage, bench, judge, timed
-from eagleray.errors import UserError
 
 STAGES = ["store", "read", "decode", "crop", "loader"]
 
@@ -91,9 +91,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     url = str(write_shards(tmp_path, 24, 1))
     monkeypatch.setattr(sys, "argv", ["eagleray", "data", "bench", url, "--seconds", "0.1", "--json"])
     with pytest.raises(SystemExit, match="0"):
-        cli.main()
+        main.main()
     assert list(json.loads(capsys.readouterr().out)["stages"]) == STAGES
     monkeypatch.setattr(sys, "argv", ["eagleray", "data", "bench", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="2"):
-        cli.main()
+        main.main()
     assert capsys.readouterr().err.count("\n") == 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data.pictures import encode, picture
+from helpers.pictures import encode, picture
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 

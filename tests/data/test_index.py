@@ -13,20 +13,21 @@ import numpy as np
 import pyarrow
 import pytest
 import webdataset
-from data import corrupt
-from data.pictures import Member, encode, jpeg, picture, sample, write_shards, write_tar
+from helpers import corrupt
+from helpers.pictures import Member, encode, jpeg, picture, sample, write_shards, write_tar
 from pyarrow import parquet
 
+from eagleray.base.errors import UserError
 from eagleray.data import index as indexing
-from eagleray.data import index_file, store
-from eagleray.data import scan as scanning
+from eagleray.data import index_file
+from eagleray.data import tar_scan as scanning
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.data.index_file import NAME, blocks
 from eagleray.data.quarantine import Bad
-from eagleray.data.scan import Row, scan
-from eagleray.data.store import LocalStore
-from eagleray.errors import UserError
+from eagleray.data.tar_scan import Row, scan
+from eagleray.storage import store
+from eagleray.storage.store import LocalStore
 
 PNG = encode(picture(1), "PNG")
 MEMBERS: list[Member] = [

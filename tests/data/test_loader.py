@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from data.pictures import sample, spoiled, write_shards, write_tar
+from helpers.pictures import sample, spoiled, write_shards, write_tar
 
+from eagleray.base.errors import UserError
+from eagleray.config.view import View
 from eagleray.data import index_file
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
 from eagleray.data.loader import Loader, rows
 from eagleray.data.quarantine import Bad
-from eagleray.data.stream import Stream
-from eagleray.errors import UserError
+from eagleray.data.reader import Stream
 from eagleray.views import photometric
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.views.sampling import Views
 
 LANES, BATCH, SAMPLES = 6, 12, 45  # 3 steps in an epoch
 VIEWS = Views.of([View(size=16, count=2, blur=0.5, solarize=0.5), View(size=8, scale=(0.05, 0.3))])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from eagleray.base.errors import UserError
 from eagleray.data.quarantine import Bad, Quarantine
-from eagleray.errors import UserError
 
 
 def bad(i: int, reason: str = "truncated") -> Bad:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from golden_cases import Case, cases
+from helpers.golden_cases import Case, cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.losses import entropy
 from eagleray.losses.prototypes import Match, cross_entropy, match, mean_scores, probabilities
-from eagleray.models import spread
 from eagleray.models.heads import PrototypeHead
 
 without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -117,7 +117,7 @@ def test_a_student_that_agrees_has_no_gradient_and_the_entropy_for_a_loss() -> N
     loss = cross_entropy(given.t, s, given.w_t, w, none, matched, tau_t=0.2, tau_s=0.2)
     loss.backward()
     p = probabilities(given.t, given.w_t, none, 0.2)
-    torch.testing.assert_close(loss, spread.entropy(p) * torch.tensor(300.0, dtype=torch.float64).log())
+    torch.testing.assert_close(loss, entropy.entropy(p) * torch.tensor(300.0, dtype=torch.float64).log())
     assert s.grad.abs().max() < 1e-12
     assert w.grad.abs().max() < 1e-12
 

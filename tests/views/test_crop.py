@@ -10,10 +10,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from eagleray.config.view import View
 from eagleray.views.crop import centre_crop, corners, crop
-from eagleray.views.draw import COLUMNS, Views, crops, photometrics, uniforms
 from eagleray.views.photometric import MEAN, STD, apply
-from eagleray.views.view import View
+from eagleray.views.sampling import COLUMNS, Views, crops, photometrics, uniforms
 
 torch.set_num_threads(1)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
+from eagleray.config.view import View
 from eagleray.views import photometric
-from eagleray.views.draw import COLUMNS, Views, photometrics, uniforms
 from eagleray.views.photometric import MEAN, STD, apply
-from eagleray.views.view import View
+from eagleray.views.sampling import COLUMNS, Views, photometrics, uniforms
 
 torch.set_num_threads(1)
 

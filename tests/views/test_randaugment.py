@@ -10,8 +10,8 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_train
 
 from eagleray import config
+from eagleray.config.view import View
 from eagleray.views.randaugment import augment, posterize
-from eagleray.views.view import View
 
 POLICY = "rand-m9-mstd0.5-inc1"
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagleray.base.errors import Outage, UserError
 from eagleray.config import nearest
-from eagleray.errors import Outage, UserError
 
 if TYPE_CHECKING:
-    from eagleray.cluster.parcel import Parcel
+    from eagleray.cluster.job_package import Parcel
 
 ENTRY = "exec python -m eagleray.cli pretrain recipe.yaml"  # on the head, with the parcel as its working folder
 TIMEOUTS = (4, 30)  # seconds to connect, and to wait for an answer

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from eagleray.base.errors import Outage, UserError
 from eagleray.cluster.session import session
-from eagleray.errors import Outage, UserError
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
-from eagleray import checkpoint, config, dist, place, run
-from eagleray.cluster.gauges import Gauges
+from eagleray import config
+from eagleray.base import dist
+from eagleray.base.errors import Futile, Outage, Preempted, UserError
+from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.session import session
-from eagleray.cluster.world import World
-from eagleray.errors import Futile, Outage, Preempted, UserError
-from eagleray.recipe import Recipe, span
-from eagleray.track import Tracking
+from eagleray.engine import checkpoint
+from eagleray.engine.world import World
+from eagleray.runs import pretrain, remote
+from eagleray.runs.recipe import Recipe, span
+from eagleray.runs.tracking import Tracking
 
 RESIZE = 20.0  # seconds between two looks whether there is room for more workers
 
@@ -77,7 +80,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
         ),
         run_config=RunConfig(
             name=f"train-{began:.3f}",
-            storage_path=str(place.view(recipe.out or "") / ".ray"),
+            storage_path=str(remote.view(recipe.out or "") / ".ray"),
             # Whether to go on is decided by what the run has saved since, see `Folder.begin` and `_count`.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=list(callbacks),
@@ -121,7 +124,7 @@ def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    failure = place.get(out, ".failure")
+    failure = remote.get(out, ".failure")
     if failure:
         told = json.loads(failure)
         raise (UserError if told["user"] else RuntimeError)(told["why"])
@@ -137,18 +140,18 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
 
     recipe = config.check(Recipe, given["recipe"], "recipe")
     out = recipe.out or ""
-    if place.get(out, ".failure"):
+    if remote.get(out, ".failure"):
         return None
     device = get_device()
     if device.type == "cpu":
         torch.set_num_threads(given["threads"])
     world = RayWorld(device, out.rpartition("/")[2], recipe.method.name)
     try:
-        return run.pretrain(recipe, world, tracking=given["tracking"], command=given["command"])
+        return pretrain.pretrain(recipe, world, tracking=given["tracking"], command=given["command"])
     except Preempted:
         raise  # the restarted workers sit on other machines
     except (UserError, Outage) as e:
-        place.put(out, ".failure", json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
+        remote.put(out, ".failure", json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
         raise
     except Exception as e:
         _count(out, given["command"], e)
@@ -159,9 +162,9 @@ def _count(out: str, command: float, error: Exception) -> None:
     """Give up on an error that came back twice, since this command began, without a new checkpoint in between."""
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
     name = f".failures-{dist.rank()}"
-    known = json.loads(place.get(out, name) or "{}")
+    known = json.loads(remote.get(out, name) or "{}")
     times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
-    place.put(out, name, json.dumps({"command": command, "after": newest, "times": times}))
+    remote.put(out, name, json.dumps({"command": command, "after": newest, "times": times}))
     if times == 3 or isinstance(error, Futile):
         why = f"failed {times} times without progress: {type(error).__name__}: {error}; see {out}/train.log"
-        place.put(out, ".failure", json.dumps({"user": False, "why": why}))
+        remote.put(out, ".failure", json.dumps({"user": False, "why": why}))

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.data import store
-from eagleray.data.ahead import ahead
+from eagleray.base.errors import UserError
+from eagleray.config.view import View
+from eagleray.data.blocks import THREADS, span
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.fetch import THREADS, span
 from eagleray.data.index import Index, Note, open_index
 from eagleray.data.loader import Loader
-from eagleray.data.stream import Part, Stream
-from eagleray.errors import UserError
-from eagleray.views import draw
+from eagleray.data.reader import Part, Stream
+from eagleray.storage import store
+from eagleray.storage.ordered_map import ahead
+from eagleray.views import sampling
 from eagleray.views.crop import crop
-from eagleray.views.draw import Views
-from eagleray.views.view import View
+from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=224, count=2)])
 KEPT = 256  # images that are decoded and cropped again and again
@@ -188,8 +188,8 @@ def cropping(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
     views = VIEWS.views
     out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in views]
     for number, (data, image) in enumerate(itertools.cycle(images)):
-        u = draw.uniforms(len(views), seed=0, epoch=0, sample=number)
-        crop(image, draw.crops(VIEWS, u, *image.shape[1:]), views, out)
+        u = sampling.uniforms(len(views), seed=0, epoch=0, sample=number)
+        crop(image, sampling.crops(VIEWS, u, *image.shape[1:]), views, out)
         yield 1, len(data)
 
 

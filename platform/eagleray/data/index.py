@@ -13,14 +13,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from eagleray.data import index_file, store
-from eagleray.data.blob import Blob
+from eagleray.base.errors import UserError
+from eagleray.config.source import Source
+from eagleray.data import index_file
 from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
 from eagleray.data.quarantine import Bad
-from eagleray.data.retry import PATIENCE
-from eagleray.data.scan import scan
-from eagleray.data.source import Source
-from eagleray.errors import UserError
+from eagleray.data.tar_scan import scan
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
+from eagleray.storage.retry import PATIENCE
 
 KEPT = 128  # shards whose rows a process holds at hand
 Urls = str | Sequence[str | Source]

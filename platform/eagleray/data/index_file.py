@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagleray.data import store
-from eagleray.data.blob import Blob
-from eagleray.errors import UserError
+from eagleray.base.errors import UserError
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
 
 NAME = "index.parquet"
 BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling

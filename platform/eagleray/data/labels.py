@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from eagleray.base.errors import UserError
 from eagleray.data.index import Index
-from eagleray.errors import UserError
 
 
 def check(key: str, index: Index, classes: int, *, every: bool) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from eagleray.base.errors import UserError
 from eagleray.data.batch import Batch
 from eagleray.data.order import owned
 from eagleray.data.quarantine import Bad
-from eagleray.data.stream import Part, Stream
-from eagleray.errors import UserError
+from eagleray.data.reader import Part, Stream
 from eagleray.views import photometric
 
 T = TypeVar("T")

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from eagleray.errors import UserError
-from eagleray.files import add_lines, read_lines
+from eagleray.base.errors import UserError
+from eagleray.base.files import add_lines, read_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from eagleray import dist
+from eagleray.base import dist
 from eagleray.losses.prototypes import Match, cross_entropy, mean_scores
 from eagleray.models.backbone import Encoder, Features, Head
 from eagleray.models.class_attention import Aggregated

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray import dist
-from eagleray.models.spread import entropy, usage
+from eagleray.base import dist
+from eagleray.losses.entropy import entropy, usage
 
 # Scores that are there at once, 64 MiB and 256 MiB of them; fewer make the sums over chunks dear.
 CHUNK = {"cpu": 2**24, "cuda": 2**26}

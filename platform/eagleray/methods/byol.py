@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method, Positive
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
-from eagleray.schedule import Progress, Schedule
 
 
 class BYOL(Method):

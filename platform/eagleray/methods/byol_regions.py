@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import match
 from eagleray.losses.regions import RegionLoss, Side, follow, region_loss, side
@@ -12,7 +13,6 @@ from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder, Features
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, mlp
-from eagleray.schedule import Progress, Schedule
 
 
 class BYOLRegions(Method):

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
-from eagleray.schedule import Progress, Schedule
 
 
 class DINO(Method):

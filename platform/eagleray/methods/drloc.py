@@ -7,12 +7,21 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
-from eagleray.errors import UserError
-from eagleray.losses.drloc import Localiser, Mode, Pool, Targets, coarse, drloc_loss, exhaustive_pairs, random_pairs
+from eagleray.losses.relative_location import (
+    Localiser,
+    Mode,
+    Pool,
+    Targets,
+    coarse,
+    drloc_loss,
+    exhaustive_pairs,
+    random_pairs,
+)
 from eagleray.methods.method import Classes, Classifier, NotNegative, Positive, Share, judged
 from eagleray.models.backbone import Backbone
-from eagleray.schedule import Progress, Schedule
 
 
 class DRLoc(Classifier):

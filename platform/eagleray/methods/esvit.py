@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import choices, match
 from eagleray.losses.regions import MATCHINGS, RegionLoss, Side, follow, region_loss, sampled, side, softmax_loss
@@ -14,7 +15,6 @@ from eagleray.methods.method import Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
-from eagleray.schedule import Progress, Schedule
 
 
 class EsViT(Method):

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Count, Method, Positive, PositiveFloat, Share
 from eagleray.models.backbone import Backbone, Encoder
-from eagleray.models.memory import Bank
-from eagleray.schedule import Progress
+from eagleray.models.queue import Bank
 
 
 class InstDisc(Method):

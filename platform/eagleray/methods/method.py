@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.errors import UserError
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import average, ema_copy
-from eagleray.schedule import Progress
 from eagleray.views.mixing import Mixing
 
 # Ranges of what a method's recipe section may hold.

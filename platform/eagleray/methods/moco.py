@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
+from eagleray.losses.infonce import infonce, logits
 from eagleray.methods.method import Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.groups import grouped, shuffle
 from eagleray.models.heads import mlp
-from eagleray.models.infonce import infonce, logits
-from eagleray.models.memory import Queue
-from eagleray.schedule import Progress, Schedule
+from eagleray.models.queue import Queue
+from eagleray.models.shuffle_bn import grouped, shuffle
 
 
 class MoCo(Method):

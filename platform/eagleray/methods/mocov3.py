@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
-from eagleray.schedule import Progress, Schedule
 
 
 class MoCoV3(Method):

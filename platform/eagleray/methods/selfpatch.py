@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss
 from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
@@ -14,7 +15,6 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
-from eagleray.schedule import Progress, Schedule
 
 
 class SelfPatch(Method):

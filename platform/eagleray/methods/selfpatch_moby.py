@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
+from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss, rows
 from eagleray.losses.prototypes import choices
 from eagleray.methods.method import Method, Positive, PositiveFloat, Share
@@ -18,9 +20,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients, mlp
-from eagleray.models.infonce import infonce, logits
-from eagleray.models.memory import Queue
-from eagleray.schedule import Progress, Schedule
+from eagleray.models.queue import Queue
 
 
 class SelfPatchMoBY(Method):

@@ -3,11 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method, Positive
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
-from eagleray.schedule import Progress
 
 
 class SimSiam(Method):

@@ -4,10 +4,10 @@ arXiv:2012.12877)."""
 import torch
 from torch import Tensor
 
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Classes, Classifier, NotNegative, Share, judged
 from eagleray.models.backbone import Backbone
-from eagleray.schedule import Progress
 
 
 class Supervised(Classifier):

@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.losses.entropy import entropy, usage
+from eagleray.losses.sinkhorn import sinkhorn
 from eagleray.methods.method import Count, Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import drop_gradients, mlp
-from eagleray.models.memory import Queue
-from eagleray.models.sinkhorn import sinkhorn
-from eagleray.models.spread import entropy, usage
-from eagleray.schedule import Progress
+from eagleray.models.queue import Queue
 
 
 class SwAV(Method):

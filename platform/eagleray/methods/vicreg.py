@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray import dist
+from eagleray.base import dist
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method, Positive, PositiveFloat
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
-from eagleray.schedule import Progress
 
 
 class VICReg(Method):

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray.errors import UserError
-from eagleray.models import cvt13, cvt_esvit, pvt, swin, t2t, vil, vit  # noqa: F401  timm shall know their models
-from eagleray.models.parts import by_parts
+from eagleray.base.errors import UserError
+from eagleray.models import vit
+from eagleray.models.micro_batch import by_parts
 from eagleray.models.stages import handed_on, stages, widths
 
 Head = TypeVar("Head", bound=nn.Module)

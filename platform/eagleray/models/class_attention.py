@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from eagleray.errors import UserError
+from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone, Features
-from eagleray.models.neighbours import likest
+from eagleray.models.patch_neighbors import likest
 
 
 class Aggregation(nn.Module):

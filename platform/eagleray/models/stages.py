@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from eagleray.errors import UserError
+from eagleray.base.errors import UserError
 
 
 def stages(model: Any) -> list[nn.Module]:

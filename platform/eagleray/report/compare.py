@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagleray import config
-from eagleray.errors import UserError
+from eagleray.base.errors import UserError
 from eagleray.report import plots
 from eagleray.report.page import Page, Section, Table, signed
 from eagleray.report.read import Run, names

@@ -10,14 +10,15 @@ from typing import Any
 
 import yaml
 
-from eagleray import picture, place
-from eagleray.data import store
-from eagleray.data.store import remote
-from eagleray.errors import UserError
-from eagleray.evals import results
-from eagleray.evals.results import Result
-from eagleray.files import read_lines
-from eagleray.picture import Curve
+from eagleray.base.errors import UserError
+from eagleray.base.files import read_lines
+from eagleray.evaluation import results
+from eagleray.evaluation.results import Result
+from eagleray.runs import plots
+from eagleray.runs import remote as place
+from eagleray.runs.plots import Curve
+from eagleray.storage import store
+from eagleray.storage.store import remote
 
 LEAVES = ("recipe.yaml", "metrics.jsonl", "summary.json", "results.json")  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
@@ -66,7 +67,7 @@ class Run:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Every number of the records by key."""
-        return picture.read(self.folder) if self.records else {}
+        return plots.read(self.folder) if self.records else {}
 
 
 def read(given: str) -> Run:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from eagleray.evals.results import UNTRAINED as BARE
-from eagleray.evals.results import Result, lone, settled
-from eagleray.health import KINDS
+from eagleray.evaluation.results import UNTRAINED as BARE
+from eagleray.evaluation.results import Result, lone, settled
 from eagleray.report import plots
 from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
 from eagleray.report.read import Run, names
+from eagleray.runs.health import KINDS
 
 UNTRAINED = "_untrained"
 REASONS = 20  # rows of the table of bad samples

@@ -3,10 +3,11 @@
 from collections import Counter
 from pathlib import Path
 
-from eagleray import config, sweep_plots
+from eagleray import config
 from eagleray.report.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
-from eagleray.sweep import Sweep, count
-from eagleray.sweep_book import Book
+from eagleray.tune import plots
+from eagleray.tune.study import Book
+from eagleray.tune.sweep import Sweep, count
 
 CAPTIONS = {
     "keys": "The objective over each key that is varied.",
@@ -24,7 +25,7 @@ def page(folder: Path) -> Page:
     for r in book.rows.values():
         named, values = [r["alternative"]] * several, [r["values"].get(k) for k in keys]
         rows.append([r["id"], *named, *values, r["step"], r["metric"], r["state"], r["why"]])
-    drawn = [Picture(inlined(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in sweep_plots.draw(book)]
+    drawn = [Picture(inlined(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in plots.draw(book)]
     sections = [
         Section("Trials", [Table("Every trial that was begun", columns, rows)] if rows else []),
         Section("Pictures", [Pictures(drawn, large=True)] if drawn else []),

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagleray import files, place
-from eagleray.data import store
-from eagleray.data.store import remote
-from eagleray.errors import UserError
+from eagleray.base import files
+from eagleray.base.errors import UserError
 from eagleray.report import compare, sections, sweep
 from eagleray.report.page import render
 from eagleray.report.read import read
+from eagleray.runs import remote as place
+from eagleray.storage import store
+from eagleray.storage.store import remote
 
 NAME = "report.html"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from eagleray.views.view import View
+from eagleray.config.view import View
 
 # What torchvision's antialiased resize comes down to, with a place to write to.
 RESIZE = {

@@ -4,7 +4,7 @@ import torch
 from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor
 
-from eagleray.chance import seeded
+from eagleray.base.rng import seeded
 
 
 class Mixing:

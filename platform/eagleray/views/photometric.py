@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from eagleray.views.draw import COLUMNS
+from eagleray.views.sampling import COLUMNS
 
 TAPS = 13  # of the blur, 3 standard deviations of the widest
 LUMA = (0.2989, 0.587, 0.114)

@@ -10,9 +10,9 @@ from timm.data.auto_augment import RandAugment, rand_augment_transform
 from timm.data.transforms import str_to_pil_interp
 from torch import Tensor
 
-from eagleray.chance import seeded
+from eagleray.base.rng import seeded
+from eagleray.config.view import View
 from eagleray.views.photometric import MEAN
-from eagleray.views.view import View
 
 
 @functools.cache

@@ -1,0 +1,115 @@
+"""Small files of a run, such that readers find them whole whatever happens to the writer."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from eagleray.base.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a small file so that readers see the old one or the new one, never a part."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object per line, in order of steps, whatever happened in between. What a full disk does not
+    take is written with a later line."""
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        """Continue a file from a step; lines of later steps, which will be taken again, are dropped."""
+        lines = [r for r in read_lines(path) if r["step"] <= step]
+        replace(path, "".join(json.dumps(r) + "\n" for r in lines))
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._late = b""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        data, size = self._late + json.dumps(record).encode() + b"\n", os.fstat(self._file.fileno()).st_size
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as e:
+            os.ftruncate(self._file.fileno(), size)  # no part of a line
+            if not self._late:
+                log.warning("%s: %s; its lines are kept in memory until there is room", self._path, e.strerror)
+            self._late = data
+            return
+        self._late = b""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one on each line, but those that a killed writer left half written."""
+    found = []
+    # Not splitlines: a text may hold what that takes for an end.
+    for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def add_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Put objects behind those that are there, and behind a line that was left half written."""
+    with path.open("a+b") as f:
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            f.write(b"" if f.read(1) == b"\n" else b"\n")
+        f.writelines(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in records)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """No other process of this machine is inside for the same file, which is made where it is missing."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def lock(folder: Path, *, patience: float = 0.0) -> IO[str]:
+    """Keep a folder to this process until the file is closed. Raises UserError when another process still has it after
+    so many seconds."""
+    file = (folder / ".lock").open("a+")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                file.seek(0)
+                with file:
+                    raise UserError(f"out={folder}: process {file.read()} is still running there") from None
+            time.sleep(0.2)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def locked(folder: Path) -> bool:
+    """Whether a process keeps the folder to itself."""
+    path = folder / ".lock"
+    if not path.exists():
+        return False
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,76 @@
+"""`make demo`: from nothing to a backbone in a few minutes, with the pictures drawn here or with the user's own."""
+
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from eagleray.base.console import counted, fail, out
+from eagleray.base.errors import UserError
+from eagleray.cli import commands
+from eagleray.datasets.shapes import CLASSES, image
+from eagleray.datasets.shards import Sample, encode, write_shards
+from eagleray.datasets.sources.job import Job
+from eagleray.storage import store
+
+RECIPE = "mocov3_vitxs8_shapes_demo"
+RUNS = Path("runs")
+TRAIN, TEST = 12_000, 2_000  # pictures
+
+
+def main(data: str | None) -> None:
+    """Raises UserError for data that cannot be used."""
+    given = own(data) if data else drawn()
+    commands.pretrain(RECIPE, [*given, f"out={RUNS / ('demo-' + name(data) if data else 'demo')}"])
+    out.print(
+        "\nWith your own images:\n"
+        "  make demo DATA=<folder of images, or folder or s3:// URL of shards>\n"
+        "or step by step:\n"
+        "  .venv/bin/eagleray shard <folder of images> <folder for shards>\n"
+        "  .venv/bin/eagleray list recipes\n"
+        "  .venv/bin/eagleray pretrain <recipe> data.train=<shards> out=runs/mine workers=<GPUs>",
+        markup=False,
+    )
+
+
+def drawn() -> list[str]:
+    """Shards of the drawn pictures, made once."""
+    for seed, (split, count) in enumerate((("train", TRAIN), ("test", TEST))):
+        place = RUNS / "shapes" / split
+        if not (place / "index.parquet").exists():
+            for left in place.glob("*.tar"):  # of a demo that was killed here
+                left.unlink()
+            samples = counted("pictures", f"drawing {split}", pictures(seed, count), count)
+            write_shards(samples, str(place), size=4 * 2**20)
+            out.print(f"drew {count} {split} pictures of {len(CLASSES)} classes")
+    return [f"data.train={RUNS / 'shapes' / 'train'}", f"data.test={RUNS / 'shapes' / 'test'}"]
+
+
+def pictures(seed: int, count: int) -> Iterator[Sample]:
+    for i in range(count):
+        picture, label = image(seed, i)
+        yield Sample(f"{i:06d} {CLASSES[label]}".replace(" ", "_"), "png", encode(picture), label)
+
+
+def own(data: str) -> list[str]:
+    """The user's shards as they are; a folder of images is sharded first, once."""
+    folder = store.local(data)
+    if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
+        return [f"data.train={data}"]
+    place = RUNS / f"shards-{name(data)}"
+    commands.prepare(Job(source="folder", origin=data, destination=str(place)), workers=0)
+    return [f"data.train={place}"]
+
+
+def name(data: str | None) -> str:
+    """A short name for the user's data, another one for another place of the same name."""
+    place = store.absolute(str(data).rstrip("/"))
+    return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(place.encode()):08x}"
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else None)
+    except (UserError, RuntimeError) as e:
+        fail(str(e))
+        sys.exit(2 if isinstance(e, UserError) else 1)

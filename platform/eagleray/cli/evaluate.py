@@ -1,0 +1,94 @@
+"""The command that evaluates: evaluate."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from eagleray.base.console import out, quietly
+from eagleray.base.errors import UserError
+from eagleray.cli.options import Json
+
+
+def register(app: typer.Typer) -> None:
+    """Settings of protocols are options that only the protocols know."""
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(evaluate)
+
+
+class Format(StrEnum):
+    markdown = "markdown"
+    latex = "latex"
+    json = "json"
+
+
+def evaluate(
+    context: typer.Context,
+    backbone: Annotated[
+        str,
+        typer.Argument(
+            help="a run or its checkpoint, timm:NAME, a file of tensors with --architecture, or untrained:NAME",
+        ),
+    ],
+    train: Annotated[str | None, typer.Option(help="shards to learn from, labelled for the probes")] = None,
+    test: Annotated[str | None, typer.Option(help="shards to test on; else a tenth of --train is held out")] = None,
+    protocol: Annotated[str, typer.Option(help="of `eagleray list protocols`, comma-separated")] = "knn,linear",
+    coco: Annotated[str | None, typer.Option(help="folder in COCO's layout, for detection")] = None,
+    masks: Annotated[str | None, typer.Option(help="folder of images and masks, for segmentation")] = None,
+    davis: Annotated[str | None, typer.Option(help="folder in DAVIS's layout")] = None,
+    suite: Annotated[str | None, typer.Option(help="folder or s3:// URL of prepared sets, NAME/SPLIT")] = None,
+    architecture: Annotated[str | None, typer.Option(help="timm's name of what a file of tensors is for")] = None,
+    untrained: Annotated[bool, typer.Option("--untrained", help="the same architecture untrained, beside it")] = False,
+    workers: Annotated[int, typer.Option(help="Ray tasks that extract features; 0: this process", min=0)] = 0,
+    form: Annotated[Format, typer.Option("--format", help="of the table")] = Format.markdown,
+    folder: Annotated[
+        str | None, typer.Option("--out", help="where results.json is; the run's folder, or evaluations/NAME")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a backbone; --SETTING VALUE changes a setting of the protocols that have it, such as --k 10."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
+    from eagleray.evaluation import evaluate as evaluation
+
+    if backbone.startswith("-"):
+        raise UserError(f"{backbone}: expected the backbone first, and settings after it")
+    folders = {"coco": coco, "masks": masks, "davis": davis, "suite": suite}
+    request = evaluation.Request(
+        backbone=backbone,
+        protocols=[name.strip() for name in protocol.split(",")],
+        train=train,
+        test=test,
+        folders={need: place for need, place in folders.items() if place},
+        settings=settings(context.args),
+        architecture=architecture,
+        untrained=untrained,
+        workers=workers,
+        out=folder,
+    )
+    with quietly(as_json or form is Format.json):
+        report = evaluation.evaluate(request)
+    if as_json:
+        trained = [r for r in report.results if not r.untrained]
+        print(json.dumps({f"{r.protocol}/{k.partition('/')[2]}": v for r in trained for k, v in r.numbers.items()}))
+    elif report.results:
+        print(evaluation.table(report, form.value))
+        if form is not Format.json:
+            out.print(f"results   {report.folder}/results.json", markup=False)
+    if report.refused:
+        sys.exit(2)
+
+
+def settings(words: Sequence[str]) -> dict[str, str]:
+    """`--k 10` and `--k=10` by name. Raises UserError."""
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key or not (equals or rest):
+            raise UserError(f"{word}: expected --SETTING VALUE after the backbone")
+        found[key.replace("-", "_")] = value if equals else rest.pop(0)
+    return found

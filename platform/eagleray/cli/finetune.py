@@ -1,0 +1,31 @@
+"""The command for training that starts from weights: finetune."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from eagleray.base.console import quietly
+from eagleray.cli.options import Json, Overrides, RecipeName
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(finetune)
+
+
+def finetune(
+    weights: Annotated[
+        str,
+        typer.Argument(help="a run, a checkpoint, a file of tensors, or a timm name such as timm:vit_base_patch16_224"),
+    ],
+    name: RecipeName,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe from pretrained weights: `pretrain` with backbone.weights=WEIGHTS."""
+    from eagleray.cli import commands
+
+    with quietly(as_json):
+        summary = commands.pretrain(name, [*(overrides or []), f"backbone.weights={json.dumps(weights)}"])
+    if as_json:
+        print(json.dumps(summary))

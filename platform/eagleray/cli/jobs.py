@@ -1,0 +1,108 @@
+"""The commands for runs on a cluster: submit, jobs, logs, stop."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime, timedelta
+from typing import Annotated
+
+import typer
+
+from eagleray.base.console import out
+from eagleray.cli.options import Overrides, RecipeName
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="dashboard of the Ray head, http://head:8265; RAY_API_SERVER_ADDRESS or RAY_ADDRESS by default"),
+]
+Id = Annotated[str, typer.Argument(help="of `eagleray jobs`", metavar="ID")]
+
+
+def register(app: typer.Typer) -> None:
+    for command in (submit, jobs, logs, stop):
+        app.command()(command)
+
+
+def say(line: str) -> None:
+    out.print(line, markup=False)
+
+
+def submit(
+    name: RecipeName,
+    overrides: Overrides = None,
+    address: Address = None,
+    gpus: Annotated[int | None, typer.Option(help="workers with a GPU each: workers=N gpus=true", min=1)] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="print the run's log, exit with its status")] = False,
+) -> None:
+    """Send a run to a Ray cluster, or let it continue there: out=s3://... data.train=s3://..."""
+    from eagleray.cluster import job_package, jobs
+
+    jobs.locate(address)
+    variables, stays = job_package.environment()
+    sent = job_package.pack(name, overrides or [], gpus)
+    cluster = jobs.Cluster(address)
+    for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
+        say(line)
+    job = jobs.submit(cluster, sent, variables, say, join=follow)
+    if follow:
+        with leaving(job):
+            sys.exit(jobs.follow(cluster, job, say))
+
+
+def jobs(
+    address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list and nothing else")] = False,
+) -> None:
+    """List the runs that were submitted to a cluster."""
+    from eagleray.cluster.jobs import Cluster
+
+    found = Cluster(address).jobs()
+    if as_json:
+        print(json.dumps([{k: v for k, v in asdict(j).items() if k != "digest"} for j in found]))
+        return
+    rows = [("ID", "STATE", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
+    for j in found:
+        since = datetime.fromtimestamp(j.since).strftime("%Y-%m-%d %H:%M")
+        length = str(timedelta(seconds=round(j.seconds)))
+        rows.append((j.id, j.state, j.recipe, j.out, since, length, "" if j.status is None else str(j.status)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def logs(
+    job: Id,
+    address: Address = None,
+    follow: Annotated[bool, typer.Option("--follow", help="until the job ends, and exit with its status")] = False,
+) -> None:
+    """Print what a submitted run said."""
+    from eagleray.cluster import jobs
+
+    cluster = jobs.Cluster(address)
+    if follow:
+        with leaving(job):
+            sys.exit(jobs.follow(cluster, job, say))
+    cluster.job(job)
+    for line in cluster.logs(job).splitlines():
+        say(line)
+
+
+def stop(job: Id, address: Address = None) -> None:
+    """Let a submitted run save a checkpoint and end; submitting it again continues it."""
+    from eagleray.cluster import jobs
+
+    jobs.stop(jobs.Cluster(address), job, say)
+
+
+@contextmanager
+def leaving(job: str) -> Iterator[None]:
+    """Ctrl-C leaves the job alone."""
+    from eagleray.cluster.jobs import manage
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"{job}: goes on; {manage(job)}")
+        sys.exit(130)

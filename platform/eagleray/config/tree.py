@@ -1,0 +1,226 @@
+"""YAML in, typed and complete recipes out; or one line saying which key is wrong."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError, create_model
+from pydantic_core import ArgsKwargs
+
+from eagleray.base.errors import UserError
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+T = TypeVar("T")
+
+
+def _bytes(value: Any) -> Any:
+    """The bytes that `200GiB` or `1.5 TB` stands for."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
+    return int(float(match[1]) * UNITS[match[2]]) if match else value
+
+
+Size = Annotated[int, Field(gt=0), BeforeValidator(_bytes)]
+
+
+class RecipeError(UserError):
+    """A recipe does not fit; the message names every wrong key by its dotted path and what was expected."""
+
+
+def load(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """Read a recipe of the given dataclass, `a.b=value` overrides last. Raises RecipeError."""
+    return check(kind, read(path, overrides), str(path))
+
+
+def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
+    """The checked, complete recipe of a tree of plain values. Raises RecipeError naming `source`."""
+    try:
+        return TypeAdapter(kind).validate_python(tree)
+    except ValidationError as e:
+        raise RecipeError(f"{source}: " + "; ".join(explain(e, kind))) from None
+
+
+def plain(recipe: object) -> dict[str, Any]:
+    """The resolved recipe as plain values, every default written out."""
+    return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+
+
+def dump(recipe: object) -> str:
+    """The resolved recipe as YAML; `load` gives back an equal one."""
+    return yaml.safe_dump(plain(recipe), sort_keys=False)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested mappings: `{a: {b: 1}}` to `{a.b: 1}`."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first dotted keys in which two flat trees differ, in words; nothing where they are equal."""
+    differ = [k for k in sorted(there.keys() | here.keys()) if there.get(k) != here.get(k)]
+    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    return ", ".join(f"{k} is {there.get(k)} there and {here.get(k)} here" for k in differ[:3]) + more
+
+
+def read(path: Path, overrides: Sequence[str] = (), *, within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file over its `base` file, with overrides on top; not yet checked. `within`: the files that it is a base of.
+    Raises RecipeError."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as e:
+        raise RecipeError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    except yaml.YAMLError as e:
+        raise RecipeError(f"{path}: is not YAML: " + " ".join(str(e).split())) from None
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
+    if base := tree.pop("base", None):
+        if not isinstance(base, str) or (path.parent / base).resolve() in (path.resolve(), *within):
+            raise RecipeError(f"{path}: base: expected the file name of another recipe, got {base!r}")
+        tree = merge(read(path.parent / base, within=(path.resolve(), *within)), tree)
+    for item in overrides:
+        tree = merge(tree, override(item))
+    return tree
+
+
+def override(item: str) -> dict[str, Any]:
+    """`a.b=value` as the nested mapping it stands for; the value is YAML. Raises RecipeError."""
+    key, equals, text = item.partition("=")
+    if not equals or not all(key.split(".")):
+        raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of them
+        listed = text.startswith("[") and text.endswith("]")
+        value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
+        value = text  # `a: b` in a URL is no mapping
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins: mappings merge key by key, anything else, a list too, is replaced whole."""
+    out = dict(under)
+    for key, value in over.items():
+        nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` clears
+        out[key] = merge(out[key], value) if nested else value
+    return out
+
+
+@dataclass(frozen=True)
+class Part:
+    """A class named in a recipe, with its complete, checked keyword arguments."""
+
+    name: str
+    target: type
+    args: dict[str, Any]
+
+    def build(self, *given: Any) -> Any:
+        return self.target(*given, **self.args)
+
+
+class _PartError(ValueError):
+    """Carries the wrong keys of a Part through the validator around it."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
+def part_of(package: str) -> Any:
+    """The type of a recipe field that names a module of `package`: its one public class is built with the other keys.
+
+    The schema is that class's signature: keyword-only parameters, their annotations and defaults.
+    """
+
+    def checked(spec: Any) -> Part:
+        if isinstance(spec, Part):
+            return spec
+        spec = {"name": spec} if isinstance(spec, str) else spec
+        if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+            raise _PartError([f": expected a mapping with a `name`, got {spec!r}"])
+        name, args = spec["name"], {k: v for k, v in spec.items() if k != "name"}
+        if name not in parts(package):
+            raise _PartError([f".name: unknown {name!r}{nearest(name, parts(package))}"])
+        target = part(package, name)
+        hints = get_type_hints(target.__init__, include_extras=True)  # type: ignore[misc]
+        params = inspect.signature(target).parameters.values()
+        fields: Any = {
+            p.name: (hints[p.name], ... if p.default is p.empty else p.default)
+            for p in params
+            if p.kind is p.KEYWORD_ONLY
+        }
+        model = create_model(name, __config__=STRICT, **fields)
+        try:
+            full = model.model_validate(args)
+        except ValidationError as e:
+            raise _PartError([f".{line}" for line in explain(e, model)]) from None
+        return Part(name, target, {key: getattr(full, key) for key in fields})
+
+    def write(part: Part) -> dict[str, Any]:
+        return {"name": part.name, **TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")}
+
+    return Annotated[Part, BeforeValidator(checked), PlainSerializer(write)]
+
+
+def parts(package: str) -> list[str]:
+    """The names that a recipe may give for this package: its modules, less the contract they share."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    files = Path(next(iter(spec.submodule_search_locations))).glob("*.py")
+    return sorted(f.stem for f in files if f.stem not in ("__init__", package.split(".")[-1].removesuffix("s")))
+
+
+def part(package: str, name: str) -> type:
+    """The one public class of a module."""
+    module = importlib.import_module(f"{package}.{name}")
+    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    [target] = [c for c in own if not c.__name__.startswith("_")]
+    return target
+
+
+def explain(error: ValidationError, kind: Any) -> Iterator[str]:
+    """One line per wrong key: dotted path, what was given, what was expected."""
+    for e in error.errors():
+        path = ".".join(str(p) for p in e["loc"])
+        inner = e.get("ctx", {}).get("error")
+        if isinstance(inner, _PartError):
+            yield from (f"{path}{line}" for line in inner.lines)
+        elif e["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            yield f"{path}: unknown key{nearest(str(e['loc'][-1]), known(kind, e['loc'][:-1]))}"
+        elif e["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+            yield f"{path}: missing, and it has no default"
+        else:
+            said = e["msg"].removeprefix("Value error, ")
+            whole = isinstance(e["input"], dict | ArgsKwargs)  # keys that do not fit together
+            got = "" if whole else f", got {e['input']!r}"
+            yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
+
+
+def known(kind: Any, path: Sequence[Any]) -> list[str]:
+    """The keys that are allowed at a path below a dataclass or model."""
+    for step in path:
+        in_list = isinstance(step, int)
+        kind = getattr(kind, "__args__", (kind,))[0] if in_list else get_type_hints(kind).get(step)
+        kind = next((a for a in getattr(kind, "__args__", ()) if hasattr(a, "__dataclass_fields__")), kind)
+    return [] if kind is None else list(get_type_hints(kind))
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """A hint that ends an error message: the word that was probably meant, or all there are, if they are few."""
+    close = difflib.get_close_matches(word, words, 1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(words)}" if len(words) <= 20 else ""

@@ -1,0 +1,131 @@
+"""One fetcher per loader process: ranged reads side by side, in the order of their need, and every sample checked."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+from eagleray.data.decode import BadImage
+from eagleray.data.index import Index, Rows
+from eagleray.data.order import Run
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
+from eagleray.storage.block_cache import Cache
+from eagleray.storage.retry import PATIENCE
+
+try:
+    from isal.isal_zlib import crc32  # the same sum, six times faster
+except ImportError:
+    from zlib import crc32
+
+T = TypeVar("T")
+THREADS = 8  # requests at a time
+
+
+class Pool:
+    """Threads that do one thing after the other. They are daemons: a store that hangs shall not keep the process."""
+
+    def __init__(self, threads: int) -> None:
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.open = True
+        for _ in range(threads):
+            threading.Thread(target=self._work, name="fetch", daemon=True).start()
+
+    def submit(self, run: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        self.queue.put((run, future))
+        return future
+
+    def close(self) -> None:
+        """End when the requests under way are done; what waits is dropped."""
+        self.open = False
+        self.queue.put(None)
+
+    def _work(self) -> None:
+        while True:
+            asked = self.queue.get()
+            if not self.open:
+                self.queue.put(None)  # for the next thread
+                return
+            run, future = asked
+            try:
+                future.set_result(run())
+            except BaseException as e:
+                future.set_exception(e)
+            del asked, run, future  # not to keep a block while waiting
+
+
+class _Range(NamedTuple):
+    begin: int  # where in the shard
+    data: memoryview
+
+
+class Block:
+    """The samples of a run, on their way. Checksums are compared at every read: what was replaced in one epoch must not
+    come back in the next."""
+
+    def __init__(self, fetcher: "Fetcher", run: Run) -> None:
+        self.fetcher, self.run = fetcher, run
+        self.first = int(fetcher.index.starts[run.block]) + run.first
+        rows = fetcher.index.rows(self.first, self.first + run.last - run.first)
+        self.blob = rows.blob
+        self.places = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
+        self.labels = rows.label.tolist()
+        self.range = fetcher.pool.submit(
+            lambda: self._checked(fetcher.cached(run) if fetcher.cache else fetcher.read(rows))
+        )
+
+    def _checked(self, found: _Range) -> tuple[_Range, set[int]]:
+        """With the offsets of images whose sums differ; done where it is fetched, beside what uses the images."""
+        begin, data = found
+        return found, {at for at, size, crc in self.places if crc32(data[at - begin : at - begin + size]) != crc}
+
+    def label(self, sample: int) -> int:
+        return self.labels[sample - self.first]  # type: ignore[no-any-return]
+
+    def bytes(self, sample: int) -> memoryview:
+        """An image's bytes as they were indexed. Raises BadImage where the store has others by now."""
+        offset, size, crc = self.places[sample - self.first]
+        (begin, data), wrong = self.range.result()
+        if offset not in wrong:
+            return data[offset - begin : offset - begin + size]
+        data = self.fetcher.again(self.run, self.blob, offset, size)  # it may have happened on the way
+        if crc32(data) == crc:
+            return data
+        raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
+
+
+class Fetcher:
+    """Blocks of an index, from a node's cache where there is one."""
+
+    def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE) -> None:
+        self.index, self.cache, self.patience = index, cache, patience
+        self.pool = Pool(THREADS)
+
+    def read(self, rows: Rows) -> _Range:
+        """One request."""
+        begin, end = span(rows)
+        blob = rows.blob
+        read = store.store(blob.url).read
+        return _Range(begin, read(blob.url, begin, end - begin, tag=blob.tag, patience=self.patience))
+
+    def cached(self, run: Run) -> _Range:
+        """The whole block, of which a lane may use a part and another lane the rest, by way of the cache."""
+        assert self.cache is not None
+        rows = self._rows(run)
+        return _Range(span(rows)[0], self.cache.get(rows.blob, *span(rows), lambda: self.read(rows).data))
+
+    def _rows(self, run: Run) -> Rows:
+        return self.index.rows(int(self.index.starts[run.block]), int(self.index.starts[run.block + 1]))
+
+    def again(self, run: Run, blob: Blob, offset: int, size: int) -> memoryview:
+        """Bytes of one image from the store, whatever the cache has."""
+        if self.cache:
+            self.cache.drop(blob, *span(self._rows(run)))
+        return store.store(blob.url).read(blob.url, offset, size, tag=blob.tag, patience=self.patience)
+
+
+def span(rows: Rows) -> tuple[int, int]:
+    """From the first byte of the first image to the last of the last."""
+    return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])

@@ -1,0 +1,280 @@
+"""From lanes to cropped samples: one reader walks its lanes, decodes, crops, and replaces what is broken."""
+
+import functools
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from eagleray.base.errors import Outage, UserError
+from eagleray.data.blocks import Block, Fetcher
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.index import Index
+from eagleray.data.order import Epoch, Lane, lane_length
+from eagleray.data.quarantine import Bad
+from eagleray.storage.block_cache import Cache
+from eagleray.storage.retry import PATIENCE
+from eagleray.views import sampling
+from eagleray.views.crop import corners, crop
+from eagleray.views.randaugment import augment
+from eagleray.views.sampling import Views
+
+
+@dataclass
+class Part:
+    """What one reader gives to one step: b images, V views in G groups of neighbours of one size."""
+
+    pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
+    params: Tensor  # (V, b, 18), see views.draw
+    boxes: Tensor  # (V, b, 4)
+    index: Tensor  # (b,)
+    label: Tensor  # (b,)
+    bad: list[Bad] = field(default_factory=list)
+    error: UserError | Outage | None = None  # why there is nothing to read any more
+
+    def pin_memory(self) -> "Part":
+        self.pixels = [p.pin_memory() for p in self.pixels]
+        return self
+
+
+def groups(views: Views) -> list[tuple[int, int]]:
+    """(count, size) of neighbouring views of one size."""
+    out: list[tuple[int, int]] = []
+    for view in views.views:
+        if out and out[-1][1] == view.size:
+            out[-1] = (out[-1][0] + 1, view.size)
+        else:
+            out.append((1, view.size))
+    return out
+
+
+def pixels(*shape: int) -> Tensor:
+    """Room for uint8 pixels; in a loader process in memory that the main process sees too, where anything else would
+    be copied when it is handed over."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as PyTorch's own collation does
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The endless sequence of global batches, of which a reader gives the lanes that it owns."""
+
+    index: Index
+    views: Views
+    seed: int
+    lanes: int
+    batch: int
+    cache: Cache | None = None
+    patience: float = PATIENCE  # seconds that the store may stay away
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.share * self.lanes // self.batch
+
+    @functools.cached_property
+    def share(self) -> int:
+        """Samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
+        try:
+            return lane_length(int(self.sizes.sum()), lanes=self.lanes, batch=self.batch)
+        except ValueError as e:
+            raise UserError(f"optim.batch={self.batch} data.lanes={self.lanes}: {e}") from None
+
+    @functools.cached_property
+    def visits(self) -> NDArray[np.int64]:
+        """The block of each visit of an epoch, in the order of the blocks (M,): a repeated one is visited again."""
+        shard = np.searchsorted(self.index.first, self.index.starts[:-1], "right") - 1
+        return np.repeat(np.arange(len(shard)), self.index.repeats[shard])
+
+    @functools.cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Samples per visit (M,)."""
+        return self.index.block_sizes[self.visits]
+
+    def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[Part]:
+        """The lanes' part of every step from `start` on. Ends before `stop`, or with a part that carries an error."""
+        rows = len(lanes) * (self.batch // self.lanes)
+        steps = self._steps(lanes, start, stop)
+        for _ in itertools.count() if stop is None else range(start, stop):
+            part = self._empty(rows)
+            try:
+                drawn = [self._fill(part, row, place) for row, place in enumerate(next(steps))]
+                self._note(part, drawn)
+            except (UserError, Outage) as e:
+                part.error = e
+            yield part
+            if part.error:
+                return
+
+    def samples(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        """The lanes' samples and their bytes as they are, in reading order. Raises BadImage."""
+        for places in self._steps(lanes, start, stop):
+            for place in places:
+                sample = int(place.turn.order[place.at])
+                yield sample, place.block.bytes(sample)
+
+    def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_Place"]]:
+        """What the lanes read in every step, all of it asked for before any of it is waited for."""
+        each = self.batch // self.lanes
+        fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
+        epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
+        try:
+            walks = [_Walk(fetcher, self._turns(number, start, stop, epochs), each) for number in lanes]
+            for _ in itertools.count() if stop is None else range(start, stop):
+                yield [next(walk) for walk in walks for _ in range(each)]
+                for walk in walks:
+                    walk.look_ahead()
+        finally:
+            fetcher.pool.close()
+
+    def _epoch(self, epoch: int) -> Epoch:
+        return Epoch.of(self.sizes, seed=self.seed, epoch=epoch)
+
+    def _turns(self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]) -> Iterator["_Turn"]:
+        """A lane's runs from a step on."""
+        epoch, step = divmod(start, self.steps_per_epoch)
+        each = self.batch // self.lanes
+        skip, left = step * each, math.inf if stop is None else (stop - start) * each
+        while True:
+            visits = epochs(epoch).lane(number, lanes=self.lanes, batch=self.batch)
+            before = np.cumsum(visits.lasts - visits.firsts)
+            first = int(np.searchsorted(before, skip, "right"))
+            skip -= int(before[first - 1]) if first else 0
+            runs = replace(visits, blocks=self.visits[visits.blocks])
+            for i in range(first, len(runs)):
+                if left <= 0:
+                    return
+                order = visits[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
+                copy = visits[i].block - int(np.searchsorted(self.visits, runs[i].block))
+                yield _Turn(epoch, runs, i, order, copy, skip)
+                left -= len(order) - skip
+                skip = 0
+            epoch += 1
+
+    def _empty(self, rows: int) -> Part:
+        nothing = torch.empty(0)
+        return Part(
+            pixels=[pixels(n, rows, 3, size, size) for n, size in groups(self.views)],
+            params=nothing,
+            boxes=nothing,
+            index=torch.empty(rows, dtype=torch.long),
+            label=torch.empty(rows, dtype=torch.long),
+        )
+
+    def _fill(self, part: Part, row: int, place: "_Place") -> "_Drawn":
+        """Decode and crop one sample into its row."""
+        sample, block, image = self._decode(part, place)
+        turn = place.turn
+        # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
+        key = int(turn.order[place.at]) + turn.copy * len(self.index)
+        u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=turn.epoch, sample=key)
+        height, width = image.shape[1:]
+        boxes = sampling.crops(self.views, u, height, width)
+        crops = [view[row] for group in part.pixels for view in group]
+        crop(image, boxes, self.views.views, crops)
+        more = sampling.more(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
+        for pixels, view, v in zip(crops, self.views.views, more, strict=True):
+            if view.randaugment:
+                augment(pixels, view, int(v[sampling.POLICY] * 2**32))
+        part.index[row], part.label[row] = sample, block.label(sample)
+        return _Drawn(u, more, boxes, height, width)
+
+    def _note(self, part: Part, drawn: Sequence["_Drawn"]) -> None:
+        """What is still to be done to the crops, and where they are from."""
+        u, more, boxes, height, width = (np.array(x) for x in zip(*drawn, strict=True))
+        params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
+        places = corners(boxes, params[..., 0], height[:, None], width[:, None])  # (b, V, 4)
+        part.params, part.boxes = (torch.from_numpy(x.swapaxes(0, 1).copy()) for x in (params, places))
+
+    def _decode(self, part: Part, place: "_Place") -> tuple[int, Block, Tensor]:
+        """The sample, or the next good one of its block, or of the lane's other blocks."""
+        for sample, block in self._candidates(place):
+            try:
+                return sample, block, decode(block.bytes(sample))
+            except BadImage as e:
+                part.bad.append(self.index.named(sample, str(e)))
+        last = part.bad[-1]
+        raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
+
+    def _candidates(self, place: "_Place") -> Iterator[tuple[int, Block]]:
+        turn = place.turn
+        for i in range(len(turn.order)):
+            yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
+        for i in range(1, len(turn.runs)):
+            run = turn.runs[(turn.run + i) % len(turn.runs)]
+            block = Block(place.block.fetcher, run)
+            for sample in range(run.first, run.last):
+                yield int(self.index.starts[run.block]) + sample, block
+
+
+class _Drawn(NamedTuple):
+    """Of one sample."""
+
+    u: NDArray[np.float64]  # (V, WIDTH)
+    more: NDArray[np.float64]  # (V, MORE), or (V, 0)
+    boxes: NDArray[np.int64]  # (V, 4)
+    height: int
+    width: int
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A run of a lane."""
+
+    epoch: int
+    runs: Lane
+    run: int  # the one that this is
+    order: NDArray[np.int64]  # its samples in reading order
+    copy: int  # times that they have been read in this epoch, where a source is repeated
+    at: int  # the next of them
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One sample to be read: `turn.order[at]`."""
+
+    turn: _Turn
+    at: int
+    block: Block
+
+
+class _Walk:
+    """A lane's samples, its next block on the way while this one is read."""
+
+    def __init__(self, fetcher: Fetcher, turns: Iterator[_Turn], each: int) -> None:
+        """All lanes ask for what they need for a step, `each` samples, and have it before any looks ahead."""
+        self.fetcher, self.turns = fetcher, turns
+        self.open: deque[tuple[_Turn, Block]] = deque()
+        while each > sum(len(turn.order) - turn.at for turn, _ in self.open) and self._ask():
+            pass
+
+    def look_ahead(self) -> None:
+        """Between two steps, when nobody holds what is used up: two blocks at a time, the open one and the next."""
+        while len(self.open) < 2 and self._ask():
+            pass
+
+    def _ask(self) -> bool:
+        """Ask for the next block, where there is one."""
+        turn = next(self.turns, None)
+        if turn:
+            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run])))
+        return turn is not None
+
+    def __next__(self) -> _Place:
+        if not self.open:  # a step that takes more than two blocks
+            self._ask()
+        turn, block = self.open[0]
+        place = _Place(turn, turn.at, block)
+        turn.at += 1
+        if turn.at == len(turn.order):
+            self.open.popleft()
+        return place

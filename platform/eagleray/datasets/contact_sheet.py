@@ -1,0 +1,61 @@
+"""Pictures of a set of images: a contact sheet, and how large and how wide its images are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from eagleray.datasets.stats import ASPECTS, SIDES, Census
+
+TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images
+PAPER = (250, 250, 248)
+INK, BAR, LIGHT = "#2b2b2b", "#3b6ea5", "#dcdcd8"
+
+
+def contact(images: Sequence[Tensor], path: Path) -> None:
+    """Images (3, H, W), whole and in their own shapes, each in the middle of its square."""
+    rows = -(-len(images) // COLUMNS)
+    step = TILE + GAP
+    sheet = Image.new("RGB", (COLUMNS * step + GAP, rows * step + GAP), PAPER)
+    for i, image in enumerate(images):
+        tile = ImageOps.contain(Image.fromarray(image.permute(1, 2, 0).numpy()), (TILE, TILE), Image.Resampling.LANCZOS)
+        x, y = GAP + i % COLUMNS * step, GAP + i // COLUMNS * step
+        sheet.paste(tile, (x + (TILE - tile.width) // 2, y + (TILE - tile.height) // 2))
+    sheet.save(path)
+
+
+def sizes(census: Census, path: Path) -> None:
+    """Two histograms over bins of equal width on a logarithmic scale; the bins at the ends are open."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _histogram(left, census.sides, SIDES, {s: str(s) for s in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)})
+    left.set(title="Shorter side", xlabel="pixels", ylabel="images, %")
+    ratios = {1 / 4: "1:4", 1 / 2: "1:2", 2 / 3: "2:3", 1: "1:1", 3 / 2: "3:2", 2: "2:1", 4: "4:1"}
+    _histogram(right, census.aspects, ASPECTS, ratios)
+    right.set(title="Shape", xlabel="width : height")
+    figure.savefig(path)
+
+
+def _histogram(axes: Any, counts: Sequence[int], edges: Sequence[float], ticks: dict[float, str]) -> None:
+    where = np.log2(edges)
+    step = where[1] - where[0]
+    shares = 100 * np.array(counts) / max(sum(counts), 1)
+    filled = np.flatnonzero(counts)
+    first, last = int(filled[0]), int(filled[-1])
+    lefts = np.r_[where[0] - step, where]
+    axes.bar(lefts[first : last + 1], shares[first : last + 1], width=step * 0.92, align="edge", color=BAR)
+    axes.set_xlim(lefts[max(first - 1, 0)], lefts[last] + 2 * step)
+    inside = {
+        np.log2(t): name for t, name in ticks.items() if lefts[first] - step <= np.log2(t) <= lefts[last] + 2 * step
+    }
+    axes.set_xticks(list(inside), list(inside.values()))
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=LIGHT, linewidth=0.8)
+    axes.tick_params(length=0, labelcolor=INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,87 @@
+"""WebDataset shards from samples made in memory."""
+
+import io
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from eagleray.base.errors import UserError
+from eagleray.data.index import write_index
+from eagleray.storage import store
+
+SIZE = 128 * 2**20  # bytes of images per shard
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One image file as it is, its key, extension and, where it has one, class."""
+
+    key: str
+    extension: str
+    data: bytes
+    label: int | None = None
+
+
+def write_shards(samples: Iterable[Sample], destination: str, *, size: int = SIZE) -> tuple[int, int]:
+    """Write `shard-000000.tar` ... and `index.parquet` into a folder, local or s3://. Returns shards and samples.
+
+    Raises UserError when there are shards already, or when there is no sample.
+    """
+    destination = store.absolute(destination).rstrip("/")
+    _check_empty(destination)
+    shards = written = 0
+    for group in _groups(samples, size):
+        _write(group, f"{destination}/shard-{shards:06d}.tar")
+        shards, written = shards + 1, written + len(group)
+    if not written:
+        raise UserError(f"{destination}: there is no image to write")
+    write_index(destination)
+    return shards, written
+
+
+def encode(picture: Image.Image) -> bytes:
+    """A picture made in memory as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _check_empty(destination: str) -> None:
+    try:
+        if any(b.url.endswith(".tar") for b in store.store(destination).list(destination + "/")):
+            raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
+    except UserError:
+        if destination.startswith("s3:") or Path(destination).exists():
+            raise
+
+
+def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    group: list[Sample] = []
+    held = 0
+    for sample in samples:
+        if group and held + len(sample.data) > size:
+            yield group
+            group, held = [], 0
+        group.append(sample)
+        held += len(sample.data)
+    if group:
+        yield group
+
+
+def _write(group: list[Sample], url: str) -> None:
+    from webdataset import TarWriter
+
+    with tempfile.NamedTemporaryFile() as file:
+        # Without a clock and a user in the headers, the same samples make the same bytes.
+        with TarWriter(file, encoder=False, mtime=0, user="", group="", format="PAX_FORMAT") as tar:
+            for s in group:
+                label = {} if s.label is None else {"cls": str(s.label).encode()}
+                tar.write({"__key__": s.key, s.extension: s.data, **label})
+        file.flush()
+        try:
+            store.store(url).put(url, Path(file.name))
+        except OSError as e:
+            raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None

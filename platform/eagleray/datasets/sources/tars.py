@@ -1,0 +1,37 @@
+"""Where the members of tars are, and those of tars within tars: headers are read, nothing is unpacked."""
+
+import io
+import tarfile
+from collections.abc import Iterator
+
+from eagleray.base.errors import UserError
+from eagleray.storage.range_file import READ, Ranges, Span
+
+MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+
+
+class Damaged(UserError):
+    """An archive that is none, or ends too early."""
+
+
+def members(tar: Span) -> Iterator[Span]:
+    """The files in a tar, in their order. Raises UserError when it is compressed, and Damaged."""
+    source = io.BufferedReader(Ranges(tar, sparse=True), READ)
+    kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
+    if kind:
+        raise UserError(f"{_place(tar)}: is compressed ({kind}), so its members have no place of their own; unpack it")
+    count = 0
+    try:
+        with tarfile.open(fileobj=source, mode="r:") as archive:
+            while member := archive.next():
+                count += 1
+                if member.isfile() and member.offset_data + member.size <= tar.size:
+                    yield Span(member.name.removeprefix("./"), tar.url, tar.offset + member.offset_data, member.size)
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every header
+    except tarfile.TarError as e:
+        why = f"cut off or damaged after {count} members" if count else f"not a tar archive: {e}"
+        raise Damaged(f"{_place(tar)}: {why}") from None
+
+
+def _place(tar: Span) -> str:
+    return tar.url if tar.offset == 0 else f"{tar.url}: {tar.name}"

@@ -1,0 +1,345 @@
+"""Checkpoints that can be trusted: written beside the training, read back from where they are kept, and only then
+counted; the newest intact one wins."""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagleray.base.errors import Outage, UserError
+from eagleray.base.files import alone, replace
+from eagleray.engine.host_copy import Snapshot
+from eagleray.storage.blob import Blob
+from eagleray.storage.ordered_map import ahead
+from eagleray.storage.retry import PATIENCE
+from eagleray.storage.s3 import Missing
+from eagleray.storage.store import local, remote, store
+
+log = logging.getLogger(__name__)
+LONG = 60.0  # seconds of patience with a store where nobody waits
+PIECE = 8 * 2**20  # bytes read from a store at a time
+WIDTH = 4  # such pieces on their way
+
+# A process that ends in the middle of torch's C++ would abort; it waits for that, not for the store.
+_in_torch = threading.Lock()
+atexit.register(_in_torch.acquire, timeout=60)
+
+
+class Writer:
+    """Keeps the newest `keep` checkpoints of a run in a folder or under an s3:// URL. There is one at a time.
+
+    `scratch` is a local folder for what is on its way to a store, and for the newest copy of what is there; checkpoints
+    in a folder need none. A request to a store is repeated for `patience` seconds. `verified` is the newest step of
+    this writer's that counts. `first` is called before one counts, in the background: it brings what has to be there
+    with it.
+    """
+
+    def __init__(
+        self,
+        place: str | Path,
+        *,
+        keep: int,
+        scratch: Path | None = None,
+        patience: float = LONG,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        self.place, self.keep, self.patience, self.first = _url(place), keep, patience, first
+        self.scratch = _scratch(self.place, scratch)
+        self.verified: int | None = None
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._problem: Exception | None = None
+        self._told: set[str] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way, so that the next would wait for it."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Returns once the state is copied. What fails later is a warning, and is raised by `settle`."""
+        self.wait()
+        held, self._problem = self._snapshot.take(state), None
+        self._thread = threading.Thread(target=self._run, args=(step, held), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint under way. Raises UserError or Outage when the last one was not kept."""
+        self.wait()
+        if self._problem:
+            raise self._problem
+
+    def wait(self) -> None:
+        """Until none is under way."""
+        if self._thread:
+            self._thread.join()
+
+    def _run(self, step: int, state: dict[str, Any]) -> None:
+        name = f"step-{step:09d}"
+        try:
+            self._write(name, {"step": step}, state)
+        except Exception as e:
+            self._problem = self._named(e)
+            self._warn(f"{name} is not kept: {self._problem}", exc_info=self._problem is e)
+            return
+        self.verified = step
+        log.debug("%s counts", name)
+        try:
+            self._drop(name)
+        except (OSError, UserError, Outage) as e:
+            self._warn(f"old checkpoints stay: {self._named(e)}")
+
+    def _write(self, name: str, said: dict[str, Any], state: dict[str, Any]) -> None:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        for left in self.scratch.glob("step-*.part"):  # by a writer that was killed; on a full disk it counts
+            left.unlink()
+        part, path, manifest = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
+        try:
+            said |= serialise(state, part)
+            self._verify(part, f"{self.place}/{name}.pt", said)
+            if self.first:
+                self.first()
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        try:
+            replace(manifest, json.dumps(said))
+            if remote(self.place):
+                store(self.place).put(f"{self.place}/{name}.json", manifest, patience=self.patience)
+        except BaseException:
+            manifest.unlink(missing_ok=True)
+            path.unlink()
+            raise
+
+    def _verify(self, part: Path, url: str, said: dict[str, Any]) -> None:
+        """Bring the file to where it is kept, unless it is there, and read it back. Raises OSError when it differs."""
+        if remote(url):
+            store(url).put(url, part, patience=self.patience)
+            [blob] = store(url).list(url, patience=self.patience) or [Blob(url, 0)]
+            same = blob.size == said["bytes"] and _sha256(_pieces(blob, self.patience)) == said["sha256"]
+        else:
+            _flush(part)
+            same = _agrees(part, said)
+        if not same:
+            raise OSError(f"{url}: what is read back is not what was written")
+
+    def _drop(self, newest: str) -> None:
+        """Delete what is older than the newest `keep`, what is later, and what never counted: the run goes on from
+        before a later one only where that is damaged."""
+        blobs = _blobs(self.place, self.patience)
+        kept = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
+        for url in sorted(blobs):  # a manifest before what it speaks of
+            if _stem(url) not in kept:
+                store(url).delete(url)
+        if remote(self.place):
+            _leave(self.scratch, newest)
+
+    def _named(self, e: Exception) -> Exception:
+        """What to tell a person, in one line with the place; a mistake of ours as it is."""
+        if not isinstance(e, OSError | UserError | Outage):
+            return e
+        line = f"{self.scratch}: {e.strerror}" if isinstance(e, OSError) and e.strerror else str(e)
+        line = line if self.place in line else f"{self.place}: cannot be written: {line}"
+        return Outage(line) if isinstance(e, Outage) else UserError(line)
+
+    def _warn(self, line: str, *, exc_info: bool = False) -> None:
+        kind = re.sub(r"\d+", "", line)  # not of another step or number of attempts
+        if kind not in self._told:
+            log.warning("%s", line, exc_info=exc_info)
+        self._told.add(kind)
+
+
+def save(place: str | Path, step: int, state: dict[str, Any], *, keep: int) -> None:
+    """Write one checkpoint to a folder and wait until it counts. Raises UserError."""
+    writer = Writer(place, keep=keep)
+    writer.save(step, state)
+    writer.settle()
+
+
+def newest(place: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE) -> dict[str, Any] | None:
+    """The state of the newest intact checkpoint, or None; damaged ones are passed over with a warning.
+
+    What is in a store is fetched into `scratch` by one of the processes that ask for it on a machine, unless it is
+    there already. Raises UserError and Outage when the store cannot be read.
+    """
+    place = _url(place)
+    blobs = _blobs(place, patience)
+    for name in _names(blobs):
+        path = _fetched(name, place, blobs, _scratch(place, scratch), patience)
+        if path:
+            return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        log.warning("checkpoint %s/%s.pt is damaged and passed over", place, name)
+    return None
+
+
+def manifests(place: str | Path) -> list[str]:
+    """Names of the checkpoints that count, unless they are damaged, newest first. Raises UserError and Outage."""
+    return _names(_blobs(_url(place), PATIENCE))
+
+
+def intact(path: Path) -> bool:
+    """Whether a checkpoint in a folder is what its manifest says."""
+    try:
+        said = _parsed(path.with_suffix(".json").read_bytes())
+    except OSError:
+        return False
+    return said is not None and _agrees(path, said)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Write a state to a file. Returns the size and the sha256 of what was to be written. Raises OSError."""
+    with path.open("wb", buffering=0) as f:
+        file = _Hashed(f)
+        with _in_torch:
+            torch.save(state, file)  # type: ignore[arg-type]
+        if file.problem:
+            raise file.problem
+    return {"bytes": file.size, "sha256": file.hash.hexdigest()}
+
+
+class _Hashed:
+    """A file for torch to write to. It keeps an error for itself, and then lets torch end as if all were well: raising
+    through torch's C++ is not safe."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.hash, self.size = file, hashlib.sha256(), 0
+        self.problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        if not self.problem:
+            self.size += size
+            self.hash.update(rest)
+            try:
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+            except OSError as e:
+                self.problem = e
+        return size
+
+    def flush(self) -> None:
+        pass
+
+
+def _url(place: str | Path) -> str:
+    return str(place).rstrip("/")
+
+
+def _scratch(place: str, scratch: Path | None) -> Path:
+    if not remote(place):
+        return local(place)  # a file gets its name where it was written
+    assert scratch is not None, f"{place}: needs a scratch folder"
+    return scratch
+
+
+def _blobs(place: str, patience: float) -> dict[str, Blob]:
+    """The files of checkpoints, by URL."""
+    if not remote(place):
+        return {str(p): Blob(str(p), 0) for p in local(place).glob("step-*")}  # a size would go with a deleted file
+    return {b.url: b for b in store(place).list(f"{place}/", "step-", patience=patience)}
+
+
+def _names(blobs: dict[str, Blob]) -> list[str]:
+    return sorted((_stem(url) for url in blobs if url.endswith(".json")), reverse=True)
+
+
+def _stem(url: str) -> str:
+    return url.rpartition("/")[2].partition(".")[0]
+
+
+def _fetched(name: str, place: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
+    """The local file of a checkpoint, or None when it is damaged or gone."""
+    path = scratch / f"{name}.pt"
+    if not remote(place):
+        return path if intact(path) else None
+    try:
+        manifest = b"".join(_pieces(blobs[f"{place}/{name}.json"], patience))
+        kept, said = blobs[f"{place}/{name}.pt"], _parsed(manifest)
+        if said is None or kept.size != said["bytes"]:
+            return None
+        if _agrees(path, said):
+            return path
+        scratch.mkdir(parents=True, exist_ok=True)
+        with alone(scratch / ".lock"):
+            return path if _agrees(path, said) or _fetch(kept, path, said, patience) else None
+    except (Missing, KeyError):
+        return None
+
+
+def _parsed(manifest: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError, TypeError):
+        said = json.loads(manifest)
+        if {"bytes", "sha256"} <= set(said):
+            return dict(said)
+    return None
+
+
+def _fetch(blob: Blob, path: Path, said: dict[str, Any], patience: float) -> bool:
+    """Bring a checkpoint from its store. Returns whether it is intact."""
+    part, hashed = path.with_suffix(".part"), hashlib.sha256()
+    try:
+        with part.open("wb") as f:
+            for piece in _pieces(blob, patience):
+                hashed.update(piece)
+                f.write(piece)
+        if hashed.hexdigest() != said["sha256"]:
+            return False
+        part.replace(path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    _leave(path.parent, path.stem)
+    return True
+
+
+def _pieces(blob: Blob, patience: float) -> Iterator[memoryview]:
+    def piece(start: int) -> memoryview:
+        return store(blob.url).read(blob.url, start, min(PIECE, blob.size - start), patience=patience)
+
+    return ahead(piece, range(0, blob.size, PIECE), width=WIDTH)
+
+
+def _sha256(pieces: Iterator[memoryview]) -> str:
+    out = hashlib.sha256()
+    for piece in pieces:
+        out.update(piece)
+    return out.hexdigest()
+
+
+def _agrees(path: Path, said: dict[str, Any]) -> bool:
+    """Whether a local file is there and has this size and checksum."""
+    try:
+        return path.stat().st_size == said["bytes"] and sha256(path) == said["sha256"]
+    except OSError:
+        return False
+
+
+def _flush(path: Path) -> None:
+    """Bring a file to the disk, and let what is read next come from there."""
+    with path.open("rb+") as f:
+        os.fsync(f.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _leave(folder: Path, name: str) -> None:
+    """Delete all copies but this one."""
+    for path in folder.glob("step-*"):
+        if path.name.partition(".")[0] != name:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,107 @@
+"""A backbone as a file that others load: safetensors, for timm where it can build the backbone, read back and compared
+before it counts."""
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagleray.base.errors import UserError
+from eagleray.models import vit
+from eagleray.models.backbone import Backbone
+
+if TYPE_CHECKING:
+    from eagleray.runs.recipe import Network
+
+TOLERANCE = 1e-4  # relative to the largest output
+
+CHECK = """
+import sys, torch
+module, line, probe = sys.argv[1:]
+torch.set_num_threads(1)
+exec(f"import {module}")
+model = eval(line).eval()
+x, want = torch.load(probe, weights_only=True)
+with torch.inference_mode():
+    out = model(x)
+    print(float((getattr(out, "pooled", out) - want).abs().max() / want.abs().max()))
+"""
+
+
+def to_timm(backbone: Backbone, network: "Network", folder: Path) -> Path:
+    """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. A fresh process loads it as
+    `snippet` says, with plain timm wherever timm can build it, and must get the same outputs. Raises UserError when it
+    does not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "backbone.safetensors"
+    state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
+    part = path.with_name(".part.safetensors")
+    save_file(state, part)
+    description = describe(network)
+    difference = compare(backbone, description, part)
+    if not difference <= TOLERANCE:
+        raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
+    part.replace(path)
+    description |= {"features": backbone.dim, "difference": difference}
+    (folder / "backbone.json").write_text(json.dumps(description, indent=1))
+    return path
+
+
+def describe(network: "Network") -> dict[str, Any]:
+    """A `timm` model's name and options, or what `load` needs for a network that timm has no name for."""
+    ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
+    if network.norm == network.stem == "timm" and not ours:
+        asked = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
+        return {"timm": network.name, "options": {**asked[0], **asked[1], **network.options}}
+    keys = ("name", "position", "pool", "norm", "stem", "options")
+    return {"backbone": {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}}
+
+
+def load(weights: str | Path, **network: Any) -> Backbone:
+    """The exported backbone; `network` are keys of a recipe's backbone section."""
+    backbone = Backbone(**network)
+    backbone.model.load_state_dict(load_file(weights))
+    return backbone.eval()
+
+
+def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> float:
+    """The largest difference of the loaded model's outputs, in a fresh process, relative to the largest output."""
+    size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    line = loads(description, weights)
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+        # The model's own: what a method pools with on top of it (SelfPatch) stays in the checkpoint.
+        want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
+        torch.save((x, want), probe := Path(scratch) / "probe.pt")
+        done = subprocess.run(
+            [sys.executable, "-c", CHECK, line.partition("(")[0].rpartition(".")[0], line, str(probe)],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise UserError(f"{weights}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
+    return float(done.stdout.split()[-1])
+
+
+def snippet(folder: Path) -> str:
+    """One line of Python that loads an export."""
+    return loads(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
+
+
+def loads(description: dict[str, Any], file: Path) -> str:
+    """The same for a file and a description of it."""
+
+    def keywords(args: dict[str, Any]) -> str:
+        return "".join(f", {k}={v!r}" for k, v in args.items())
+
+    if "timm" in description:
+        start = f"timm.create_model({description['timm']!r}, num_classes=0, checkpoint_path={str(file)!r}"
+        return start + keywords(description["options"]) + ")"
+    return f"eagleray.export.load({str(file)!r}" + keywords(description["backbone"]) + ")"

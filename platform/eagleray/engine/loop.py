@@ -1,0 +1,86 @@
+"""The training loop: plain PyTorch, one optimiser step per iteration, nothing about where it runs."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from eagleray.base import dist
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method
+from eagleray.models.queue import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimiser step that was taken. P trainable tensors."""
+
+    at: Progress
+    batch: Batch
+    values: dict[str, Tensor]  # scalars of this rank: the method's own, `grad_norm` before clipping, and `skipped`
+    norms: Tensor  # (P,) of each gradient before clipping; 0 where there is none
+
+
+def fit(
+    method: Method,
+    batches: Iterable[tuple[Progress, Batch]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: Callable[[Progress], float],
+    weight_decay: Callable[[Progress], float],
+    clip: float | None = None,
+    clip_each: bool = False,
+    seed: int = 0,
+    wrap: Callable[[Method], nn.Module] = lambda method: method,
+) -> Iterator[Step]:
+    """Train on `batches`, yielding after each optimiser step; the caller logs, saves and evaluates.
+
+    A step whose gradient is not finite changes nothing; its `skipped` is 1.
+    """
+    model = wrap(method)
+    device = next(method.parameters()).device
+    params = [p for p in method.parameters() if p.requires_grad]
+    small = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
+    for at, batch in batches:
+        method.train()
+        for group in optimizer.param_groups:
+            group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
+            group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
+        before = [b.clone() for b in small]  # centres, batch norm
+        torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path, the same after a restart
+
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = model(batch, at)
+        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
+        (out["loss"] * share).backward()
+
+        live = [i for i, p in enumerate(params) if p.grad is not None]
+        norms = clip_([params[i].grad for i in live], clip, each=clip_each)  # type: ignore[misc]
+        norm = torch.linalg.vector_norm(norms)
+        skipped = ~torch.isfinite(norm)
+        optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # on the device: nobody waits for it
+        method.before_step(at)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        method.after_step(at)
+        for buffer, old in zip(small, before, strict=True):
+            buffer.copy_(torch.where(skipped, old, buffer))
+
+        values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": skipped.float()}
+        if len(live) < len(params):
+            norms = norms.new_zeros(len(params)).index_copy(0, torch.tensor(live, device=device), norms)
+        yield Step(at, batch, values, norms)
+
+
+@torch.no_grad()
+def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
+    """Scale gradients down, in place, to a norm of `limit`: that of each tensor on its own (DINO), or of all together.
+    Returns the norms before."""
+    norms = torch.stack(torch._foreach_norm(list(grads)))
+    if limit is not None:
+        norm = torch.linalg.vector_norm(norms)
+        factors = (limit / ((norms if each else norm.expand_as(norms)) + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(grads), list(factors.unbind()))
+    return norms

@@ -1,0 +1,203 @@
+"""Optimisers by name and the parameter groups of the papers. A step with `found_inf` set to one, as GradScaler sets it,
+changes nothing, and no step waits for the device."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+from eagleray.base.errors import UserError
+from eagleray.models.backbone import Backbone
+
+
+def make(
+    name: str,
+    method: nn.Module,
+    *,
+    decay: str,
+    momentum: float = 0.9,
+    constant: Sequence[str] = (),
+    constant_lr: float = 0.0,
+    layer_decay: float | None = None,
+) -> torch.optim.Optimizer:
+    """`adamw` and `sgd` are PyTorch's, fused; `lars` is that of MoCo v3. SwAV's LARC is not `lars`: it divides by
+    |g| + wd * |p| and scales and decays vectors too. Raises UserError for a `constant` part that there is not, and for
+    `layer_decay` where the layers are not known."""
+    groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
+    if name == "lars":
+        return LARS(groups, momentum=momentum)
+    if name == "lamb":
+        return LAMB(groups)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, fused=True)
+    assert name == "sgd", name
+    sgd = torch.optim.SGD(groups, momentum=momentum, fused=True)
+    for p in (p for group in groups for p in group["params"]):
+        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # left uninitialised by a first step that is skipped
+    return sgd
+
+
+def param_groups(
+    method: nn.Module,
+    *,
+    decay: str,
+    constant: Sequence[str] = (),
+    constant_lr: float = 0.0,
+    layer_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Decayed and undecayed trainable parameters. `all` decays everything (MoCo v3), `matrices` leaves out biases and
+    other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too),
+    `timm` what timm's model names besides: class token and position tables, Swin's relative ones (DeiT, Swin).
+    The parts of the method in `constant` get the same two groups of their own, marked with their rate; with
+    `layer_decay`, so does each layer of the trunk, marked with the share of the rate that it learns at."""
+    for part in constant:
+        if part not in (parts := [n for n, _ in method.named_children()]):
+            raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
+    named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
+    spared = spare(method) if decay == "timm" else set()
+    decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias") and n not in spared) for n, p in named]
+    stills = [n.split(".")[0] in constant for n, _ in named]
+    deep = {} if layer_decay is None else scales(method, layer_decay)
+    shares = [deep.get(n, 1.0) for n, _ in named]
+    rows = list(zip(named, decayed, stills, shares, strict=True))
+    return [
+        {
+            "params": [p for (_, p), *kind in rows if kind == [keep, still, share]],
+            "decay": keep,
+            "weight_decay": 0.0,
+        }
+        | ({"constant_lr": constant_lr} if still else {})
+        | ({} if layer_decay is None else {"lr_scale": share})
+        for still in ((False, True) if constant else (False,))
+        for share in sorted({*shares, 1.0})
+        for keep in (True, False)
+    ]
+
+
+def spare(method: nn.Module) -> set[str]:
+    """The parameters that the models in a method ask not to be decayed."""
+    trunks = [(prefix, part.model) for prefix, part in method.named_modules() if isinstance(part, Backbone)]
+    spared = ((prefix, model.no_weight_decay()) for prefix, model in trunks if hasattr(model, "no_weight_decay"))
+    return {f"{prefix}.model.{name}" for prefix, names in spared for name in names}
+
+
+def scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
+    """By name, the share of the learning rate of each parameter of a trunk: layer_decay to the number of layers above
+    it, that of the heads, whose share is 1, among them. Layers are what timm says: stem, then blocks (Bao et al. 2022,
+    arXiv:2106.08254, BEiT). Raises UserError."""
+    out: dict[str, float] = {}
+    for prefix, part in method.named_modules():
+        if isinstance(part, Backbone):
+            if not hasattr(part.model, "group_matcher"):
+                name = type(part.model).__name__
+                raise UserError(f"optim.layer_decay={layer_decay}: {name} does not say what its layers are")
+            layers = group_parameters(part.model, part.model.group_matcher(coarse=False), reverse=True)
+            top = max(layers.values()) + 1
+            out |= {f"{prefix}.model.{name}": layer_decay ** (top - layer) for name, layer in layers.items()}
+    return out
+
+
+class LARS(torch.optim.Optimizer):
+    """SGD with momentum, each matrix's step scaled by trust * |p| / |g + wd * p|; vectors are neither scaled nor
+    decayed (You et al. 2017; as in MoCo v3 and DINO: timm's divides by |g| + wd * |p|)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        trust: float = 1e-3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "trust": trust})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter with a gradient."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            torch._fused_sgd_(
+                params,
+                by_trust(params, [p.grad for p in params], group["weight_decay"], group["trust"]),
+                [self.state[p]["momentum"] for p in params] if group["momentum"] else [],
+                weight_decay=0.0,
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                found_inf=getattr(self, "found_inf", None),
+            )
+
+
+class LAMB(torch.optim.Optimizer):
+    """Adam, each matrix's step a decayed and scaled by |p| / |a + wd * p|; vectors are neither scaled nor decayed. You
+    et al. 2020, arXiv:1904.00962, algorithm 2; timm's clips the gradient too, and takes steps that must be skipped."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+    ) -> None:
+        # `fused` keeps the counts of steps on the device when they are loaded.
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter with a gradient."""
+        found = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"step": torch.zeros((), device=p.device)}
+                    self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+            means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
+            torch._foreach_add_(steps, 1 if found is None else 1 - found)
+            moves = torch._foreach_mul(params, 0.0)  # from zero, Adam's own kernel gives the step
+            torch._fused_adam_(
+                moves,
+                [p.grad for p in params],
+                means,
+                squares,
+                [],
+                steps,
+                lr=1.0,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=0.0,
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                found_inf=found,
+            )
+            scaled = by_trust(params, moves, -group["weight_decay"], 1.0)
+            torch._foreach_mul_(scaled, group["lr"] if found is None else group["lr"] * (1 - found))
+            torch._foreach_add_(params, scaled)
+
+
+def by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
+    """The steps, those of matrices decayed and brought to trust * |p|; as they are where one of the two is zero."""
+    wide = [i for i, p in enumerate(params) if p.ndim > 1]
+    if not wide:
+        return list(steps)
+    p = [params[i] for i in wide]
+    s = torch._foreach_add([steps[i] for i in wide], p, alpha=weight_decay)
+    size, length = torch.stack(torch._foreach_norm(p)), torch.stack(torch._foreach_norm(s))
+    ratio = torch.where((size > 0) & (length > 0), trust * size / length, 1.0)
+    torch._foreach_mul_(s, list(ratio.unbind()))
+    scaled = dict(zip(wide, s, strict=True))
+    return [scaled.get(i, step) for i, step in enumerate(steps)]

@@ -1,0 +1,59 @@
+"""Where a rank runs: its number, its device, and how ranks agree. The loop never knows which world it is in."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from eagleray.base import dist
+from eagleray.models.sync_bn import synchronised
+
+
+class World:
+    """This process alone, or one of several that share a process group."""
+
+    spot = False  # whether it can be known before that a machine is taken away
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank, self.size = dist.rank(), dist.size()
+        self._control: Any = td.new_group(backend="gloo") if self.size > 1 and device.type == "cuda" else None
+
+    def synchronise(self, module: nn.Module) -> nn.Module:
+        """Batch norms over all ranks."""
+        return synchronised(module, self.device) if self.size > 1 else module
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Average gradients over ranks."""
+        if self.size == 1:
+            return module
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
+            return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+
+    def warned(self) -> bool:
+        """Whether one of the run's machines is about to be taken away. All ranks ask together."""
+        return False
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        """Show a line of metrics.jsonl or health.jsonl, of a run of so many steps, where the machines are watched."""
+
+    def agree(self, *values: float) -> list[float]:
+        """Sums over ranks of a few numbers on the host; the device is not waited for."""
+        if self.size == 1:
+            return list(values)
+        x = torch.tensor(values, dtype=torch.float64)
+        td.all_reduce(x, group=self._control)
+        return x.tolist()  # type: ignore[no-any-return]
+
+
+def local() -> World:
+    """This process alone, on its GPU where it has one."""
+    return World(
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )

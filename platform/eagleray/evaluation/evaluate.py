@@ -1,0 +1,336 @@
+"""What `eagleray evaluate` does: features once for all protocols, each protocol by itself, results where they stay."""
+
+import datetime
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray import config
+from eagleray.base.console import fail, out
+from eagleray.base.errors import UserError
+from eagleray.cli import commands
+from eagleray.data.index import Index, Note, open_index
+from eagleray.engine import world
+from eagleray.evaluation import results
+from eagleray.evaluation.extraction import Task, features
+from eagleray.evaluation.results import UNTRAINED, Result, Row
+from eagleray.evaluation.target import Subject, check_images, check_patches, subject
+from eagleray.protocols import feature_types
+from eagleray.protocols import registry as protocols
+from eagleray.protocols.digests import data_digest, digest, tree_digest
+from eagleray.protocols.features import Labelled, labelled
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.registry import PROTOCOLS, Protocol, Sets
+from eagleray.runs import pretrain, tracking
+from eagleray.runs import remote as place
+from eagleray.storage import store
+from eagleray.storage.store import remote
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    backbone: str
+    protocols: Sequence[str]
+    train: str | None = None
+    test: str | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)  # by need: coco, masks, davis, suite
+    settings: Mapping[str, str] = field(default_factory=dict)  # of all protocols with such a one, or PROTOCOL.SETTING
+    architecture: str | None = None
+    untrained: bool = False  # beside the backbone
+    workers: int = 0
+    out: str | None = None
+
+    def data(self, protocol: Protocol) -> dict[str, str]:
+        """Which of the options it is run on."""
+        urls = {"train": self.train, "test": self.test} if "labels" in protocol.needs else {}
+        urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
+        given = urls | {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
+        return {k: store.absolute(v) for k, v in given.items() if v}
+
+    def own(self, name: str) -> dict[str, str]:
+        """The settings that are given for a protocol, those for it alone last."""
+        having = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
+        return having | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
+
+
+@dataclass
+class Report:
+    """Results of a request in the order of the protocols, what could not be done, and a table of them all."""
+
+    results: list[Result] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    folder: str = ""
+
+
+def evaluate(request: Request, note: Note | None = None) -> Report:
+    """Run the protocols one after the other; one that cannot be run is refused in a line, the others go on. Raises
+    UserError where the backbone, the settings or the folder of results are wrong."""
+    note = note or (lambda line: out.print(line, markup=False))
+    names, refused = protocols.known(request.protocols)
+    report = Report()
+    for line in refused:
+        refuse(report, line)
+    if not names:
+        return report
+    check_settings(names, request.settings)
+    subjects = [subject(request.backbone, pretrain.build, request.architecture)]
+    if request.untrained and not subjects[0].untrained:
+        bare = f"timm:{request.architecture}" if request.architecture else request.backbone
+        subjects.append(subject(UNTRAINED + bare, pretrain.build))
+    report.folder = folder(request, subjects[0])
+    results.load(report.folder)  # refused before anything is computed
+    for one in subjects:
+        work = Work(request, one, names, report, note)
+        for name in names:
+            work.try_one(name)
+    every = results.load(report.folder)
+    report.rows = list(results.rows(report.results, every, published(subjects[0])))
+    tell_mlflow(report, subjects[0], note)
+    return report
+
+
+def refuse(report: Report, line: str) -> None:
+    fail(line)
+    report.refused.append(line)
+
+
+def check_settings(names: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raises UserError for a setting that none of the protocols has."""
+    known = sorted({s for name in names for s in PROTOCOLS[name].settings})
+    known += [f"{name}.{s}" for name in names for s in PROTOCOLS[name].settings]
+    for key in given:
+        if key not in known:
+            raise UserError(f"--{key}: no setting of {', '.join(names)}{config.nearest(key, known)}")
+
+
+def folder(request: Request, one: Subject) -> str:
+    """Where results are kept: with the run, or named after what was evaluated. Raises UserError."""
+    name = re.sub(r"[^\w.-]+", "-", one.given.removeprefix("untrained:").removeprefix("timm:")).strip("-")
+    found = store.absolute((request.out or one.run or f"evaluations/{name}").rstrip("/"))
+    try:
+        place.view(found).mkdir(parents=True, exist_ok=True)
+        if not remote(found) and not os.access(found, os.W_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as e:
+        raise UserError(f"--out {found}: cannot be written: {e.strerror or e}") from None
+    return found
+
+
+@dataclass
+class Work:
+    """The protocols on one backbone."""
+
+    request: Request
+    subject: Subject
+    names: Sequence[str]
+    report: Report
+    note: Note
+
+    def try_one(self, name: str) -> None:
+        """Run a protocol and keep its result; or say in a line why not."""
+        try:
+            self.one(name, PROTOCOLS[name])
+        except UserError as e:
+            said = str(e)
+            refuse(self.report, said if said.startswith(f"{name}:") else f"{name}: {said}")
+
+    def one(self, name: str, protocol: Protocol) -> None:
+        for need in protocol.needs:
+            self.check(need)
+        asked, weights = self.asked(name, protocol), self.subject.digest  # of before, should a protocol train
+        began = time.monotonic()
+        own = {k: v for k, v in asked.items() if k in protocol.parameters}
+        found, data = self.frozen(protocol, asked, own) if self.is_frozen(protocol) else self.direct(protocol, own)
+        result = Result(
+            protocol=name,
+            numbers={k: v if isinstance(v, int) else float(v) for k, v in found.numbers.items()},
+            settings=found.settings,
+            asked=asked,
+            backbone=self.subject.given,
+            untrained=self.subject.untrained,
+            backbone_digest=weights,
+            architecture=self.subject.architecture,
+            data=self.request.data(protocol),
+            data_digest=data,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - began, 1),
+            pictures=[os.path.relpath(p, place.view(self.report.folder)) for p in found.pictures],
+        )
+        if remote(self.report.folder):
+            for path, kept in zip(found.pictures, result.pictures, strict=True):
+                store.put_bytes(f"{self.report.folder}/{kept}", path.read_bytes())
+        results.add(self.report.folder, result)
+        self.report.results.append(result)
+
+    def check(self, need: str) -> None:
+        r = self.request
+        there: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
+        if not there.get(need):
+            raise UserError(f"needs {protocols.OPTIONS[need]}")
+
+    def asked(self, name: str, protocol: Protocol) -> dict[str, Any]:
+        """Settings: those of the recipe where a run has its own, of the protocol, of the command line."""
+        e = self.subject.settings
+        of_recipe: dict[str, dict[str, Any]] = {
+            "knn": {"k": e.k, "temperature": e.temperature},
+            "linear": {"epochs": e.probe_epochs or 100},
+        }
+        own: dict[str, Any] = of_recipe.get(name, {})
+        if self.is_frozen(protocol):
+            own |= {"size": e.size, "resize": e.resize, "features": protocol.features}
+        bare = [p.name for p in protocol.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        own |= {k: v for k, v in (("size", e.size), ("resize", e.resize)) if k in bare}
+        given = self.request.own(name)
+        if "size" in given and "resize" in own and "resize" not in given:
+            own["resize"] = round(own["resize"] * protocol.checked(given)["size"] / own["size"])
+        full = own | protocol.checked({**protocol.preset, **given})
+        if full.get("resize", full.get("size", 0)) < full.get("size", 0):
+            raise UserError(f"--resize {full['resize']}: leaves no room for a crop of --size {full['size']}")
+        return full
+
+    def is_frozen(self, protocol: Protocol) -> bool:
+        return bool({"labels", "suite"} & set(protocol.needs))
+
+    def direct(self, protocol: Protocol, asked: dict[str, Any]) -> tuple[Outcome, str]:
+        """A protocol on the backbone itself."""
+        backbone = self.subject.backbone.to(world.local().device)
+        fallen = protocol.parameters.get("size")
+        size = asked.get("size", fallen.default if fallen else self.subject.settings.size)
+        given: list[Any] = []
+        data = ""
+        for need in protocol.needs:
+            if need == "patches":
+                check_patches(backbone, size)
+            elif need == "images":
+                if "patches" not in protocol.needs:
+                    check_images(backbone, size)
+                given.append(self.images)
+                data = data_digest(self.images, np.arange(len(self.images)))
+            else:
+                given.append(Path(self.request.folders[need]))
+                data = tree_digest(given[-1])
+        pictures = place.view(self.report.folder) / "pictures" / ("untrained" if self.subject.untrained else "")
+        pictures.mkdir(parents=True, exist_ok=True)
+        known = {"out": pictures, "note": self.note}
+        found: Any = protocol.run(
+            backbone, *given, **asked, **{k: v for k, v in known.items() if k in protocol.parameters}
+        )
+        if not isinstance(found, Outcome):
+            found = Outcome(found)
+        return replace(found, settings={**asked, **found.settings}), data
+
+    def frozen(self, protocol: Protocol, asked: dict[str, Any], own: dict[str, Any]) -> tuple[Outcome, str]:
+        """A protocol on features that are extracted once for all."""
+        size, resize, kind = asked["size"], asked["resize"], asked["features"]
+        if "labels" in protocol.needs:
+            _ = self.sets  # refused at once where there is nothing to learn from
+        feature_types.check(self.subject.backbone, kind, size)
+        own = {k: v for k, v in own.items() if k not in protocols.FROZEN}
+        own |= {"note": self.note} if "note" in protocol.parameters else {}
+        how: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
+        if "suite" in protocol.needs:
+            root = self.request.folders["suite"]
+            seen: list[str] = []
+
+            def of(url: str) -> Labelled:
+                index = self.opened(url)
+                seen.append(data_digest(index, labelled(index)))
+                return self.features(index, url, labelled(index), size, resize, [kind])[kind]
+
+            found = protocol.run(of, root, **own)
+            return replace(found, settings={**how, **found.settings}), digest(sorted(seen))
+        sets = self.sets
+        wanted = self.kinds(size, kind)
+        train, test = (
+            self.features(index, url, samples, size, resize, wanted)[kind]
+            for index, url, samples in (
+                (sets.bank, self.request.train or "", sets.bank_samples),
+                (sets.test, self.request.test or self.request.train or "", sets.test_samples),
+            )
+        )
+        if not len(train.y) or not len(test.y):
+            raise UserError(f"--{'test' if len(train.y) else 'train'}: no image there decodes")
+        found = protocol.run(*protocols.counted(train, test, world.local().device), **own)
+        how |= {"train_images": len(train.y), "test_images": len(test.y)}
+        digests = [data_digest(sets.bank, sets.bank_samples), data_digest(sets.test, sets.test_samples)]
+        return replace(found, settings={**found.settings, **how}), digest(digests)
+
+    def kinds(self, size: int, kind: str) -> list[str]:
+        """This kind first, and what other protocols of the request will want of the same images: one forward pass gives
+        them all."""
+        wanted = [kind]
+        for name in self.names:
+            other = self.request.own(name).get("features", PROTOCOLS[name].features)
+            new = "labels" in PROTOCOLS[name].needs and other not in wanted
+            if new and feature_types.has(self.subject.backbone, other, size):
+                wanted.append(other)
+        return wanted
+
+    def features(
+        self, index: Index, url: str, samples: NDArray[np.int64], size: int, resize: int, wanted: Sequence[str]
+    ) -> dict[str, Labelled]:
+        task = Task(self.subject.given, self.request.architecture, url, samples, size, resize)
+        return features(self.subject, index, task, wanted, workers=self.request.workers, note=self.note)
+
+    @cached_property
+    def sets(self) -> Sets:
+        tested = self.opened(self.request.test) if self.request.test else None
+        assert self.request.train
+        sets = Sets.of(self.opened(self.request.train), tested, None)
+        if sets is None:
+            raise UserError(f"--train {self.request.train}: no labels there, and this protocol needs them")
+        sets.check()
+        return sets
+
+    @cached_property
+    def images(self) -> Index:
+        return self.opened(self.request.test or self.request.train or "")
+
+    def opened(self, url: str) -> Index:
+        return open_index(url, place.view(self.report.folder), note=self.note)
+
+
+def published(one: Subject) -> dict[str, float]:
+    """The paper's numbers for a run."""
+    if not one.run or not one.recipe:
+        return {}
+    try:
+        command = json.loads((place.view(one.run) / "environment.json").read_text())["command"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return results.published(command, config.plain(one.recipe))
+
+
+def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
+    """Numbers and results.json go to the run's own run in MLflow, where it has one."""
+    if not one.run or not report.results:
+        return
+    metrics = {
+        f"evaluation/{r.protocol}{'_untrained' * r.untrained}/{k.partition('/')[2] or k}": v
+        for r in report.results
+        for k, v in r.numbers.items()
+    }
+    copy = place.view(report.folder) / results.NAME
+    if remote(report.folder):
+        copy.write_text(place.get(report.folder, results.NAME) or "")
+    known = place.view(one.run) / "mlflow.json"
+    if why := tracking.append(commands.tracked(one.run), known, metrics, [copy]):
+        note(f"MLflow has no numbers of this: {why}; {report.folder}/{results.NAME} has them")
+
+
+def table(report: Report, form: str) -> str:
+    if form == "json":
+        return json.dumps([r.__dict__ for r in report.results], indent=1, default=str)
+    return results.latex(report.rows) if form == "latex" else results.markdown(report.rows)

@@ -1,0 +1,62 @@
+"""Frozen features on disk, named after the weights and the images that they are of: no protocol computes them again."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from eagleray.protocols.digests import digest
+from eagleray.protocols.features import Labelled
+
+FORMAT = 1  # changes with what a file holds and with how images become features
+
+
+def folder() -> Path:
+    """Beside the working folders of remote runs. Any file there may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray" / "features"
+
+
+def cached(
+    backbone: str,
+    data: str,
+    kinds: Sequence[str],
+    *,
+    how: Sequence[object],
+    make: Callable[[Sequence[str]], dict[str, Labelled]],
+    note: Callable[[str], None],
+) -> dict[str, Labelled]:
+    """Features of each kind, for the digests of a backbone and of data; `how` is all else that they depend on. Those
+    that are not on disk are made together, and kept."""
+    paths = {}
+    for kind in kinds:
+        paths[kind] = folder() / f"{digest(FORMAT, backbone, data, kind, *how)}.safetensors"
+    found = {kind: features for kind, path in paths.items() if (features := _load(path)) is not None}
+    if missing := [kind for kind in kinds if kind not in found]:
+        made = make(missing)
+        for kind, features in made.items():
+            try:
+                _save(paths[kind], features)
+            except (OSError, SafetensorError) as e:
+                note(f"{folder()}: features cannot be kept there: {e}")
+        found |= made
+    return {kind: found[kind] for kind in kinds}
+
+
+def _load(path: Path) -> Labelled | None:
+    """None where there is no such file, or one that is damaged."""
+    try:
+        return Labelled(**load_file(path))
+    except (OSError, SafetensorError, TypeError):
+        return None
+
+
+def _save(path: Path, features: Labelled) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({"x": features.x.contiguous(), "y": features.y.contiguous()}, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,137 @@
+"""What is evaluated: the backbone of a run, timm's weights, a file of tensors, or one that was never trained."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from eagleray.base.errors import UserError
+from eagleray.evaluation.results import UNTRAINED
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.digests import digest, weights_digest
+from eagleray.protocols.eval_mode import NOT_FINITE, trying
+from eagleray.runs import remote as place
+from eagleray.runs import restore
+from eagleray.runs.recipe import Evaluate, Network, Recipe
+from eagleray.runs.restore import TIMM, Build
+from eagleray.storage.store import remote
+from eagleray.views.photometric import MEAN, STD
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backbone, where it is from, and how its recipe wants it evaluated."""
+
+    given: str  # as it was named, places made absolute
+    backbone: Backbone
+    network: Network
+    settings: Evaluate
+    recipe: Recipe | None = None  # of a run
+    run: str | None = None  # where that is kept
+    pixels: tuple[Any, Any] = (MEAN, STD)  # what the weights were trained to see
+
+    @property
+    def untrained(self) -> bool:
+        return self.given.startswith(UNTRAINED)
+
+    @property
+    def architecture(self) -> str:
+        """A short name of everything but the weights."""
+        return digest(asdict(replace(self.network, weights=None)))
+
+    @cached_property
+    def digest(self) -> str:
+        """A short name of architecture, weights and the pixels that they want."""
+        return weights_digest(self.backbone, self.architecture, self.pixels)
+
+
+def subject(given: str, build: Build, architecture: str | None = None) -> Subject:
+    """The backbone that a name stands for, in evaluation mode: a run's folder or s3:// URL, its checkpoint file,
+    `timm:NAME`, a file of tensors with timm's name of its architecture, or `untrained:` before a run or timm's name.
+    Raises UserError."""
+    name = given.removeprefix(UNTRAINED)
+    try:
+        source = restore.absolute(name)
+        found = _found(source, build, architecture, fresh=given != name)
+    except UserError as e:
+        said = str(e).removeprefix("backbone.weights=")
+        for key in "backbone.name=", "backbone.weights=":
+            said = said.replace(key, "")
+        raise UserError(said) from None
+    found.backbone.eval()
+    return replace(found, given=(UNTRAINED if given != name else "") + source)
+
+
+def _found(source: str, build: Build, architecture: str | None, *, fresh: bool) -> Subject:
+    if architecture and not fresh:
+        return _filled(source, Network(name=architecture), build)
+    if source.startswith(TIMM):
+        network = Network(name=source.removeprefix(TIMM))
+        return Subject(source, _made(network), network, Evaluate()) if fresh else _filled(source, network, build)
+    try:
+        recipe, method, folder = restore.restored(source, build)
+    except UserError as e:
+        told = "is not a checkpoint of this program" in str(e)
+        raise UserError(f"{e}; a file of tensors needs --architecture NAME" if told else str(e)) from None
+    backbone = build(recipe).export() if fresh else method.export()
+    run = source if remote(source) or Path(source).is_dir() else str(folder)
+    if remote(run):
+        place.Copy(run, folder).fetch()
+    return Subject(source, backbone, recipe.backbone, recipe.evaluate, recipe, run)
+
+
+def _made(network: Network) -> Backbone:
+    torch.manual_seed(0)
+    return Backbone(**{k: v for k, v in asdict(network).items() if k != "weights"})
+
+
+def _filled(source: str, network: Network, build: Build) -> Subject:
+    backbone = _made(network)
+    restore.fill(backbone, restore.read(source, build))
+    if not source.startswith(TIMM):
+        return Subject(source, backbone, network, Evaluate())
+    known = timm.get_pretrained_cfg(network.name)
+    assert known is not None  # its weights were found by it
+    expect(backbone, known.mean, known.std)
+    return Subject(source, backbone, network, Evaluate(), pixels=(tuple(known.mean), tuple(known.std)))
+
+
+def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Let a model that was trained with pixels of another mean and scale see such. All of this program's images are
+    normalised alike, so its first convolution, before it pads with zeros, undoes that."""
+    if (tuple(mean), tuple(std)) == (tuple(MEAN), tuple(STD)):
+        return
+    first = next((m for m in backbone.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3), None)
+    if first is None:
+        raise UserError(f"{type(backbone.model).__name__}: wants pixels of mean {mean}, and has no first convolution")
+
+    def again(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        m0, s0, m1, s1 = (args[0].new_tensor(x).view(3, 1, 1) for x in (MEAN, STD, mean, std))
+        return (args[0] * (s0 / s1) + (m0 - m1) / s1, *args[1:])
+
+    first.register_forward_pre_hook(again)
+
+
+@torch.inference_mode()
+def check_images(backbone: Backbone, size: int) -> None:
+    """Raises UserError when the backbone cannot take images of this size."""
+    with trying(backbone, f"cannot take images of --size {size}"):
+        found = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        if not found.isfinite().all():
+            raise ValueError(NOT_FINITE)
+
+
+@torch.inference_mode()
+def check_patches(backbone: Backbone, size: int) -> None:
+    """Raises UserError when the backbone has no patch tokens on a grid."""
+    with trying(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
+        found = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        if found.patches.shape[1] != found.grid[0] * found.grid[1]:
+            raise ValueError("their number is not that of a grid")
+        if not found.patches.isfinite().all():
+            raise ValueError(NOT_FINITE)

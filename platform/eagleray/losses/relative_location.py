@@ -1,0 +1,107 @@
+"""How far apart do two tokens lie? Dense relative localisation: Liu et al. 2021, arXiv:2106.03746; what its text leaves
+open is as in the authors' code. B images, D channels, a grid of h x w tokens, m pairs of an image, C classes of offsets
+on an axis."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray.base import dist
+from eagleray.models.heads import mlp
+
+HIDDEN = 512
+SPREAD = 1e-3  # what the log of the variance weighs in L_reg; the paper does not say
+
+# Of offsets: as absolute numbers or with their sign (the paper's L*), as numbers (L), as classes (L_ce), or as the mean
+# of the classes, divided by their variance (L_reg).
+Mode = Literal["l1", "l1_signed", "ce", "ce_signed", "reg", "reg_signed"]
+# raw: in tokens, signed ones counted from the lowest. normalised: these from 0 to 1. paper: offset / k.
+Targets = Literal["raw", "normalised", "paper"]
+
+Pool = Literal["3x3", "2x2"]  # windows, two tokens apart
+Pairs = tuple[Tensor, Tensor]  # the first and the second tokens, row-major positions (B, m)
+
+
+class Localiser(nn.Module):
+    """The MLP f([e_1; e_2]): two numbers (n, 2), or the scores of `classes` on both axes (n, C, 2)."""
+
+    def __init__(self, dim: int, classes: int | None = None) -> None:
+        super().__init__()
+        self.layers = mlp([2 * dim, HIDDEN, HIDDEN, HIDDEN if classes else 2], norm=False)
+        self.axes = nn.ModuleList(nn.Linear(HIDDEN, classes) for _ in range(2)) if classes else None
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """Pairs (n, 2 D)."""
+        out: Tensor = self.layers(pairs)
+        return out if self.axes is None else torch.stack([axis(out) for axis in self.axes], 2)
+
+
+def coarse(grid: Tensor, k: int, pool: Pool) -> Tensor:
+    """Tokens (B, D, h, w), averaged as long as they are 2 k and more on both sides."""
+    while min(grid.shape[2:]) >= 2 * k:
+        wide = pool == "3x3"
+        grid = F.avg_pool2d(grid, 3, 2, 1, count_include_pad=False) if wide else F.avg_pool2d(grid, 2)
+    return grid
+
+
+def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
+    """Any two of n tokens, m times: one may be drawn again, or be its own partner."""
+    first, second = torch.randint(n, (2, views, sum(rows), m), generator=seeded(step, device), device=device)
+    return mine(first, rows), mine(second, rows)
+
+
+def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
+    """Each of n tokens once and a partner: a permutation as in the code, where the paper draws each on its own."""
+    second = mine(torch.rand(views, sum(rows), n, generator=seeded(step, device), device=device).argsort(2), rows)
+    return torch.arange(n, device=device).expand_as(second), second
+
+
+def seeded(step: int, device: torch.device) -> torch.Generator:
+    """Pairs are drawn for the rows of all ranks from the step alone: the same however many ranks there are."""
+    return torch.Generator(device).manual_seed(step)
+
+
+def mine(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """This rank's (V * B, m), view-major, of (V, sum of rows, m)."""
+    return drawn[:, dist.offset(rows) :][:, : rows[dist.rank()]].flatten(0, 1)
+
+
+def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, targets: Targets = "raw") -> Tensor:
+    """The mean over pairs: of both axes for numbers, the sum of both for classes. `targets` are those of numbers."""
+    h, w = grid.shape[2:]
+    tokens = grid.flatten(2).mT  # (B, N, D)
+    image = torch.arange(len(tokens), device=grid.device).unsqueeze(1)
+    e1, e2 = (tokens[image, at] for at in pairs)  # (B, m, D)
+    f = localiser(torch.cat([e1, e2], 2).flatten(0, 1)).float()
+    first, second = (at.flatten() for at in pairs)
+    dy, dx = first // w - second // w, first % w - second % w
+    kind, _, signed = mode.partition("_")
+    if kind == "l1":
+        t = torch.stack([target(d, k, targets, signed=bool(signed)) for d, k in ((dy, h), (dx, w))], 1)
+        return F.l1_loss(f, t)
+    c = torch.stack([target(d, classes(f, signed), "raw", signed=bool(signed)) for d in (dy, dx)], 1)
+    return 2 * F.cross_entropy(f, c) if kind == "ce" else moments(f, c)
+
+
+def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
+    """What the MLP shall say of offsets on an axis of k tokens."""
+    if targets == "paper":
+        return (d if signed else d.abs()) / k
+    t = d + (k - 1) if signed else d.abs()
+    return t / (max(k - 1, 1) * (1 + signed)) if targets == "normalised" else t
+
+
+def classes(f: Tensor, signed: str) -> int:
+    """Tokens on the longest axis that the classes of (n, C, 2) are enough for."""
+    return (f.shape[1] + 1) // 2 if signed else f.shape[1]
+
+
+def moments(f: Tensor, c: Tensor) -> Tensor:
+    """(c - mu)^2 / sigma^2 + 2 alpha log sigma of the classes' distribution; scores (n, C, 2), true classes (n, 2)."""
+    p = f.softmax(1)
+    each = torch.arange(f.shape[1], device=f.device).view(1, -1, 1)
+    mean = (p * each).sum(1)
+    variance = (p * (each - mean.unsqueeze(1)).square()).sum(1) + 1e-8
+    return ((c - mean).square() / variance + SPREAD * variance.log()).sum(1).mean()

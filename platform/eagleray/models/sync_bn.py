@@ -1,0 +1,44 @@
+"""Batch norm over all ranks. PyTorch's own is for GPUs only; this one is what it becomes on a CPU."""
+
+import torch
+from timm.layers import convert_sync_batchnorm
+from torch import Tensor, nn
+
+from eagleray.base import dist
+from eagleray.base.errors import UserError
+
+
+class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Mean and variance of the rows of every rank together, which may hold different numbers of rows."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim >= 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, ...) to the same."""
+        if not self.training or dist.size() == 1:
+            return super().forward(x)
+        axes, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
+        n = dist.total(x.new_tensor([x.numel() / x.shape[1]]))
+        mean = dist.total_with_grad(x.sum(axes)) / n
+        centred = x - mean.view(shape)
+        var = dist.total_with_grad(centred.square().sum(axes)) / n
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                self.running_mean.lerp_(mean, self.momentum or 0.1)
+                self.running_var.lerp_(var * n / (n - 1), self.momentum or 0.1)
+        out = centred * torch.rsqrt(var + self.eps).view(shape)
+        return torch.addcmul(self.bias.view(shape), out, self.weight.view(shape)) if self.affine else out
+
+
+def synchronised(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with every batch norm replaced, in place, by one over all ranks; weights and buffers are kept."""
+    if device.type == "cuda":
+        return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms
+    for child in module.modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
+            raise UserError(f"workers: several need a GPU for the {type(child).__name__} of this backbone")
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
+            child.__class__ = CPUSyncBatchNorm  # type: ignore[assignment]  # the same parameters and buffers, another forward
+    return module

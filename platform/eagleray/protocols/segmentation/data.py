@@ -1,0 +1,193 @@
+"""Images with a class for every pixel: the folders of ADE20K, of CamVid as SegNet has it, and of any pairs of image and
+mask; and the crops that mmsegmentation trains on."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2.functional import resize
+
+from eagleray.base.errors import UserError
+from eagleray.data.decode import BadImage, decode, reason
+from eagleray.storage.ordered_map import ahead
+from eagleray.views import photometric
+
+IGNORED = 255  # pixels of no class
+UNNAMED = ("unlabelled", "unlabeled", "void", "ignore")  # lines of classes.txt that are no class
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+WIDEST = 4  # a long side is at most this many times `size`: (2048, 512)
+RATIOS = (0.5, 2.0)  # of an image's size in training
+LARGEST, TRIES = 0.75, 10  # share of a crop that one class may have, and how often another crop is tried
+# One half of the images each, factors of brightness, saturation and contrast, and turns of the hue.
+JITTER = (
+    (photometric.brightness, 0.875, 1.125),
+    (photometric.saturation, 0.5, 1.5),
+    (photometric.hue, -0.1, 0.1),
+)
+
+
+class Layout(NamedTuple):
+    """Folders of images and masks."""
+
+    train: tuple[str, str]
+    val: tuple[str, str]
+    first: int = 0  # the value of the first class; a smaller one is ignored
+    classes: int | None = None  # where no file names them; None: as many as the training masks show
+
+
+LAYOUTS = (
+    Layout(("images/training", "annotations/training"), ("images/validation", "annotations/validation"), 1, 150),
+    Layout(("images/train", "masks/train"), ("images/val", "masks/val")),
+    Layout(("train", "trainannot"), ("val", "valannot")),
+)
+
+
+class Pair(NamedTuple):
+    image: Path
+    mask: Path
+
+
+@dataclass(frozen=True)
+class Masks:
+    """A set of C classes."""
+
+    train: tuple[Pair, ...]
+    val: tuple[Pair, ...]
+    classes: tuple[str, ...]
+    table: NDArray[np.int16]  # (256,) the class of a mask's value, IGNORED, or -1 for one that must not be
+
+    @classmethod
+    def of(cls, folder: Path) -> "Masks":
+        """Raises UserError for a folder of another layout, and for an image without a mask."""
+        layout = next((lay for lay in LAYOUTS if all((folder / f).is_dir() for f in (*lay.train, *lay.val))), None)
+        if layout is None:
+            known = "; or ".join(", ".join((*lay.train, *lay.val)) for lay in LAYOUTS)
+            raise UserError(f"--masks {folder}: expected the folders {known}")
+        train, val = pairs(folder, *layout.train), pairs(folder, *layout.val)
+        names = named(folder) or [str(i) for i in range(layout.classes or highest(train) + 1)]
+        table = np.full(256, -1, np.int16)
+        table[: layout.first] = table[IGNORED] = IGNORED
+        kept = [name for name in names if name.lower() not in UNNAMED]
+        if not 2 <= len(kept) < IGNORED:
+            raise UserError(f"--masks {folder}: {len(kept)} classes; expected 2 to {IGNORED - 1}")
+        numbers = itertools.count()
+        for value, name in enumerate(names, layout.first):
+            table[value] = IGNORED if name.lower() in UNNAMED else next(numbers)
+        return cls(train, val, tuple(kept), table)
+
+    def read(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        """uint8 image (3, H, W) and classes (H, W). Raises UserError."""
+        try:
+            image = decode(pair.image.read_bytes())
+        except BadImage as e:
+            raise UserError(f"{pair.image}: {e}") from None
+        values = stored(pair.mask)
+        if values.shape != image.shape[1:]:
+            (h, w), (_, height, width) = values.shape, image.shape
+            raise UserError(f"{pair.mask}: {w} x {h} pixels; its image has {width} x {height}")
+        classes = self.table[np.minimum(values, IGNORED)]
+        if (classes < 0).any():
+            worst = int(values[classes < 0].max())
+            raise UserError(f"{pair.mask}: has the value {worst}; there are {len(self.classes)} classes")
+        return image, torch.from_numpy(classes.astype(np.uint8))
+
+
+def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
+    """By name. Raises UserError."""
+    found = {p.stem: p for p in sorted((folder / masks).iterdir()) if p.suffix.lower() in SUFFIXES}
+    out = []
+    for image in sorted(p for p in (folder / images).iterdir() if p.suffix.lower() in SUFFIXES):
+        if image.stem not in found:
+            raise UserError(f"{image}: has no mask of its name in {folder / masks}")
+        out.append(Pair(image, found[image.stem]))
+    if not out:
+        raise UserError(f"{folder / images}: has no images")
+    return tuple(out)
+
+
+def named(folder: Path) -> list[str]:
+    """The names of the classes, one a line, or as ADE20K lists them; none where no file does."""
+    if (path := folder / "classes.txt").is_file():
+        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    if (path := folder / "objectInfo150.txt").is_file():
+        return [line.split("\t")[-1].split(",")[0].strip() for line in path.read_text().splitlines()[1:]]
+    return []
+
+
+def highest(train: Sequence[Pair]) -> int:
+    """The largest class in the masks."""
+    return max(int(np.where(v == IGNORED, 0, v).max()) for v in ahead(stored, [p.mask for p in train]))
+
+
+def stored(path: Path) -> NDArray[np.int64]:
+    """The values (H, W) of a mask. Raises UserError."""
+    try:
+        with Image.open(path) as mask:
+            values = np.asarray(mask)
+    except Exception as e:  # PIL has many
+        raise UserError(f"{path}: {reason(e)}") from None
+    if values.ndim != 2:
+        raise UserError(f"{path}: has {values.shape[2]} channels; expected one, the class of each pixel")
+    return values.astype(np.int64)
+
+
+def fitted(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
+    """Height and width of an image (..., H, W) whose short side becomes `ratio` times `size`, unless the long one would
+    be more than WIDEST times as long."""
+    short, long = sorted(image.shape[-2:])
+    scale = ratio * size * min(1 / short, WIDEST / long)
+    return max(round(image.shape[-2] * scale), 1), max(round(image.shape[-1] * scale), 1)
+
+
+def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) -> tuple[Tensor, Tensor]:
+    """A part of a uint8 image (3, H, W) and its classes (H, W), resized, mirrored and distorted at random: normalised
+    (3, size, size) and (size, size), padded at the bottom and the right with zeros and IGNORED."""
+    shape = list(fitted(image, size, rng.uniform(*RATIOS)))
+    image = resize(image, shape, InterpolationMode.BILINEAR, antialias=True)
+    mask = resize(mask[None], shape, InterpolationMode.NEAREST_EXACT)[0]
+    for _ in range(TRIES):
+        top, left = (int(rng.integers(max(n - size, 0) + 1)) for n in shape)
+        part = mask[top : top + size, left : left + size]
+        counts = torch.bincount(part[part != IGNORED].flatten())
+        if (counts > 0).sum() > 1 and counts.max() < LARGEST * counts.sum():
+            break
+    x = image[None, :, top : top + size, left : left + size].float() / 255
+    x = photometric.normalise_(distorted(x, rng))[0]
+    if rng.integers(2):
+        x, part = x.flip(-1), part.flip(-1)
+    room = (0, size - x.shape[2], 0, size - x.shape[1])
+    return F.pad(x, room), F.pad(part, room, value=IGNORED)
+
+
+def distorted(x: Tensor, rng: np.random.Generator) -> Tensor:
+    """Colours of (1, 3, h, w) in [0, 1], contrast before saturation and hue or after them."""
+    contrast = (photometric.contrast, 0.5, 1.5)
+    order = (JITTER[0], contrast, *JITTER[1:]) if rng.integers(2) else (*JITTER, contrast)
+    for function, low, high in order:
+        if rng.integers(2):
+            x = function(x, torch.tensor([rng.uniform(low, high)], dtype=x.dtype))
+    return x
+
+
+def crops(masks: Masks, *, start: int, stop: int, batch: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches `start` to `stop` of crops (B, 3, size, size) and classes (B, size, size), int64: epochs of all training
+    images, each in an order of its own. A batch is the same wherever one starts. Raises UserError."""
+    n = len(masks.train)
+
+    def load(k: int) -> tuple[Tensor, Tensor]:
+        sample = np.random.default_rng((seed, k // n)).permutation(n)[k % n]
+        return crop(*masks.read(masks.train[sample]), np.random.default_rng((seed, 1, k)), size=size)
+
+    loaded = ahead(load, range(start * batch, stop * batch))
+    for _ in range(start, stop):
+        images, classes = zip(*itertools.islice(loaded, batch), strict=True)
+        yield torch.stack(images), torch.stack(classes).long()

@@ -1,0 +1,75 @@
+"""Classes of pixels: beside the images and the truth in one picture, and by class in one table. K classes."""
+
+import colorsys
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagleray.protocols.segmentation.data import IGNORED
+from eagleray.protocols.segmentation.scores import shares
+
+GOLDEN = 0.618034  # of the circle of hues between one class and the next, so that neighbours differ
+NONE = (32, 32, 32)  # pixels of no class
+WIDTH, DPI = 3.2, 110  # inches of an image
+NAMES = 40  # in a legend at most
+
+
+class Shown(NamedTuple):
+    image: Tensor  # (3, H, W) uint8
+    truth: Tensor  # (H, W) classes, IGNORED where there is none
+    found: Tensor  # (H, W)
+
+
+def colours(classes: int) -> NDArray[np.uint8]:
+    """(256, 3), one for each class and one for pixels of none."""
+    out = np.full((256, 3), NONE, np.uint8)
+    for i in range(classes):
+        r, g, b = colorsys.hsv_to_rgb(i * GOLDEN % 1, (0.75, 0.45)[i % 2], (0.95, 0.75, 0.55)[i % 3])
+        out[i] = round(255 * r), round(255 * g), round(255 * b)
+    return out
+
+
+def draw(path: Path, shown: Sequence[Shown], classes: Sequence[str]) -> None:
+    """A row for each image: it, its truth and what was found, above the names of the classes in them."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    paint = colours(len(classes))
+    high = max(s.image.shape[1] / s.image.shape[2] for s in shown) * WIDTH
+    there = torch.cat([x.flatten() for s in shown for x in (s.truth, s.found)]).unique().tolist()
+    known = [c for c in there if c != IGNORED][:NAMES]
+    handles = [Patch(color=paint[c] / 255, label=classes[c]) for c in known]
+    if IGNORED in there:
+        handles.append(Patch(color=paint[IGNORED] / 255, label="not counted"))
+    columns = 6
+    legend = 0.3 + 0.22 * -(-len(handles) // columns)
+    figure = Figure(figsize=(3 * WIDTH, high * len(shown) + legend + 0.3), dpi=DPI, layout="constrained")
+    below = legend / figure.get_figheight()
+    figure.set_layout_engine("constrained", rect=(0, below, 1, 1 - below))
+    axes = figure.subplots(len(shown), 3, squeeze=False)
+    for row, s in zip(axes, shown, strict=True):
+        row[0].imshow(s.image.permute(1, 2, 0).numpy())
+        row[1].imshow(paint[s.truth.numpy()])
+        row[2].imshow(paint[np.where(s.truth == IGNORED, IGNORED, s.found)])
+        for cell in row:
+            cell.set_axis_off()
+    for cell, title in zip(axes[0], ("image", "truth", "found"), strict=True):
+        cell.set_title(title, fontsize=10)
+    figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def table(path: Path, classes: Sequence[str], counts: Tensor) -> None:
+    """IoU and accuracy in percent, and pixels, of each class, from a confusion (K, K); empty where a class has none."""
+    iou, accuracy = shares(counts)
+    with path.open("w", newline="") as f:
+        writer = csv.writer(f)
+        writer.writerow(["class", "iou", "accuracy", "pixels"])
+        for name, i, a, n in zip(classes, iou.tolist(), accuracy.tolist(), counts.sum(1).tolist(), strict=True):
+            writer.writerow([name, *("" if np.isnan(v) else f"{100 * v:.2f}" for v in (i, a)), n])

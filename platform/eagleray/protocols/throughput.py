@@ -1,0 +1,135 @@
+"""What a backbone costs: the columns of EsViT's tables 1, 4 and 8 (Li et al. 2022, arXiv:2106.09785), and memory and
+time of a step as in table 9, here without the heads and losses of any method."""
+
+import copy
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from eagleray.base.errors import UserError
+from eagleray.evaluation.target import check_images
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.outcome import Outcome
+from eagleray.runs.recipe import Positive
+
+MIB = 2**20
+
+
+def throughput(
+    backbone: Backbone,
+    *,
+    size: Positive,
+    batch: Positive | None = None,
+    rounds: Positive = 10,
+    out: Path | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Outcome:
+    """Parameters, multiply-adds, speed and memory on images of `size` pixels in batches of 128, on a CPU of 4. On a GPU
+    in bfloat16, as runs train. Nothing is written to `out`. The backbone stays as it is.
+
+    throughput/params_m       million parameters, without a classifier
+    throughput/gmacs          1e9 multiply-adds of one image's forward, what papers call GFLOPs
+    throughput/images_per_s   forward without gradients, median of the rounds after one to warm up
+    throughput/forward_mib    what its tensors take at most, weights included
+    throughput/step_s         forward and backward of one batch, in seconds, median
+    throughput/step_mib       its memory, gradients included, without an optimiser's state
+
+    Raises UserError for a size that the backbone cannot take, and for a batch that does not fit.
+    """
+    device = next(backbone.parameters()).device
+    batch = batch or (128 if device.type == "cuda" else 4)
+    note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
+    net = copy.deepcopy(backbone).requires_grad_(True)  # training moves running statistics
+    images = torch.randn(batch, 3, size, size, device=device)
+    check_images(net, size)
+    try:
+        numbers = {
+            "params_m": sum(p.numel() for p in net.parameters()) / 1e6,
+            "gmacs": multiplications(net.eval(), images[:1]) / 1e9,
+            "images_per_s": batch / seconds(lambda: forward(net, images), rounds, device),
+            "forward_mib": peak(lambda: forward(net, images), net, device) / MIB,
+            "step_s": seconds(lambda: step(net.train(), images), rounds, device),
+            "step_mib": peak(lambda: step(net, images), net, device) / MIB,
+        }
+    except torch.OutOfMemoryError:
+        raise UserError(f"throughput: {batch} images of {size} pixels do not fit on this {device.type}") from None
+    settings: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": name(device)}
+    settings |= {"precision": "bfloat16" if device.type == "cuda" else "float32", "threads": torch.get_num_threads()}
+    return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, settings)
+
+
+def forward(net: nn.Module, images: Tensor) -> None:
+    """(B, 3, H, W) through a network, as an evaluation does."""
+    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+        net(images)
+
+
+def step(net: Backbone, images: Tensor) -> None:
+    """Forward and backward of (B, 3, H, W)."""
+    net.zero_grad()
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+        pooled = net.pooled(images)
+    pooled.float().square().mean().backward()
+
+
+def multiplications(net: nn.Module, images: Tensor) -> float:
+    """Multiply-adds of a forward of (B, 3, H, W)."""
+    # Attention taken apart into matrix products: fused kernels are not all counted.
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net(images)
+    return counter.get_total_flops() / 2
+
+
+def seconds(work: Callable[[], None], rounds: int, device: torch.device) -> float:
+    """Median of the rounds; one more comes first, to warm up."""
+    times = []
+    for _ in range(rounds + 1):
+        wait(device)
+        began = time.perf_counter()
+        work()
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
+    """Bytes that tensors take at most, the network's own and what `work` makes; not what is there beside them."""
+    net.zero_grad()
+    own = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
+    if device.type == "cuda":
+        wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        wait(device)
+        return own + torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    # A process keeps what it has freed, so what tensors took is asked of the allocator, whose count goes on from
+    # that of the last profile.
+    taken = sorted(
+        (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
+    )
+    return own + int(max(total for _, total, _ in taken) - (taken[0][1] - taken[0][2]))
+
+
+def name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

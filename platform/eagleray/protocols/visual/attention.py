@@ -1,0 +1,184 @@
+"""Where the last block of a ViT or a Swin transformer looks: a map per head, as in figures 1 and 3 of Caron et al. 2021
+(DINO), arXiv:2104.14294, and heads by their entropy, as in appendix C of Li et al. 2021 (EsViT), arXiv:2106.09785."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from eagleray.base.errors import UserError
+from eagleray.data.index import Index
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.eval_mode import evaluating
+from eagleray.protocols.features import batches, some, undecoded
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.visual import draw
+from eagleray.runs.recipe import Positive, Share
+from eagleray.views.photometric import normalised
+
+MASS = 0.6  # share of the attention that the kept patches hold
+IMAGES = 64  # that entropies are means over
+SHOWN, HEADS = 4, 6  # images and heads of a picture
+QUERIES = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # x and y, shares of the image's sides
+
+
+class Maps(NamedTuple):
+    """Of B images and N patches; every row sums to one over the patches."""
+
+    patches: Tensor  # (B, heads, N, N) queries before keys
+    token: Tensor | None  # (B, heads, N) the class token's; None where the model has none
+    grid: tuple[int, int]
+
+
+@torch.inference_mode()
+@evaluating
+def attention(
+    backbone: Backbone,
+    index: Index,
+    *,
+    out: Path,
+    note: Callable[[str], None] = print,
+    size: Positive = 480,
+    limit: Positive = IMAGES,
+    mass: Share = MASS,
+) -> Outcome:
+    """Entropy in bits of every head, means over patches as queries and over images, and the share of patches that hold
+    `mass` of the attention; pictures of heads, of what they keep and of query points. Raises UserError."""
+    readable(backbone)
+    device = next(backbone.parameters()).device
+    entropies, shares = list[Tensor](), list[float]()
+    shown: list[Any] = []
+    for _, crops in batches(index, some(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
+        found = maps(backbone, normalised(crops, device))
+        entropies.append(entropy(found.patches).mean(-1)[0].cpu())  # (heads,)
+        shares.append(smallest(seen(found)[0], mass).float().mean().item())
+        if len(shown) < SHOWN:
+            shown.append((crops[0], found))
+    if not shown:
+        raise undecoded(index)
+    bits = torch.stack(entropies).mean(0)  # (heads,)
+    numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
+    numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}
+    grid = shown[0][1].grid
+    note(f"attention: {len(entropies)} images, entropy {bits.min():.2f} to {bits.max():.2f} bits by head")
+    settings = {"size": size, "images": len(entropies), "mass": mass, "grid": f"{grid[0]} x {grid[1]}"}
+    out.mkdir(parents=True, exist_ok=True)
+    return Outcome(numbers, settings, pictures(shown, bits, mass, out))
+
+
+def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: Path) -> tuple[Path, ...]:
+    order = bits.argsort(descending=True)
+    picked = order[torch.linspace(0, len(order) - 1, min(HEADS, len(order))).round().long()].tolist()
+    names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
+    heads: dict[str, list[draw.Tile]] = {}
+    kept: dict[str, list[draw.Tile]] = {}
+    points: dict[str, list[draw.Tile]] = {}
+    for i, (image, found) in enumerate(shown):
+        row, point = seen(found)[0], () if found.token is not None else QUERIES[:1]
+        start = draw.Tile(draw.pixels(image), "", point)
+        each = [(name, row[h].view(found.grid)) for name, h in zip(names, picked, strict=True)]
+        heads[f"image {i}"] = [start, *(draw.Tile(draw.heated(image, m), n, point) for n, m in each)]
+        chosen = [(n, smallest(m.flatten(), mass).view(found.grid)) for n, m in each]
+        kept[f"image {i}"] = [start, *(draw.Tile(draw.dimmed(image, k), n) for n, k in chosen)]
+        tiles = [(q, found.patches[0, :, patch(q, found.grid)].mean(0).view(found.grid)) for q in QUERIES]
+        points[f"image {i}"] = [
+            draw.Tile(draw.pixels(image), "query points", QUERIES),
+            *(draw.Tile(draw.heated(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
+        ]
+    who = "the class token" if shown[0][1].token is not None else "the patch under the cross"
+    title = f"Last block: attention of {who}, by head, with the entropy of all patches' attention"
+    return (
+        draw.sheet(heads, out / "attention-heads.png", title),
+        draw.sheet(kept, out / "attention-kept.png", f"Fewest patches with {mass:.0%} of the attention of {who}"),
+        draw.sheet(points, out / "attention-queries.png", "Last block: attention of five patches, mean over heads"),
+    )
+
+
+def maps(backbone: Backbone, images: Tensor) -> Maps:
+    """Of images (B, 3, H, W), normalised. Keys that are no patches, a class token or padding, are left out, and rows
+    sum to one again. Raises UserError for other architectures."""
+    readable(backbone)
+    if isinstance(backbone.model, SwinTransformer):
+        rows, grid = stitched(backbone, images)
+        return Maps(rows, None, grid)
+    ph, pw = backbone.model.patch_embed.patch_size
+    grid = images.shape[2] // ph, images.shape[3] // pw
+    rows = backbone.attention(images)[..., -grid[0] * grid[1] :]
+    rows = rows / rows.sum(-1, keepdim=True)
+    has_token = getattr(backbone.model, "cls_token", None) is not None
+    return Maps(rows[:, :, -rows.shape[-1] :], rows[:, :, 0] if has_token else None, grid)
+
+
+def readable(backbone: Backbone) -> None:
+    """Raises UserError for a model whose attention cannot be read."""
+    if not isinstance(backbone.model, VisionTransformer | SwinTransformer):
+        name = type(backbone.model).__name__
+        raise UserError(f"attention: {name} has no attention that can be read; expected a ViT or a Swin transformer")
+
+
+def seen(found: Maps) -> Tensor:
+    """What a map per head shows (B, heads, N): the class token's attention, or that of the patch in the middle."""
+    return found.token if found.token is not None else found.patches[:, :, patch(QUERIES[0], found.grid)]
+
+
+def patch(point: tuple[float, float], grid: tuple[int, int]) -> int:
+    """The patch under a point, given in shares of the image's sides."""
+    return int(point[1] * grid[0]) * grid[1] + int(point[0] * grid[1])
+
+
+def entropy(rows: Tensor) -> Tensor:
+    """Bits (...,) of distributions (..., N)."""
+    return torch.special.entr(rows).sum(-1) / np.log(2)
+
+
+def smallest(rows: Tensor, mass: float) -> Tensor:
+    """Of distributions (..., N), the fewest patches that together hold at least `mass`, as a mask (..., N)."""
+    values, order = rows.sort(dim=-1, descending=True, stable=True)
+    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # the mass of those that come first
+    return torch.zeros_like(rows, dtype=torch.bool).scatter(-1, order, before < mass * values.double().sum(-1, True))
+
+
+def stitched(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """A Swin's last block's attention within windows, laid out over the image: (B, heads, N, N), 0 from one window to
+    another."""
+    block = backbone.model.layers[-1].blocks[-1]
+    rows: list[Tensor] = []
+    hook = block.attn.softmax.register_forward_hook(lambda _, __, result: rows.append(result))
+    fused, block.attn.fused_attn = block.attn.fused_attn, False  # which would keep the rows to itself
+    try:
+        h, w = backbone(images).grid
+    finally:
+        block.attn.fused_attn = fused
+        hook.remove()
+    window = windows(block, (h, w)).to(images.device)  # (W, T) patches from 1 on, 0 for padding
+    found = rows[-1].unflatten(0, (len(images), len(window))).transpose(1, 2)  # (B, heads, W, T, T)
+    n = h * w
+    place = (window[:, :, None] * (n + 1) + window[:, None, :]).flatten()
+    full = found.new_zeros(*found.shape[:2], (n + 1) ** 2)
+    full.index_add_(2, place, found.flatten(2))
+    full = full.unflatten(2, (n + 1, n + 1))[:, :, 1:, 1:]
+    return full / full.sum(-1, keepdim=True), (h, w)
+
+
+def windows(block: Any, grid: tuple[int, int]) -> Tensor:
+    """Which patches (W, T) lie in each window of a block, numbered from 1 row by row; 0 stands for padding. The block
+    itself is asked, as models pad and shift in different orders."""
+    seen: list[Tensor] = []
+
+    class Recorder(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            seen.append(x)
+            return x
+
+    attn, block.attn = block.attn, Recorder()
+    try:
+        block._attn(torch.arange(1.0, 1 + grid[0] * grid[1]).view(1, *grid, 1))
+    finally:
+        block.attn = attn
+    return seen[0].squeeze(-1).round().long()

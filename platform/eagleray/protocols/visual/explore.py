@@ -1,0 +1,257 @@
+"""What a backbone's features hold, to look at: principal components of patches, as in figure 1 of Oquab et al. 2023
+(DINOv2), arXiv:2304.07193; nearest images; and the ten likest patches of two views or of two images, as in figure 4 of
+Li et al. 2021 (EsViT), arXiv:2106.09785."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagleray.base.errors import UserError
+from eagleray.config.view import View
+from eagleray.data.index import Index, Note
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.correspondence import matches
+from eagleray.protocols.eval_mode import evaluating
+from eagleray.protocols.features import batches, image, some, undecoded
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.visual import draw
+from eagleray.runs.recipe import Positive
+from eagleray.views import photometric
+from eagleray.views import sampling as drawing
+from eagleray.views.crop import crop
+
+BATCH = 32
+EDGE = 0.01  # share of the patches that each end of a component's colours leaves out
+SCALE = (0.4, 0.6)  # of the second view: share of the first's area
+
+
+class Nearest(NamedTuple):
+    """Of q queries, the k nearest others, nearest first."""
+
+    rows: Tensor  # (q, k)
+    cosine: Tensor  # (q, k)
+
+
+@torch.inference_mode()
+def components(
+    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: Positive = 448, images: Positive = 6
+) -> Outcome:
+    """The first principal component of the patches of several images together, and the first three of those that it
+    puts in the foreground, as red, green and blue: the same colour means the same in all images. Numbers are the share
+    of the patches' variance that three components hold, and that of the foreground, in percent. Raises UserError."""
+    crops, patches, grid = described(backbone, index, images, size)
+    scores, held = principal(patches.flatten(0, 1), 3)
+    first = oriented(scores[:, 0].view(len(patches), *grid))
+    front = first > 0
+    colours = torch.zeros(*front.shape, 3)
+    colours[front] = spread(principal(patches.view(*front.shape, -1)[front], 3)[0])
+    rows: dict[str, list[draw.Tile]] = {}
+    for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
+        tiles = [
+            draw.Tile(draw.pixels(picture)),
+            draw.Tile(draw.heated(picture, ramp), "first component"),
+        ]
+        rows[f"image {i}"] = [*tiles, draw.Tile(draw.coloured(picture, colours[i]), "components of the foreground")]
+    out.mkdir(parents=True, exist_ok=True)
+    path = draw.sheet(rows, out / "components.png", "Principal components of patches, of all images together")
+    numbers = {"components/variance": 100 * held, "components/foreground": 100 * front.float().mean().item()}
+    note(
+        f"components: three hold {numbers['components/variance']:.1f} % of the variance of {len(crops)} images' patches"
+    )
+    return Outcome(numbers, {"size": size, "images": len(crops), "grid": f"{grid[0]} x {grid[1]}"}, (path,))
+
+
+def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
+    """Scores (n, k) of vectors (n, D) on their first k principal components, or all where there are fewer, then zeros;
+    and the share of the variance that these hold. The largest weight of a component is positive."""
+    centred = (x - x.mean(0)).double()
+    values, vectors = torch.linalg.eigh(centred.T @ centred)
+    axes = vectors.flip(1)[:, :k]
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+    scores = centred @ axes
+    held = values.flip(0)[:k].sum() / values.sum().clamp(min=1e-30)
+    return F.pad(scores, (0, k - scores.shape[1])).float(), held.clamp(0, 1).item()
+
+
+def oriented(first: Tensor) -> Tensor:
+    """The first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive: the side that
+    is rarer at the borders of the images, where more of the background is."""
+    border = torch.ones_like(first, dtype=torch.bool)
+    border[:, 1:-1, 1:-1] = False
+    front = (first > 0).float()
+    return first if front[border].mean() <= front[~border].mean() else -first
+
+
+def spread(x: Tensor) -> Tensor:
+    """Columns of (n, k), each from 0 to 1 but for the ends, which are cut."""
+    if not len(x):
+        return x
+    low, high = torch.quantile(x, torch.tensor([EDGE, 1 - EDGE], dtype=x.dtype), dim=0)
+    return ((x - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+
+
+@torch.inference_mode()
+@evaluating
+def neighbours(
+    backbone: Backbone,
+    index: Index,
+    *,
+    out: Path,
+    note: Note = print,
+    size: Positive = 224,
+    limit: Positive = 1000,
+    queries: Positive = 8,
+    k: Positive = 8,
+) -> Outcome:
+    """A sheet of some images and, beside each, the k that are nearest by the cosine of pooled features; with labels,
+    the percent of those that are of the query's class, green where they are. Raises UserError."""
+    device = next(backbone.parameters()).device
+    samples: list[int] = []
+    parts = []
+    for found, crops in batches(index, some(np.arange(len(index)), limit), size, size, BATCH):
+        samples += found
+        parts.append(backbone.pooled(photometric.normalised(crops, device)).float().cpu())
+    if len(samples) < 2:
+        raise UserError(f"{index.shards[0].url}: {len(samples)} images decode there; expected 2 or more")
+    chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
+    near = nearest(torch.cat(parts), chosen, k)
+    labels = index.label[samples] if index.labelled else None
+    rows: dict[str, list[draw.Tile]] = {}
+    for query, others, cosines in zip(chosen.tolist(), near.rows.tolist(), near.cosine.tolist(), strict=True):
+        tiles = [draw.Tile(read(index, samples[query], size), "query")]
+        for other, cosine in zip(others, cosines, strict=True):
+            edge = "" if labels is None else frame(labels[query], labels[other])
+            tiles.append(draw.Tile(read(index, samples[other], size), f"cosine {cosine:.2f}", edge=edge))
+        rows[f"image {samples[query]}\n{index.key(samples[query])[:12]}"] = tiles
+    out.mkdir(parents=True, exist_ok=True)
+    green = "; green: of the query's class" if labels is not None else ""
+    title = f"The {near.rows.shape[1]} nearest of {len(samples)} images{green}"
+    numbers = {"neighbours/cosine": near.cosine.mean().item()}
+    if labels is not None:
+        theirs, own = labels[near.rows.numpy()], labels[chosen.numpy()][:, None]
+        if (known := (theirs >= 0) & (own >= 0)).any():
+            numbers["neighbours/same_class"] = 100 * float((theirs == own)[known].mean())
+    note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
+    settings = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.rows.shape[1]}
+    return Outcome(numbers, settings, (draw.sheet(rows, out / "neighbours.png", title),))
+
+
+def frame(one: int, other: int) -> str:
+    """The colour for two labels: none where one is missing."""
+    return "" if min(one, other) < 0 else draw.GREEN if one == other else draw.RED
+
+
+def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
+    """Among vectors (n, D), of those in rows `queries` (q,): themselves do not count."""
+    unit = F.normalize(x, dim=1)
+    cosine = unit[queries] @ unit.T
+    cosine[torch.arange(len(queries)), queries] = -torch.inf
+    values, places = cosine.sort(dim=1, descending=True, stable=True)
+    k = min(k, len(x) - 1)
+    return Nearest(places[:, :k], values[:, :k])
+
+
+@torch.inference_mode()
+def pairs(
+    backbone: Backbone,
+    index: Index,
+    *,
+    out: Path,
+    note: Note = print,
+    size: Positive = 224,
+    images: Positive = 3,
+    limit: Positive = 64,
+) -> Outcome:
+    """The ten likest patches of an image and another view of it, a smaller and recoloured crop, and of an image and the
+    one that is nearest to it among `limit`. Of two views, a match is right where its ends are at most a patch apart;
+    numbers are the percent of those and the mean distance in pixels. Raises UserError."""
+    crops, patches, grid = described(backbone, index, limit, size)
+    if len(crops) < 2:
+        raise UserError(f"{index.shards[0].url}: 1 image decodes there; expected 2 or more")
+    picked = range(min(images, len(crops)))
+    second, boxes, flips = second_views(crops[: len(picked)], size)
+    device = next(backbone.parameters()).device
+    others = embedded(backbone, second.to(device))
+    near = nearest(patches.mean(1), torch.tensor(picked), 1).rows[:, 0].tolist()
+    rows, errors = [], []
+    reach = size / min(grid)
+    for i, j in zip(picked, near, strict=True):
+        ends = found(patches[i], others[i], grid, size)
+        error = np.linalg.norm(placed(ends[:, 2:], boxes[i], bool(flips[i]), size) - ends[:, :2], axis=1)
+        errors.append(error)
+        title = f"image {i} and a view of it: {np.sum(error <= reach)} of {len(error)} within a patch"
+        rows.append(draw.Pair(draw.pixels(crops[i]), viewed(second[i]), ends, error <= reach, title))
+        title = f"image {i} and the nearest of {len(crops)} by mean patch"
+        ends = found(patches[i], patches[j], grid, size)
+        rows.append(draw.Pair(draw.pixels(crops[i]), draw.pixels(crops[j]), ends, None, title))
+    out.mkdir(parents=True, exist_ok=True)
+    path = draw.pairs(rows, out / "pairs.png", "The ten likest patches; green: right, red: wrong, yellow: unknown")
+    numbers = {"pairs/right": 100 * float(np.mean(np.stack(errors) <= reach)), "pairs/error": float(np.mean(errors))}
+    note(f"pairs: {numbers['pairs/right']:.0f} % right, {numbers['pairs/error']:.1f} pixels apart")
+    return Outcome(numbers, {"size": size, "images": len(picked), "scale": SCALE}, (path,))
+
+
+def found(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
+    """Centres (k, 4) of the patches (N, D) that match: x and y in one, x and y in the other, in pixels."""
+    match = matches(one, other)
+    at = [((place % grid[1] + 0.5) * size / grid[1], (place // grid[1] + 0.5) * size / grid[0])
+          for place in (match.one, match.other)]  # fmt: skip
+    return torch.stack([x for point in at for x in point], 1).double().cpu().numpy()
+
+
+def placed(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
+    """Points (k, 2) of a view, x and y in pixels, in the image that it is cropped from; box as in `crop`."""
+    top, left, height, width = box
+    x = size - points[:, 0] if mirrored else points[:, 0]
+    return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
+
+
+def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], Tensor]:
+    """Another view of each image (B, 3, S, S), normalised; its box (B, 4), top, left, height and width; and whether it
+    is mirrored (B,). The same each time."""
+    view = View(size=size, scale=SCALE)
+    kind = drawing.Views.of([view])
+    u = np.stack([drawing.uniforms(1, seed=0, epoch=0, sample=i) for i in range(len(crops))])  # (B, 1, WIDTH)
+    boxes = np.concatenate([drawing.crops(kind, row, size, size) for row in u])
+    views = torch.empty_like(crops)
+    for image_, box, place in zip(crops, boxes, views, strict=True):
+        crop(image_, box[None], [view], [place])
+    params = torch.from_numpy(drawing.photometrics(kind, u)[:, 0])
+    return photometric.apply(views, params), boxes, params[:, photometric.FLIP] > 0
+
+
+def viewed(x: Tensor) -> draw.Pixels:
+    """A normalised view (3, S, S) as pixels."""
+    mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
+    return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
+
+
+@evaluating
+def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of these. Raises UserError."""
+    device = next(backbone.parameters()).device
+    kept, patches, grid = [], [], (0, 0)
+    for _, crops in batches(index, some(np.arange(len(index)), images), size, size, 8):
+        features = backbone(photometric.normalised(crops, device))
+        kept.append(crops)
+        patches.append(features.patches.float().cpu())
+        grid = features.grid
+    if not kept:
+        raise undecoded(index)
+    return torch.cat(kept), torch.cat(patches), grid
+
+
+@evaluating
+def embedded(backbone: Backbone, x: Tensor) -> Tensor:
+    return backbone(x).patches.float().cpu()
+
+
+def read(index: Index, sample: int, size: int) -> draw.Pixels:
+    picture = image(index, sample, size, size)
+    assert picture is not None  # it decoded a moment ago
+    return draw.pixels(picture)

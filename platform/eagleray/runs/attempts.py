@@ -1,0 +1,43 @@
+"""How much of a run's time went into steps that count, from `starts.jsonl`."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from eagleray.base.files import add_lines, read_lines
+
+
+class Starts:
+    """A line for every start of a run, and one when it ended in order. Times are seconds since 1970."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lines = path, read_lines(path)
+
+    def add(self, **line: Any) -> None:
+        self.lines.append(line | {"time": round(time.time(), 2)})
+        add_lines(self.path, self.lines[-1:])
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "step" in line]
+
+    def in_vain(self, since: float) -> int:
+        """The last starts from one and the same step, of those since a time."""
+        steps = [s["step"] for s in self.starts if s["time"] >= since]
+        return next((i for i, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))
+
+    def tally(self, useful: float) -> dict[str, float]:
+        """Restarts, steps taken again, seconds lost, and goodput: the share that `useful` seconds of steps have in all
+        the time between the first start and now, without that between an end in order and the next start."""
+        waited = sum(
+            after["time"] - line["time"]
+            for line, after in zip(self.lines, self.lines[1:], strict=False)
+            if "step" not in line
+        )
+        wall = time.time() - self.lines[0]["time"] - waited
+        return {
+            "restarts": len(self.starts) - 1,
+            "steps_repeated": sum(max(s.get("reached", 0) - s["step"], 0) for s in self.starts),
+            "seconds_lost": round(wall - useful, 1),
+            "goodput": round(useful / wall, 4) if wall > 0 else 1.0,
+        }

@@ -1,0 +1,144 @@
+"""What the numbers of a run mean, in words: collapsed, uniform, unstable, frozen, fed with the wrong images. Why each
+threshold is where it is: docs/health.md."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from eagleray.runs.spikes import Spikes
+
+LOOKS = 3  # in a row before what may pass is called a problem
+LATE = 6  # in a row before features that were never spread are called collapsed
+SETTLED = 0.2  # of the highest learning rate: below, nothing may have been learnt yet, or nothing more is
+GRACE = 2  # looks at the start at which features may still be as the random weights made them
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something is wrong, or was at that step."""
+
+    step: int
+    kind: str  # one of KINDS
+    text: str
+
+
+# What there is to find, and what to do about it.
+KINDS = {
+    "non-finite": "a lower optim.lr.value or an optim.clip",
+    "inputs": "the views' mean and std, or what the shards hold",
+    "same views": "the views' augmentation, which does nothing",
+    "collapse": "the stop-gradient, the centring or the momentum of the method",
+    "uniform output": "a lower temperature",
+    "too large steps": "a lower optim.lr.value or a longer warm-up",
+    "frozen encoder": "what is trained, and optim.lr",
+    "no momentum": "method.momentum",
+    "spike": "a lower optim.lr.value, a longer warm-up, or backbone.freeze_patch",
+    "kNN dip": "the same as for a spike",
+}
+
+
+class Health:
+    """Fed every record of metrics.jsonl in order, it says what is new in it."""
+
+    def __init__(self, layers: Sequence[str], lr: float = 0.0) -> None:
+        """`lr` is the highest of the run."""
+        self.lr = lr
+        self.spikes = Spikes(layers)
+        self.rows: dict[str, int] = {}  # looks in a row at which a condition held
+        self.told: set[str] = set()
+        self.looks = 0
+        self.curve: list[float] = []  # of the kNN monitor
+        self.low = False  # in a dip
+        self.spread = False  # projections were not all alike at some look
+
+    def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
+        """The norms by layer (steps, L) of steps from `first` on."""
+        found = [self.spikes.add(first + i, row) for i, row in enumerate(norms)]
+        return [Finding(s.step, "spike", str(s)) for s in found if s]
+
+    def look(self, record: Mapping[str, Any]) -> list[Finding]:
+        """One record; what only some records have is judged where it is."""
+        r = {name.removeprefix("health/"): value for name, value in record.items()}
+        found = []
+        if record.get("skipped_steps"):
+            found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
+        if "update" in r:
+            self.looks += 1
+            self.spread |= (r["projector_rank"] > 5 and r["uniformity"] < -0.5) or r.get("usage", 0) > 0.3
+            settled = self.looks > GRACE and r["lr"] >= SETTLED * self.lr
+            held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
+            self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
+            found += [(k, text) for k, text in held.items() if self.rows[k] >= self._enough(k)]
+        if "monitor/knn" in r and (dip := self._dip(r["monitor/knn"], r["monitor/knn_error"])):
+            found.append(("kNN dip", dip))
+        new = [(k, t) for k, t in found if k not in self.told or k in REPEATED]
+        self.told |= {k for k, _ in new}
+        return [Finding(int(record["step"]), kind, text) for kind, text in new]
+
+    def _enough(self, kind: str) -> int:
+        """Looks in a row that make a finding. Features that were never spread may only be about to be."""
+        if kind in AT_ONCE:
+            return 1
+        return LOOKS if kind != "collapse" or self.spread else LATE
+
+    def _dip(self, top1: float, error: float) -> str | None:
+        """A fall beyond the running noise: below the median of the last looks by three times the noise."""
+        before = self.curve[-8:]
+        self.curve.append(top1)
+        if len(before) < 5:
+            return None
+        changes = [abs(b - a) for a, b in itertools.pairwise(before)]
+        noise = max(1.5 * median(changes), error, 1.0)
+        usual = median(before)
+        was, self.low = self.low, usual - top1 > 3 * noise
+        if self.low and not was:
+            return f"the kNN monitor fell from {usual:.1f} to {top1:.1f} %, its noise is {noise:.1f}"
+        return None
+
+
+AT_ONCE = {"inputs", "same views", "too large steps"}
+REPEATED = {"non-finite", "kNN dip"}
+
+
+def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What one look shows."""
+    found = []
+    if abs(r["input_mean"]) > 3 or not 0.05 < r["input_std"] < 5:
+        found.append(
+            ("inputs", f"pixels have mean {r['input_mean']:.3g} and deviation {r['input_std']:.3g}, not about 0 and 1")
+        )
+    if r.get("same_views", 0) > 0.95:
+        found.append(("same views", f"{100 * r['same_views']:.0f} % of the pixels of views 1 and 2 are equal"))
+    if "usage" in r:  # vectors that meet prototypes may lie in a narrow cone; what they choose counts
+        if r["usage"] < 0.1:
+            found.append(("collapse", f"all images choose the same prototypes (usage {r['usage']:.2g} of 1)"))
+    elif r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.15:
+        rank, even = r["projector_rank"], r["uniformity"]
+        found.append(("collapse", f"images are projected to about one vector (rank {rank:.1f}, uniformity {even:.2f})"))
+    if r.get("entropy", 0) > 0.995:
+        found.append(("uniform output", f"targets are uniform over the prototypes (entropy {r['entropy']:.4f})"))
+    if r.get("gain", 1) < 0.1:
+        found.append(("uniform output", f"the loss is stuck at ln K, that of a guess (gain {r['gain']:.3f} nats)"))
+    if r["update"] > 0.05:
+        found.append(("too large steps", f"one step moves the encoder by {100 * r['update']:.0f} % of its weights"))
+    if r["growth"] > 2:
+        found.append(("too large steps", f"the encoder's weights grew {r['growth']:.1f} times since the last look"))
+    if r["update"] < 1e-9 and r["lr"] > 0:
+        found.append(("frozen encoder", "the encoder's weights do not move"))
+    if "ema_distance" in r and r["update"] > 0 and r["ema_distance"] < 1.5 * r["update"]:
+        found.append(("no momentum", "the momentum encoder is a copy of the encoder it should lag behind"))
+    return found
+
+
+def words(findings: Sequence[Mapping[str, Any]]) -> str:
+    """A line for the end of a run."""
+    if not findings:
+        return "nothing found"
+    kinds = {f["kind"]: [g["step"] for g in findings if g["kind"] == f["kind"]] for f in findings}
+    parts = [
+        f"{kind} (step {steps[0]}" + (f", {len(steps)} times)" if len(steps) > 1 else ")")
+        for kind, steps in kinds.items()
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,242 @@
+"""Where a run is kept: a folder that all its machines share, or an s3:// URL beside which every machine has a working
+folder of its own."""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagleray.base import files
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
+from eagleray.storage.store import remote
+from eagleray.base.errors import Outage, UserError
+
+log = logging.getLogger(__name__)
+SECONDS = 3.0  # between two looks at what has changed
+BEAT = 10.0  # seconds between two signs of life
+DEAD = 35.0  # seconds without one after which a run is not running any more
+HISTORIES = {"recipe.yaml", "environment.json", "summary.json", "health.png", "train.log", "mlflow.json"}
+HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
+
+
+def work(out: str) -> Path:
+    """The folder that a rank writes to on its machine: of a remote run one in the cache."""
+    return _cached(out, "work") if remote(out) else Path(out)
+
+
+def view(out: str) -> Path:
+    """The folder that a command reads from on its machine, which may be that of a rank too."""
+    return _cached(out, "view") if remote(out) else Path(out)
+
+
+def _cached(out: str, kind: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "eagleray" / "runs" / f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}" / kind
+
+
+def put(out: str, name: str, text: str) -> None:
+    """Leave a small file for the other processes of a run."""
+    store.put_bytes(f"{out}/{name}", text.encode())
+
+
+def get(out: str, name: str) -> str | None:
+    url = f"{out}/{name}"
+    try:
+        return store.store(url).get(url).decode()
+    except FileNotFoundError:
+        return None
+
+
+def drop(out: str, name: str) -> None:
+    url = f"{out}/{name}"
+    store.store(url).delete(url)
+
+
+def check_writable(out: str) -> None:
+    """Make the run's folder. Raises UserError when nothing can be written there."""
+    try:
+        view(out).mkdir(parents=True, exist_ok=True)
+        put(out, ".probe", "")
+        drop(out, ".probe")
+    except OSError as e:
+        raise UserError(f"out={out}: cannot be written: {e.strerror or e}") from None
+    except Outage as e:
+        raise UserError(f"out={out}: cannot be written: {e}") from None
+
+
+def kept(out: str, inside: str = "export") -> Iterator[Blob]:
+    """The histories and evaluations of a remote run, and what is inside of one of its folders."""
+    for folder in (out, f"{out}/{inside}"):
+        for blob in store.store(out).list(folder + "/"):
+            name = blob.url.removeprefix(f"{out}/")
+            if name in HISTORIES or name == "results.json" or name.startswith(f"{inside}/"):
+                yield blob
+
+
+def alive(out: str) -> bool:
+    """Whether a process is at work on a run, as far as this machine can tell."""
+    if remote(out):
+        owner = json.loads(get(out, ".owner") or "{}")
+        return bool(time.time() - owner.get("time", 0) < DEAD)
+    return files.locked(Path(out))
+
+
+class Copy:
+    """A folder of this machine that follows a remote run."""
+
+    def __init__(self, out: str, folder: Path, inside: str = "export") -> None:
+        """Histories are copied, and what is inside of one folder of the run."""
+        self.out, self.folder, self.inside = out, folder, inside
+        self.tags: dict[str, str] = {}
+
+    def fetch(self) -> None:
+        """Bring what has changed, unless the folder has that and more: the machine of rank 0 is ahead of its copies.
+        Raises UserError and Outage."""
+        for blob in kept(self.out, self.inside) if remote(self.out) else ():
+            if self.tags.get(blob.url) == blob.tag:
+                continue
+            try:
+                data = store.store(blob.url).get(blob.url)
+            except FileNotFoundError:
+                continue
+            path = self.folder / blob.url.removeprefix(f"{self.out}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            here = path.read_bytes() if path.exists() else b""
+            if data.startswith(here):  # grown: whoever reads the file goes on
+                with path.open("ab") as f:
+                    f.write(data[len(here) :])
+            elif not here.startswith(data):
+                files.replace(path, data)
+            self.tags[blob.url] = blob.tag
+
+
+class Background(threading.Thread):
+    """Does something now and then until it is closed; a failure is told once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.ended = threading.Event()
+        self.told = ""
+
+    def again(self) -> None:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        while not self.ended.wait(SECONDS):
+            try:
+                self.again()
+            except (UserError, Outage, OSError) as e:
+                if str(e) != self.told:
+                    log.warning("%s", e)
+                self.told = str(e)
+
+    def close(self) -> None:
+        self.ended.set()
+        self.join()
+
+
+class Following(Background):
+    """Keeps the view of a remote run up to date, within a `with`."""
+
+    def __init__(self, out: str) -> None:
+        super().__init__("follow-remote")
+        self.out, self.copy = out, Copy(out, view(out))
+
+    def again(self) -> None:
+        self.copy.fetch()
+
+    def __enter__(self) -> "Following":
+        if remote(self.out):
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_alive():
+            self.close()
+            self.copy.fetch()
+
+
+class Bell(Background):
+    """Whether somebody asked a run to stop."""
+
+    def __init__(self, out: str) -> None:
+        super().__init__("bell")
+        self.out, self.rung = out, False
+        if remote(out):
+            self.start()
+
+    def again(self) -> None:
+        self.rung = self.rung or get(self.out, ".stop") is not None
+
+    def asked(self) -> bool:
+        return self.rung if remote(self.out) else (Path(self.out) / ".stop").exists()
+
+    def close(self) -> None:
+        if self.is_alive():
+            super().close()
+
+
+class Mirror(Background):
+    """Copies rank 0's working folder to where a remote run is kept, and shows there that the run is alive.
+
+    Raises UserError when another command keeps the run alive.
+    """
+
+    def __init__(self, out: str, command: str) -> None:
+        super().__init__("mirror")
+        self.out, self.folder, self.command = out, work(out), command
+        self.sent: dict[Path, tuple[int, int]] = {}
+        self.lock = threading.Lock()
+        self.beaten = 0.0
+        self._claim()
+        Copy(out, self.folder).fetch()
+        self.start()
+
+    def _claim(self) -> None:
+        began = time.monotonic()
+        while (owner := self._owner()) and owner["command"] != self.command and time.time() - owner["time"] < DEAD:
+            if time.monotonic() > began + 2 * DEAD:
+                raise UserError(f"out={self.out}: another command is running there, on {owner['host']}")
+            time.sleep(1)
+        self._beat()
+
+    def _owner(self) -> dict[str, Any] | None:
+        text = get(self.out, ".owner")
+        return json.loads(text) if text else None  # type: ignore[no-any-return]
+
+    def _beat(self) -> None:
+        sign = {"command": self.command, "time": time.time(), "host": socket.gethostname()}
+        put(self.out, ".owner", json.dumps(sign))
+        self.beaten = time.monotonic()
+
+    def again(self) -> None:
+        if time.monotonic() > self.beaten + BEAT:
+            self._beat()
+        self.copy()
+
+    def copy(self) -> None:
+        """Send what has changed. Raises UserError, Outage and OSError."""
+        with self.lock:
+            for path in [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*")):
+                if not path.exists():
+                    continue
+                stat = path.stat()
+                if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size):
+                    data = path.read_bytes()  # as it is now: it may grow meanwhile
+                    store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", data)
+                    self.sent[path] = (stat.st_mtime_ns, stat.st_size)
+
+    def close(self) -> None:
+        super().close()
+        try:
+            self.copy()
+            drop(self.out, ".owner")
+        except (UserError, Outage, OSError) as e:
+            log.warning("not all of %s could be copied: %s; the same command sends it", self.folder, e)

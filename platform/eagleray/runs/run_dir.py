@@ -1,0 +1,169 @@
+"""The folder of a run: who may write there, what is logged there, and how the run is asked to stop."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from eagleray.engine import checkpoint
+from eagleray.base import files
+from eagleray.runs import remote as place
+from eagleray.storage.store import remote
+from eagleray.base.errors import Futile, Outage, UserError
+from eagleray.base.files import JsonLines, read_lines
+from eagleray.runs.attempts import Starts
+from eagleray.runs.health import KINDS, Finding, words
+from eagleray.runs.plots import draw
+from eagleray.runs.tracking import RESULTS, MLflow, Tracking, one_line
+
+log = logging.getLogger(__name__)
+STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
+PATIENCE = 60  # seconds to wait for the last process of a killed run to let go of its folder
+
+
+class Folder:
+    """Rank 0 holds the lock and writes; the others only read, and log their warnings. `out` may be remote: then the
+    folder is a working one of this machine, which rank 0 copies there."""
+
+    def __init__(
+        self, out: str, rank: int, tracking: Tracking, params: Mapping[str, Any], *, keep: int, command: float
+    ) -> None:
+        """`keep` checkpoints; `command` says when that of this run was begun, in seconds since 1970."""
+        self.out, self.path, self.rank, self.tracking, self.params = out, place.work(out), rank, tracking, params
+        self.command, self.keep = command, keep
+        self.closing: list[Callable[[], None]] = []
+        self.mlflow: MLflow | None = None
+        self.starts: Starts | None = None
+        self.mirror: place.Mirror | None = None
+        self.checkpoints, self.scratch = f"{out}/checkpoints", self.path / "checkpoints"
+
+    def __enter__(self) -> "Folder":
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.bell = place.Bell(self.out)
+        self.closing.append(self.bell.close)
+        if self.rank == 0:
+            self.closing.append(files.lock(self.path, patience=PATIENCE).close)
+            if remote(self.out):
+                self.mirror = place.Mirror(self.out, str(self.command))
+            self.writer = checkpoint.Writer(
+                self.checkpoints, keep=self.keep, scratch=self.scratch, first=self.mirror.copy if self.mirror else None
+            )
+            self.closing.append(self.writer.wait)
+        handler = logging.FileHandler(self.path / "train.log")
+        handler.setFormatter(logging.Formatter(f"%(asctime)s rank{self.rank} %(levelname)s %(message)s"))
+        handler.setLevel(logging.DEBUG if self.rank == 0 else logging.WARNING)
+        logger = logging.getLogger("eagleray")
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        self.closing += [handler.close, lambda: logger.removeHandler(handler)]
+        if self.mirror:
+            self.closing.append(self.mirror.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError | Outage):
+            log.error("failed", exc_info=error)
+        if self.starts and (error is None or isinstance(error, UserError | Outage)):
+            self.starts.add(ended=True)
+        if self.mlflow:
+            self.mlflow.close("FAILED" if error else "KILLED", [])
+        for close in reversed(self.closing):
+            close()
+
+    def begin(self, step: int, ranks: int) -> int:
+        """Open the histories at a step, which is returned. Raises Futile after many starts without progress."""
+        if self.rank == 0:
+            self.starts = Starts(self.path / "starts.jsonl")
+            if self.starts.in_vain(self.command) >= STARTS:
+                raise Futile(f"started {STARTS} times from step {step} without a new checkpoint")
+            lines = read_lines(self.path / "metrics.jsonl")
+            self.starts.add(step=step, ranks=ranks, reached=lines[-1]["step"] if lines else 0)
+            self.metrics = JsonLines(self.path / "metrics.jsonl", step=step)
+            self.findings = JsonLines(self.path / "health.jsonl", step=step)
+            self.mlflow = MLflow(self.path, self.tracking, self.params)
+            if step:
+                log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
+        return step
+
+    def stopping(self) -> bool:
+        """Whether someone asked the run to stop; rank 0 speaks for all."""
+        return self.rank == 0 and self.asked()
+
+    def asked(self) -> bool:
+        """The same, for a rank that waits and must ask for itself."""
+        return self.bell.asked()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self.rank == 0:
+            self.metrics.log(record)
+            assert self.mlflow is not None
+            self.mlflow.log(record)
+
+    def goodput(self, useful: float) -> dict[str, float]:
+        """What `useful` seconds of steps are of the run's time so far, and what was lost, on rank 0."""
+        return self.starts.tally(useful) if self.starts else {}
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """A checkpoint, in the background."""
+        if self.rank == 0:
+            self.writer.save(step, state)
+
+    def saving(self) -> bool:
+        return self.rank == 0 and self.writer.busy
+
+    def settle(self) -> UserError | Outage | None:
+        """Wait for the last checkpoint, and say why it does not count, if so."""
+        try:
+            if self.rank == 0:
+                self.writer.settle()
+        except (UserError, Outage) as e:
+            return e
+        return None
+
+    def note_skip(self, step: int, keys: list[str]) -> None:
+        if self.rank == 0:
+            log.warning("step %d had no finite gradient and was skipped", step)
+            files.add_lines(self.path / "skipped.jsonl", [{"step": step, "keys": keys}])
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far, on rank 0."""
+        return read_lines(self.path / "metrics.jsonl") if self.rank == 0 else []
+
+    def note_findings(self, findings: Sequence[Finding]) -> None:
+        """Say what is wrong, and what may help."""
+        for found in findings if self.rank == 0 else ():
+            log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
+            self.findings.log(asdict(found))
+
+    def end(self, summary: dict[str, Any], useful: float) -> None:
+        """Write the summary and hand the run's results to MLflow. Fills in restarts, goodput and bad samples."""
+        if self.rank != 0:
+            return
+        assert self.starts is not None
+        summary |= self.starts.tally(useful)
+        summary["bad_samples"] = len(read_lines(self.path / "quarantine.jsonl"))
+        found = read_lines(self.path / "health.jsonl")
+        summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
+        log.info("health: %s", words(found))
+        files.replace(self.path / "summary.json", json.dumps(summary, indent=1))
+        assert self.mlflow is not None
+        self.mlflow.log({"step": summary["steps"] + 1} | summary)
+        try:
+            draw(self.path)
+        except Exception as e:  # no picture is worth a run, and matplotlib may be missing
+            log.warning("health.png was not drawn: %s", one_line(e))
+        self.mlflow.close("FINISHED", [self.path / name for name in RESULTS])
+        self.mlflow = None
+
+
+def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
+    """The summary of a run that has taken at least so many steps."""
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else None
+    return summary if summary and summary["steps"] >= steps else None

@@ -1,0 +1,138 @@
+"""What happens between two lines of metrics.jsonl: batches asked for and waited for, steps taken, what was seen."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.engine.world import World
+from eagleray.data.batch import Batch
+from eagleray.data.loader import Loader
+from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.base.errors import Outage, Preempted, UserError
+from eagleray.runs.run_dir import Folder
+from eagleray.runs.health import Health
+from eagleray.runs.monitor import Monitor
+from eagleray.config.schedule import Progress
+from eagleray.engine.loop import Step
+
+if TYPE_CHECKING:
+    from eagleray.runs.pretrain import Clock, Plan
+
+WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
+SKIPS = 3  # steps in a row without a finite gradient that end the run
+
+
+class Meter:
+    """The device is asked for its numbers only when a line is written."""
+
+    def __init__(
+        self, p: "Plan", world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor, clock: "Clock"
+    ) -> None:
+        self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
+        self.health = Health(monitor.layers, p.lr.value)
+        for record in folder.records():
+            self.health.look(record)  # what was told before a restart is not told again
+        self.rows: tuple[int, ...] = ()  # images per step of every rank
+        self.values: list[dict[str, Tensor]] = []
+        self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
+        self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
+        self.clock, self.mark = clock, time.perf_counter()  # when the last step's bookkeeping was done
+        self.warned = time.monotonic()  # when ranks were last asked
+        self.problem: UserError | Outage | Preempted | None = (
+            None  # why there are no more batches; the same on all ranks
+        )
+
+    def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
+        """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
+        self.rows = loader.rows
+        batches = loader.batches(start, self.p.steps, enough=self.folder.asked)
+        for step in range(start, self.p.steps):
+            asked = time.perf_counter()
+            batch, bad = self._next(batches)
+            self.waited += time.perf_counter() - asked
+            if not self._agreed(bad, stop=batch is None) or batch is None:
+                return
+            self.indices.append(batch.index)
+            yield self.p.at(step), batch
+
+    def add(self, taken: Step) -> None:
+        """A step was taken, since `mark`."""
+        self.clock.useful += time.perf_counter() - self.mark
+        self.values.append(taken.values)
+        self.monitor.watch(taken)
+
+    def _next(self, batches: Iterator[tuple[Batch, list[Bad]]]) -> tuple[Batch | None, list[Bad]]:
+        try:
+            return next(batches, (None, []))
+        except (UserError, Outage) as e:
+            self.problem = e
+            return None, []
+
+    def _agreed(self, bad: list[Bad], *, stop: bool) -> bool:
+        """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
+        due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
+        stops, broken, failed, ask = self.world.agree(
+            stop or self.folder.stopping(), len(bad), self.problem is not None, due
+        )
+        if failed:
+            self.problem = next(e for e in dist.objects(self.problem) if e)
+        if broken:
+            found = [b for part in dist.objects(bad) for b in part]
+            try:
+                self.quarantine.add(found, write=self.world.rank == 0)
+            except UserError as e:
+                self.problem = e
+        if ask:
+            self.warned = time.monotonic()
+            if self.world.warned():
+                self.problem = self.problem or Preempted("a machine of this run is about to be taken away")
+        return not (stops or self.problem)
+
+    def flush(self, at: Progress, lr: float) -> dict[str, Any]:
+        """Means over the steps since the last time and over all ranks."""
+        names = list(self.values[0])
+        table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
+        share = self.rows[dist.rank()] / sum(self.rows)
+        table = dist.total(table * share).cpu()
+        good = table[table[:, names.index("skipped")] < 0.5]
+        means = dict(zip(names, (good if len(good) else table).mean(0).tolist(), strict=True))
+        del means["skipped"]
+        seconds = time.perf_counter() - self.since
+        record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
+        record["images_per_s"] = round(len(self.values) * self.p.stream.batch / seconds, 2)
+        record["data_wait"] = round(self.waited / seconds, 4)
+        record["bad_samples"] = len(self.quarantine)
+        record["skipped_steps"] = len(table) - len(good)
+        record |= self.folder.goodput(self.clock.useful)
+        seen, norms = self.monitor.flush()
+        record |= seen
+        found = self.health.gradients(at.step + 2 - len(norms), norms) + self.health.look(record)
+        self.folder.note_findings(found)
+        for finding in found if self.world.rank == 0 else ():
+            self.world.show(asdict(finding), self.p.steps)
+        self._check(at, table[:, names.index("skipped")].tolist())
+        self.values, self.waited, self.since = [], 0.0, time.perf_counter()
+        return record
+
+    def _check(self, at: Progress, skipped: list[float]) -> None:
+        """Note the batches of skipped steps. Raises UserError when there are too many in a row."""
+        first = at.step + 1 - len(skipped)
+        for i, skip in enumerate(skipped):
+            self.skips = self.skips + 1 if skip > 0.5 else 0
+            if skip > 0.5:
+                keys = [k for part in dist.objects(self._keys(self.indices[i - len(skipped)])) for k in part]
+                self.folder.note_skip(first + i + 1, keys)
+            if self.skips == SKIPS:
+                raise UserError(
+                    f"step {first + i + 1}: no finite gradient in {SKIPS} steps in a row; a lower optim.lr.value or an "
+                    f"optim.clip may help; {self.folder.path / 'skipped.jsonl'} lists the images"
+                )
+
+    def _keys(self, index: Tensor) -> list[str]:
+        return [self.p.index.key(i) for i in index.tolist()]

@@ -1,0 +1,390 @@
+"""A run's history: JSON lines always, and MLflow where it is installed. Training never waits for MLflow, and what a
+server that is away has missed is sent when it is back."""
+
+import contextlib
+import getpass
+import json
+import logging
+import os
+import queue
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagleray.runs.mlflow_db import make_database
+from eagleray.base.errors import Outage
+from eagleray.base.files import read_lines, replace
+from eagleray.runs.system_metrics import Machine
+
+log = logging.getLogger(__name__)
+KEPT = 10_000  # records in memory while MLflow is away; metrics.jsonl has the older ones
+GATHER = 1.0  # seconds of records that go into one request
+PAUSE = 20.0  # seconds between two attempts, at most
+PATIENCE = 60.0  # seconds without an answer for which the end of a finished run waits
+BRIEF = 5.0  # and that of one that was stopped, and is to be continued
+LONGEST = 600.0  # and with answers, as files are sent
+REPLY = 10  # seconds that a server may take for one answer
+STORED = 120  # and for one file, which it may have to hand on to a store
+LOOK = 30.0  # seconds between looks at the machine
+RESULTS = ("recipe.yaml", "summary.json", "export", "health.png")  # what MLflow gets of a finished run
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
+DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
+Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
+
+
+def tracking_uri(out: Path, uri: str | None) -> str:
+    """Where MLflow keeps its data: the given address, else SQLite beside the run's folder, shared by the runs there."""
+    return uri or f"sqlite:///{out.parent / 'mlflow.db'}"
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where a run's history goes in MLflow, and what it is called there."""
+
+    uri: str = field(repr=False)  # may hold a password
+    parent: str | None = None  # id of the run that this one is shown under
+    name: str | None = None  # of the run; the name of its folder by default
+    experiment: str = "eagleray"
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.tags) | ({"mlflow.parentRunId": self.parent} if self.parent else {})
+
+
+class MLflow:
+    """One MLflow run, continued over restarts, fed from a thread of its own."""
+
+    def __init__(self, out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
+        self.out, self.uri = out, tracking.uri
+        self.run = Run(tracking, out / "mlflow.json", tracking.name or out.name, params)
+        self.queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.records: deque[Job] = deque(maxlen=KEPT)  # not yet sent
+        self.file = True  # whether metrics.jsonl may have lines that are neither sent nor in memory
+        self.began = now()  # the time of such lines, the same in every attempt: MLflow keeps what differs twice
+        self.machine, self.looked = Machine(out), time.monotonic()
+        self.looks: deque[Job] = deque(maxlen=1000)
+        self.step = 0
+        self.end: tuple[str, Sequence[Path]] | None = None
+        self.ending, self.given_up = threading.Event(), threading.Event()
+        configure(REPLY)
+        with contextlib.suppress(ImportError):
+            import mlflow  # noqa: F401  # not in the thread: a loader process forked meanwhile would inherit its locks
+        self.thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self.thread.start()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Returns at once, whatever the server does."""
+        self.queue.put((now(), dict(record)))
+
+    def close(self, status: str, files: Sequence[Path]) -> None:
+        """Send what is left, with the run's files, and end the run. `status` as MLflow names it. While the server is
+        away this waits for a minute, or for seconds where the run is not finished, then says what is missing."""
+        patience = PATIENCE if status == "FINISHED" else BRIEF
+        configure(STORED)
+        self.end = status, files
+        self.ending.set()
+        began = time.monotonic()
+        while self.thread.is_alive() and time.monotonic() - began < LONGEST:
+            if not self.run.storing and time.monotonic() - max(began, self.run.answered) > patience:
+                break
+            self.thread.join(timeout=0.1)
+        if self.thread.is_alive():
+            self.given_up.set()
+            log.warning(
+                "MLflow at %s does not answer and has no step after %d%s; the same command sends what is missing",
+                shown(self.uri),
+                self.run.latest.get("loss", 0),
+                f", nor {', '.join(f.name for f in files)}" if files else "",
+            )
+
+    def _work(self) -> None:
+        pause, away = 0.5, False
+        while not self.given_up.is_set():
+            try:
+                self.run.open()
+                if away:
+                    log.info("MLflow at %s answers again", shown(self.uri))
+                pause, away = 0.5, False
+                return self._serve()
+            except ImportError:
+                return log.warning("mlflow is not installed: metrics go to metrics.jsonl alone")
+            except Exception as e:
+                place, why = shown(self.uri), one_line(e)
+                if not self.uri.startswith(("http:", "https:", *DATABASES)):
+                    return log.warning("MLflow at %s cannot be used, metrics go to metrics.jsonl alone: %s", place, why)
+                if not away:
+                    log.warning("MLflow at %s: %s; what it misses is sent later", place, why)
+                away = True
+            self._take(pause)
+            pause = min(2 * pause, 5 if self.end else PAUSE)
+
+    def _serve(self) -> None:
+        """Send all there is, until the end. Raises what the client raises; nothing is taken for sent then."""
+        while not self.given_up.is_set():
+            if self.file:
+                first = self.records[0][1]["step"] if self.records else float("inf")
+                self.run.send([(self.began, r) for r in read_lines(self.out / "metrics.jsonl") if r["step"] < first])
+                self.file = False
+            self.run.send([*self.records, *self.looks])
+            self.records.clear()
+            self.looks.clear()
+            if self.end and self.queue.empty():
+                return self.run.end(*self.end)
+            self._take(GATHER)
+
+    def _take(self, seconds: float) -> None:
+        """Wait, but not at the end of the run, then take what was logged, and look at the machine when it is time."""
+        (self.given_up if self.end else self.ending).wait(seconds)
+        while not self.queue.empty():
+            self.file = self.file or len(self.records) == self.records.maxlen
+            self.records.append(self.queue.get())
+            self.step = self.records[-1][1]["step"]
+        if time.monotonic() - self.looked > LOOK:
+            self.looked = time.monotonic()
+            self.looks.append((now(), {"step": self.step} | self.machine.look()))
+
+
+class Run:
+    """A run at its server, made or found again. Any call may fail while the server is away, and is then made again
+    after `open`."""
+
+    def __init__(self, tracking: Tracking, note: Path | None, name: str, params: Mapping[str, Any]) -> None:
+        """`note` remembers the run's id: whatever happens, there is one run for one note and server."""
+        self.tracking, self.note, self.name, self.params = tracking, note, name, params
+        self.latest: dict[str, int] = {}  # last step of every metric at the server
+        self.values: dict[str, float] = {}
+        self.answered = 0.0  # when, on the monotonic clock
+        self.storing = False  # whether a file is being sent
+        self.client: Any = None
+        self.id = ""
+
+    def open(self) -> None:
+        """Find the run or make it, and learn what it has."""
+        from mlflow.entities import Param
+
+        data = self.find()
+        lacking = [Param(k, str(v)[:6000]) for k, v in self.params.items() if k not in data.params]
+        for i in range(0, len(lacking), 100):
+            self.client.log_batch(self.id, params=lacking[i : i + 100])
+        self.client.update_run(self.id, status="RUNNING")
+        self.answered = time.monotonic()
+
+    def find(self) -> Any:
+        """What the server has of the run, which is made where there is a note to remember it."""
+        logging.getLogger("alembic").setLevel(logging.ERROR)
+        from mlflow import MlflowClient
+
+        make_database(self.tracking.uri)
+        self.client = MlflowClient(self.tracking.uri)
+        if self.note:
+            self.id = self._found() or self._made()
+            self._remember({"run_id": self.id})
+        data = self.client.get_run(self.id).data
+        self.latest = {m.key: m.step for m in data._metric_objs}  # the public way is to fetch the whole history
+        self.values = data.metrics
+        return data
+
+    def send(self, jobs: Sequence[Job]) -> None:
+        """Numbers of records, each step of each metric once: what a restart takes again is not sent again."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name(k), float(v), when, record["step"])
+            for when, record in jobs
+            for k, v in record.items()
+            if k != "step"
+            and isinstance(v, int | float)
+            and (k.startswith("system/") or record["step"] > self.latest.get(name(k), -1))
+        ]
+        for i in range(0, len(metrics), 1000):  # as many as one request may hold; it is stored whole or not at all
+            self.client.log_batch(self.id, metrics[i : i + 1000])
+            self.latest |= {m.key: m.step for m in metrics[i : i + 1000]}
+            self.answered = time.monotonic()
+
+    def end(self, status: str, files: Sequence[Path]) -> None:
+        self.client.set_terminated(self.id, status)
+        for path in files:
+            self._store(path)
+        if self.note:
+            self._remember({"run_id": self.id, "ended": status})
+
+    def _store(self, path: Path) -> None:
+        """A file, or a folder with what it holds; what is not there is passed over."""
+        self.storing = True
+        try:
+            if path.is_dir():
+                self.client.log_artifacts(self.id, str(path), path.name)
+            elif path.exists():
+                self.client.log_artifact(self.id, str(path))
+            self.answered = time.monotonic()
+        finally:
+            self.storing = False
+
+    def _found(self) -> str | None:
+        """The id of the run that was made before, were it in a moment that ended this process or the server."""
+        from mlflow.exceptions import MlflowException
+
+        known = self._noted()
+        if "run_id" in known:
+            try:
+                run = self.client.get_run(known["run_id"])
+            except MlflowException as e:
+                # Something else than MLflow, as a proxy before it, may not know the page, but does not name the run.
+                if e.error_code != "RESOURCE_DOES_NOT_EXIST" or known["run_id"] not in str(e):
+                    raise
+            else:
+                if run.info.lifecycle_stage == "active":
+                    return known["run_id"]  # type: ignore[no-any-return]
+            log.warning("MLflow run %s is gone; starting another", known["run_id"])
+            self._remember({})
+        elif "key" in known:
+            there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{known['key']}'")
+            return there[0].info.run_id if there else None
+        return None
+
+    def _made(self) -> str:
+        experiment = self._experiment()
+        key = self._noted().get("key") or uuid.uuid4().hex
+        self._remember({"key": key})
+        by = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL"}
+        with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
+            by["mlflow.user"] = getpass.getuser()
+        tags = by | self.tracking.labels | {"eagleray.key": key}
+        return self.client.create_run(experiment, run_name=self.name, tags=tags).info.run_id  # type: ignore[no-any-return]
+
+    def _noted(self) -> dict[str, str]:
+        assert self.note is not None
+        return noted(self.note, self.tracking.uri)
+
+    def _remember(self, known: Mapping[str, str]) -> None:
+        assert self.note is not None
+        replace(self.note, json.dumps({"uri": shown(self.tracking.uri), **known}))
+
+    def _experiment(self) -> str:
+        """Made where it is missing; with our own SQLite its artifacts lie beside it and not in the working folder."""
+        client, title, uri = self.client, self.tracking.experiment, self.tracking.uri
+        found = client.get_experiment_by_name(title)
+        if found:
+            return found.experiment_id  # type: ignore[no-any-return]
+        own = uri.removeprefix("sqlite:///")
+        place = None if own == uri else (Path(own).absolute().parent / "mlflow-artifacts").as_uri()
+        try:
+            return client.create_experiment(title, artifact_location=place, tags=KIND)  # type: ignore[no-any-return]
+        except Exception:
+            found = client.get_experiment_by_name(title)  # two runs begin at once
+            if found is None:
+                raise
+            return found.experiment_id  # type: ignore[no-any-return]
+
+
+def noted(note: Path, uri: str) -> dict[str, str]:
+    """What is remembered of a run at this server; nothing where the run is at another one."""
+    known = json.loads(note.read_text()) if note.exists() else {}
+    return known if shown(known.get("uri", "")) == shown(uri) else {}
+
+
+def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
+    """Send what MLflow lacks of a finished run; nothing is asked of it where the run was sent whole, or elsewhere."""
+    note = out / "mlflow.json"
+    known = noted(note, tracking.uri)
+    if known.get("ended") == "FINISHED" or (note.exists() and not known):
+        return
+    summary = json.loads((out / "summary.json").read_text())
+    history = MLflow(out, tracking, params)
+    history.log({"step": summary["steps"] + 1} | summary)
+    history.close("FINISHED", [out / f for f in RESULTS])
+
+
+def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:
+    """The id of the run that others are shown under: made once, then read from the note. Raises Outage when the server
+    stays away."""
+    configure(REPLY)
+    run = Run(tracking, note, name, params)
+    patiently(tracking, run.open)
+    return run.id
+
+
+def finish(tracking: Tracking, run_id: str, status: str, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
+    """End a run that `parent_run` made, with its results; the same once more changes nothing. Raises Outage."""
+    configure(STORED)
+    run = Run(tracking, None, "", {})
+    run.id = run_id
+
+    def send() -> None:
+        run.open()
+        step = max(run.latest.values(), default=-1) + 1
+        run.send([(now(), {"step": step} | {k: v for k, v in metrics.items() if run.values.get(name(k)) != v})])
+        run.end(status, files)
+
+    patiently(tracking, send)
+
+
+def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Sequence[Path]) -> str:
+    """Add numbers and files to a run that has a note, whatever its state, which stays. Returns why not, in words, or
+    nothing; the server is asked once."""
+    known = noted(note, tracking.uri)
+    if "run_id" not in known:
+        return f"the run was not tracked at {shown(tracking.uri)}"
+    configure(REPLY)
+    run = Run(tracking, None, "", {})
+    run.id = known["run_id"]
+    try:
+        run.find()
+        step = max((run.latest.get(name(k), -1) for k in metrics), default=-1) + 1
+        run.send([(now(), {"step": step} | dict(metrics))])
+        for path in files:
+            run.client.log_artifact(run.id, str(path))
+    except ImportError:
+        return "mlflow is not installed"
+    except Exception as e:  # of the client, of the network, of the server
+        return f"{shown(tracking.uri)}: {one_line(e)}"
+    return ""
+
+
+def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
+    """Call until it succeeds. Raises Outage after a minute."""
+    end, pause = time.monotonic() + PATIENCE, 0.5
+    while True:
+        try:
+            return call()
+        except Exception as e:
+            if time.monotonic() + pause > end:
+                why = f"MLflow at {shown(tracking.uri)}: {one_line(e)}; the same command continues"
+                raise Outage(why) from None
+        time.sleep(pause)
+        pause = min(2 * pause, 5)
+
+
+def configure(timeout: int) -> None:
+    """Settings that MLflow reads from the environment. Attempts are counted and spaced here, not by its client."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def now() -> int:
+    return int(time.time() * 1000)
+
+
+def name(metric: str) -> str:
+    """As MLflow may call it."""
+    return re.sub(r"[^\w./ :-]", "_", metric)[:250]
+
+
+def shown(text: str) -> str:
+    """An address, or a text with addresses, without users and passwords."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(?i)((?:password|token|secret)=)[^&\s]+", r"\1...", text))
+
+
+def one_line(error: Exception) -> str:
+    text = shown(" ".join(str(error).split()))
+    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # what urllib3 wraps in three lines
+    return cause[1] if cause else text[:300]

@@ -1,0 +1,109 @@
+"""Blocks on a node's disk, for all of its processes: each is fetched once, the least recently used go first.
+
+A file appears under its name only when it is whole. Locks are the kernel's and end with the process that holds them, so
+one that is killed leaves nothing behind but a part that the next writer of the block overwrites.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eagleray.base.errors import UserError
+from eagleray.base.files import alone
+from eagleray.storage.blob import Blob, room
+
+log = logging.getLogger(__name__)
+STRIPES = 64  # locks that all blocks share
+ROOM = 0.05  # of the limit is freed at least, as a look at all files takes its time
+FORGOTTEN = 600  # seconds after which a part is nobody's
+
+
+class Cache:
+    def __init__(self, folder: Path, limit: int) -> None:
+        """At most `limit` bytes. Raises UserError when the folder cannot be written."""
+        self.folder, self.limit = folder, limit
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "used").touch()
+        except OSError as e:
+            raise UserError(f"data.cache={folder}: cannot be written: {e.strerror}") from None
+
+    def __contains__(self, block: tuple[Blob, int, int]) -> bool:
+        return self._path(*block).exists()
+
+    def get(self, blob: Blob, begin: int, end: int, fetch: Callable[[], memoryview]) -> memoryview:
+        """A shard's bytes from `begin` to `end`; where they are not here, one process of the node fetches them."""
+        path = self._path(blob, begin, end)
+        data = _read(path, end - begin)
+        if data is None:
+            with alone(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"):
+                data = _read(path, end - begin)
+                if data is None:
+                    data = fetch()
+                    self._keep(path, data)
+        return data
+
+    def drop(self, blob: Blob, begin: int, end: int) -> None:
+        """Forget bytes that turned out to be wrong."""
+        self._path(blob, begin, end).unlink(missing_ok=True)
+
+    def _path(self, blob: Blob, begin: int, end: int) -> Path:
+        name = hashlib.sha256(f"{blob.url} {blob.tag} {blob.size} {begin} {end}".encode()).hexdigest()[:32]
+        return self.folder / f"{name}.block"
+
+    def _keep(self, path: Path, data: memoryview) -> None:
+        part = path.with_suffix(".part")
+        try:
+            if len(data) <= self.limit:
+                part.write_bytes(data)
+                self._enter(part, path, len(data))
+        except OSError as e:  # a full disk makes the run slower, not shorter
+            log.warning("%s: cannot keep a block: %s", self.folder, e.strerror)
+            part.unlink(missing_ok=True)
+
+    def _enter(self, part: Path, path: Path, size: int) -> None:
+        """Give a block its name after the oldest have made way for it. After a kill the count may be too high, never
+        too low; it is corrected whenever it reaches the limit."""
+        with alone(self.folder / "lock"):
+            text = (self.folder / "used").read_text()
+            used = int(text) if text.isdigit() else self.limit
+            if used + size > self.limit:
+                used = self._evict(int(self.limit * (1 - ROOM)) - size)
+            (self.folder / "used").write_text(str(used + size))
+            part.replace(path)
+
+    def _evict(self, target: int) -> int:
+        """Delete blocks, the least recently used first, down to a target. Returns the bytes that are left."""
+        files = []
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                stat = entry.stat()
+                left = entry.name.endswith(".part") and time.time() - stat.st_mtime > FORGOTTEN
+                if left or entry.name.endswith(".block"):
+                    files.append((stat.st_mtime, stat.st_size, entry.path))
+        used = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if used <= max(target, 0):
+                break
+            Path(path).unlink(missing_ok=True)
+            used -= size
+        return used
+
+
+def _read(path: Path, length: int) -> memoryview | None:
+    """A whole file, noted as used; None where it is not there or not of this length."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != length:
+                return None
+            os.utime(file.fileno())
+            data, at = room(length), 0
+            while at < length and (got := file.readinto(data[at:])):
+                at += got
+    except OSError:
+        return None
+    return data if at == length else None

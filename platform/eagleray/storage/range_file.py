@@ -1,0 +1,51 @@
+"""Stretches of stored files as streams."""
+
+import io
+from typing import Any, NamedTuple
+
+from eagleray.storage import store
+
+READ = 2**20  # bytes per request to an object store, where many headers come with one answer
+STEP = 4096  # bytes per read of a local file, and after a long jump
+PATIENCE = 600.0  # seconds: hours of work are not given up for a store that is away for a minute
+FAR = 4 * READ  # bytes from one header to the next, beyond which the bytes between are better left out
+
+
+class Span(NamedTuple):
+    """A stretch of a stored file that is a file itself."""
+
+    name: str
+    url: str
+    offset: int
+    size: int
+
+
+def content(span: Span) -> memoryview:
+    return memoryview(store.store(span.url).read(span.url, span.offset, span.size, patience=PATIENCE))
+
+
+class Ranges(io.RawIOBase):
+    """A span as a seekable stream. Where the reader is after `sparse` headers, reads are short as long as that does not
+    cost requests."""
+
+    def __init__(self, span: Span, *, sparse: bool = False) -> None:
+        self.span, self.at, self.end = span, 0, 0
+        self.sparse, self.local = sparse, not span.url.startswith("s3:")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        self.at = to + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.span.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        short = self.sparse and (self.local or abs(self.at - self.end) > FAR)
+        length = max(min(len(buffer), STEP if short else len(buffer), self.span.size - self.at), 0)
+        buffer[:length] = content(self.span._replace(offset=self.span.offset + self.at, size=length))
+        self.at += length
+        self.end = self.at
+        return length

@@ -1,0 +1,238 @@
+"""s3://: any S3-compatible endpoint through boto3, with the usual AWS settings and none of our own."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eagleray.base.errors import Outage, UserError
+from eagleray.storage.blob import Blob, room
+from eagleray.storage.ordered_map import ahead
+from eagleray.storage.retry import PATIENCE, Transient, insist
+
+T = TypeVar("T")
+Blobs = list[Blob]  # inside the class `list` is the method
+CONNECTIONS = 32
+SILENCE = 20  # seconds without a byte after which a transfer is cut
+GRACE = 20.0  # seconds after which a transfer must have been faster than SLOWEST
+SLOWEST = 64 * 2**10  # bytes per second
+PIECE = 2**20  # bytes between two looks at the clock
+PART = 16 * 2**20  # bytes; a larger file is sent in parts of this length
+MOST_PARTS = 10_000  # of a file, by the protocol; there the parts become longer
+UPLOADS = 4  # parts on their way
+THROTTLED = {"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"}
+THROTTLED |= {"RequestLimitExceeded", "TooManyRequestsException", "PriorRequestNotComplete", "InternalError"}
+CHANGED = "has changed since it was indexed"
+NOBODY = "; no AWS credentials were found, so it was asked for without"
+
+
+class Missing(UserError):
+    """There is a place of this name, and no such file in it."""
+
+
+class S3Store:
+    """A client belongs to the process that made it. Repeating is `insist`'s business, so boto3 is told not to."""
+
+    def __init__(self) -> None:
+        self._client: tuple[int, Any] = (0, None)
+        self._lock = threading.Lock()
+
+    def client(self) -> Any:
+        with self._lock:
+            if self._client[0] != os.getpid():
+                self._client = (os.getpid(), connect())
+            return self._client[1]
+
+    @property
+    def anonymous(self) -> bool:
+        from botocore import UNSIGNED
+
+        return self.client().meta.config.signature_version is UNSIGNED
+
+    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
+        bucket, key = split(url)
+
+        def run() -> Blobs:
+            asked = self.client().get_paginator("list_objects_v2")
+            pages = list(asked.paginate(Bucket=bucket, Prefix=key + start, Delimiter="/"))  # a page is one request
+            found = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
+            folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
+            if key and not key.endswith("/") and f"{key}/" in folders:
+                return self.list(url + "/", patience=patience)
+            inside = [f for f in found if key.endswith("/") or not key or f[0] == key]
+            return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
+
+        return self._insist(url, run, patience)
+
+    def walk(self, url: str) -> Iterator[Blob]:
+        """A page at a time, so that an interrupted listing of millions goes on with its page."""
+        bucket, key = split(url.rstrip("/") + "/")
+        asked = {"Bucket": bucket, "Prefix": key.lstrip("/")}
+        while True:
+            page = self._insist(url, lambda: self.client().list_objects_v2(**asked), PATIENCE)
+            for o in page.get("Contents", []):
+                yield Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"'))
+            if not page["IsTruncated"]:
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
+
+    def tag(self, blob: Blob) -> str:
+        return blob.tag
+
+    def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
+        if length == 0:
+            return memoryview(b"")
+        bucket, key = split(url)
+        same = {"IfMatch": tag.removeprefix("s3:")} if tag.startswith("s3:") else {}
+
+        def run() -> memoryview:
+            got = self.client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{start + length - 1}", **same)
+            if got["ContentLength"] != length:
+                raise UserError(
+                    f"{url}: {length} bytes expected at {start}, it ends after {got['ContentLength']} of them"
+                )
+            return receive(got["Body"], length)
+
+        return self._insist(url, run, patience)
+
+    def get(self, url: str) -> bytes:
+        bucket, key = split(url)
+
+        def run() -> bytes:
+            client = self.client()
+            try:
+                got = client.get_object(Bucket=bucket, Key=key)
+            except client.exceptions.NoSuchKey:
+                raise FileNotFoundError(url) from None
+            return bytes(receive(got["Body"], got["ContentLength"]))
+
+        return self._insist(url, run, PATIENCE)
+
+    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
+        size = source.stat().st_size
+        try:
+            if size > PART:
+                self._put_parts(url, source, max(PART, -(-size // MOST_PARTS)), patience)
+            else:
+                self._put_whole(url, source, patience)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def _put_whole(self, url: str, source: Path, patience: float) -> None:
+        bucket, key = split(url)
+        data = source.read_bytes()
+        self._insist(url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
+
+    def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
+        """Part by part, a few at a time, so that what fails late in a large file is that part's business."""
+        bucket, key = split(url)
+        name: dict[str, Any] = {"Bucket": bucket, "Key": key}
+
+        def ask(request: Callable[[], T]) -> T:
+            return self._insist(url, request, patience)
+
+        def part(number: int) -> dict[str, Any]:
+            data = os.pread(file.fileno(), length, (number - 1) * length)
+            said = ask(lambda: self.client().upload_part(**name, PartNumber=number, Body=data))
+            return {"PartNumber": number, "ETag": said["ETag"]}
+
+        name["UploadId"] = ask(lambda: self.client().create_multipart_upload(**name))["UploadId"]
+        try:
+            with source.open("rb", buffering=0) as file:
+                numbers = range(1, -(-os.fstat(file.fileno()).st_size // length) + 1)
+                parts = {"Parts": list(ahead(part, numbers, width=UPLOADS))}
+            ask(lambda: self.client().complete_multipart_upload(**name, MultipartUpload=parts))
+        except BaseException:
+            with contextlib.suppress(UserError, Outage):  # parts without an end cost money
+                self._insist(url, lambda: self.client().abort_multipart_upload(**name), 0)
+            raise
+
+    def delete(self, url: str) -> None:
+        bucket, key = split(url)
+        self._insist(url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
+
+    def _insist(self, url: str, run: Callable[[], T], patience: float) -> T:
+        """A request with any failure as one line: UserError for what a person must mend, Outage for what stayed."""
+        from boto3.exceptions import Boto3Error
+        from botocore import exceptions as boto
+        from urllib3.exceptions import HTTPError
+
+        passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
+
+        def attempt() -> T:
+            try:
+                return run()
+            except FileNotFoundError:
+                raise
+            except boto.ClientError as e:
+                status, said = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), e.response["Error"]
+                line = f"{said.get('Code')}: {said.get('Message')}"
+                if status >= 500 or status in (408, 429) or said.get("Code") in THROTTLED:
+                    raise Transient(line) from None
+                if said.get("Code") == "NoSuchKey":
+                    raise Missing(f"{url}: {line}") from None
+                changed = status == 412 and not self.anonymous
+                raise UserError(f"{url}: {CHANGED if changed else line}{NOBODY * self.anonymous}") from None
+            except boto.SSLError as e:
+                raise UserError(f"{url}: {one_line(e)}") from None
+            except passing as e:
+                raise Transient(one_line(e)) from None
+            except boto.BotoCoreError as e:
+                raise UserError(f"{url}: {one_line(e)}") from None
+
+        return insist(url, attempt, patience=patience)
+
+
+def connect() -> Any:
+    """A client by the environment's settings; without credentials it asks as nobody, as for a public bucket."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    session = boto3.session.Session()
+    region = session.region_name or os.environ.get("AWS_REGION")
+    config = Config(
+        retries={"total_max_attempts": 1},
+        connect_timeout=10,
+        read_timeout=SILENCE,
+        max_pool_connections=CONNECTIONS,
+        signature_version=None if session.get_credentials() else UNSIGNED,
+    )
+    try:
+        return session.client("s3", config=config, region_name=region)
+    except ValueError as e:  # an endpoint without http://, say
+        raise UserError(f"s3://: {e}") from None
+
+
+def receive(body: Any, length: int) -> memoryview:
+    """A whole body, from the socket into its place. Raises Transient when it is short, or comes more slowly than from a
+    store that works."""
+    data, at, began = room(length), 0, time.monotonic()
+    stream = body._raw_stream._fp  # the answer itself: what is around it would copy every byte twice
+    while at < length:
+        got = stream.readinto(data[at : at + PIECE])
+        if not got:
+            body.close()
+            raise Transient(f"{length} bytes expected, got {at}")
+        at += got
+        seconds = time.monotonic() - began
+        if seconds > GRACE and at < SLOWEST * seconds:
+            body.close()
+            raise Transient(f"stalled: {at} bytes in {seconds:.0f} s")
+    body._raw_stream.release_conn()  # for the next request
+    return data
+
+
+def split(url: str) -> tuple[str, str]:
+    """Bucket and key. Raises UserError when somebody put credentials there."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    if "@" in bucket:
+        raise UserError("s3://: credentials do not belong in a URL; set AWS_ACCESS_KEY_ID or AWS_PROFILE")
+    return bucket, key
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,109 @@
+"""What a person sees of a sweep: a live table in a terminal, a line per event elsewhere."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.live import Live
+from rich.table import Table
+
+from eagleray.base.console import out
+from eagleray.base.files import read_lines
+from eagleray.tune.study import Book
+from eagleray.tune.sweep import count, in_words
+
+ROWS = 24  # of the live table; what runs, and what was last
+ORDER = ("running", "waiting", "finished", "stopped", "failed")
+
+
+class Show:
+    """Call it now and then."""
+
+    def __init__(self, book: Book) -> None:
+        self.book, self.live = book, Live(console=out, auto_refresh=False, transient=True)
+        self.began: dict[str, tuple[float, int]] = {}  # when a trial was first seen to run, and at which step
+
+    def __enter__(self) -> "Show":
+        if out.is_terminal:
+            self.live.start()
+        else:
+            self.book.note = lambda line: out.print(line, markup=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if out.is_terminal:
+            self.live.stop()
+
+    def __call__(self) -> None:
+        if out.is_terminal:
+            self.live.update(self.table(), refresh=True)
+
+    def table(self) -> Table:
+        """Of what is running, waiting and was last done, at most so many rows."""
+        book, keys = self.book, self.book.keys()
+        with book.lock:
+            rows = [dict(r) for r in book.rows.values()]
+        table = Table(title=f"{book.folder.name}: {count(book.sweep)} trials, {states(rows)}", title_justify="left")
+        several = len(book.sweep.alternatives) > 1
+        for name in ["trial", *["alternative"] * several, *short(keys), "step", book.sweep.objective.key]:
+            table.add_column(name)
+        table.add_column("state")
+        table.add_column("ETA", justify="right")
+        for row in sorted(rows, key=lambda r: (ORDER.index(r["state"]), r["id"]))[:ROWS]:
+            live = self.look(row)
+            values = [in_words(row["values"].get(k)) for k in keys]
+            metric = "" if row["metric"] is None else f"{row['metric']:.4g}"
+            steps = f"{live['step']}/{row['steps'] or '?'}"
+            named = [row["alternative"]] * several
+            table.add_row(row["id"], *named, *values, steps, metric, row["state"] + live["why"], live["eta"])
+        return table
+
+    def look(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Where a trial is, from its own folder where it runs."""
+        if row["state"] != "running":
+            return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
+        lines = read_lines(self.book.folder / "trials" / row["id"] / "metrics.jsonl")
+        step = lines[-1]["step"] if lines else row["step"]
+        at, start = self.began.setdefault(row["id"], (time.monotonic(), step))
+        eta = ""
+        if step > start and row["steps"]:
+            eta = f"{(row['steps'] - step) * (time.monotonic() - at) / (step - start):.0f} s"
+        return {"step": step, "eta": eta, "why": ""}
+
+
+def short(keys: list[str]) -> list[str]:
+    """The ends of dotted keys, as long as they must be to differ; `value` says nothing."""
+    found = []
+    for key in keys:
+        parts = key.removesuffix(".value").split(".")
+        others = [k.removesuffix(".value").split(".") for k in keys if k != key]
+        n = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
+        found.append(".".join(parts[-n:]))
+    return found
+
+
+def states(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many trials are in which state."""
+    found = Counter(r["state"] for r in rows)
+    return ", ".join(f"{found[s]} {s}" for s in ORDER if found[s])
+
+
+def conclude(book: Book, files: list[Path]) -> None:
+    """Every trial in one line is in trials.csv; here the best, and where everything is."""
+    out.print(f"{count(book.sweep)} trials: {states(book.rows.values())}", markup=False)
+    for row in book.rows.values():
+        if row["state"] == "failed" and out.is_terminal:
+            out.print(f"trial {row['id']} failed: {row['why']}", markup=False)
+    if best := book.best():
+        values = " ".join(f"{k}={in_words(v)}" for k, v in best["values"].items())
+        out.print(
+            f"best      trial {best['id']} {best['alternative']} {values}: {book.sweep.objective.key} "
+            f"{best['metric']:.4g}\n"
+            f"again     OMP_NUM_THREADS={book.sweep.cpus} eagleray pretrain {book.folder}/best.yaml",
+            markup=False,
+        )
+    else:
+        out.print("no trial took all its steps, so there is no best one", markup=False)
+    out.print(f"results   {book.folder}: {', '.join(p.name for p in files)}", markup=False)

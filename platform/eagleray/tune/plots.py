@@ -1,0 +1,191 @@
+"""A sweep in three pictures: the objective over each key, all keys side by side, and how every trial learnt."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagleray.runs.plots import GREY, INK
+from eagleray.tune.study import Book
+from eagleray.tune.sweep import RANGES, in_words
+
+COLOURS = ("#3b6ea5", "#b3261e", "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
+MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
+DPI = 110
+COLUMNS = 4  # of panels
+NAMED = 12  # curves at most that have their trial's name; of more, the best one has
+PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
+
+
+def draw(book: Book) -> list[Path]:
+    """Write keys.png, parallel.png and curves.png into the sweep's folder; nothing while no trial has a result."""
+    rows = [r for r in book.rows.values() if r["metric"] is not None]
+    if not rows:
+        return []
+    names = list(book.sweep.alternatives)
+    colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(names)}
+    return [keys(book, rows, colours), parallel(book, rows, colours), curves(book, colours)]
+
+
+def keys(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
+    from matplotlib.figure import Figure
+
+    varied = book.keys()
+    columns = min(len(varied), COLUMNS)
+    lines = math.ceil(len(varied) / columns)
+    width = max(3.0 * columns + 0.6, 6.0)
+    figure = Figure(figsize=(width, 2.7 * lines + 0.8), dpi=DPI, layout="constrained")
+    figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    for panel in axes.flat[len(varied) :]:
+        panel.set_visible(False)
+    for panel, key in zip(axes.flat, varied, strict=False):
+        scale = Scale([r["values"][key] for r in rows if key in r["values"]], kinds(book)[key])
+        for row in rows:
+            if key in row["values"]:
+                done = row["state"] == "finished"
+                colour = colours[row["alternative"]]
+                panel.plot(
+                    scale.at(row["values"][key]),
+                    row["metric"],
+                    MARKS.get(row["state"], "."),
+                    color=colour,
+                    markerfacecolor=colour if done else "none",
+                    markersize=6,
+                )
+        scale.label(panel)
+        panel.set_xlabel(key, fontsize=9)
+        panel.tick_params(labelsize=8)
+        if panel.get_subplotspec().is_first_col():
+            panel.set_ylabel(book.sweep.objective.key, fontsize=9)
+    legend(figure, book, colours)
+    return save(figure, book.folder / "keys.png")
+
+
+def parallel(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
+    """One line per trial from key to key; darker is better. Dots lead past a key that an alternative lacks."""
+    from matplotlib.figure import Figure
+
+    varied = book.keys()
+    columns = [*varied, book.sweep.objective.key]
+    several = len(book.sweep.alternatives) > 1
+    columns = ["alternative", *columns] if several else columns
+    table = [{**r["values"], "alternative": r["alternative"], book.sweep.objective.key: r["metric"]} for r in rows]
+    scales = {c: Scale([t[c] for t in table if c in t], kinds(book).get(c, "uniform")) for c in columns}
+    figure = Figure(figsize=(max(1.7 * len(columns), 6.0), 4.4), dpi=DPI, layout="constrained")
+    figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
+    axes = figure.subplots()
+    order = sorted(range(len(rows)), key=lambda i: rows[i]["metric"], reverse=book.sweep.objective.mode == "min")
+    for rank, i in enumerate(order):
+        at = [(x, scales[c].share(table[i][c])) for x, c in enumerate(columns) if c in table[i]]
+        strength = 0.2 + 0.8 * rank / max(len(order) - 1, 1)
+        colour = colours[rows[i]["alternative"]]
+        for one, other in itertools.pairwise(at):
+            style = "-" if other[0] == one[0] + 1 else ":"
+            look: dict[str, Any] = {"color": colour, "alpha": min(strength, 1.0), "linewidth": 0.8 + 1.6 * strength}
+            axes.plot((one[0], other[0]), (one[1], other[1]), style, **look)
+    for x, c in enumerate(columns):
+        axes.axvline(x, color=GREY, linewidth=0.8, zorder=0)
+        for y, text in scales[c].ticks():
+            axes.text(x + 0.03, y, text, fontsize=7.5, color=INK, va="center", bbox=PAPER)
+    axes.set_xticks(range(len(columns)), [wrapped(c) for c in columns], fontsize=8.5)
+    axes.set_xlim(-0.1, len(columns) - 0.55)
+    axes.set_ylim(-0.06, 1.06)
+    axes.set_yticks([])
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    return save(figure, book.folder / "parallel.png")
+
+
+def curves(book: Book, colours: Mapping[str, str]) -> Path:
+    """The objective over the share of each trial's steps, as the scheduler saw it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.4), dpi=DPI, layout="constrained")
+    figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
+    axes = figure.subplots()
+    best = book.best()
+    for name, reports in book.reports.items():
+        row = book.rows[name]
+        chosen = best is not None and best["id"] == name
+        x, y = [r["percent"] for r in reports], [r["value"] for r in reports]
+        colour = colours[row["alternative"]]
+        axes.plot(x, y, color=colour, linewidth=2.2 if chosen else 1.0, alpha=1.0 if chosen else 0.6)
+        fill = colour if row["state"] == "finished" else "white"
+        axes.plot(x[-1], y[-1], MARKS.get(row["state"], "."), color=colour, markerfacecolor=fill, markersize=6)
+        if chosen or len(book.reports) <= NAMED:
+            axes.annotate(name, (x[-1], y[-1]), xytext=(5, 0), textcoords="offset points", fontsize=7.5, va="center")
+    axes.set_xlabel("% of a trial's steps", fontsize=9)
+    axes.set_ylabel(book.sweep.objective.key, fontsize=9)
+    axes.set_xlim(0, 105)
+    axes.tick_params(labelsize=8)
+    legend(figure, book, colours)
+    return save(figure, book.folder / "curves.png")
+
+
+def kinds(book: Book) -> dict[str, str]:
+    """How each key is varied; one that is chosen from a list in one alternative is drawn as a list for all."""
+    found = [(k, v.kind) for b in book.sweep.alternatives.values() for k, v in b.space.items()]
+    return dict(sorted(found, key=lambda kind: kind[1] not in RANGES))
+
+
+class Scale:
+    """Where values lie on an axis: those of a range by their size or its logarithm, those of a list side by side."""
+
+    def __init__(self, values: Sequence[Any], kind: str) -> None:
+        """`kind` as a sweep has it."""
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        self.range = numbers and kind in RANGES
+        self.known: list[Any] = sorted(set(values)) if numbers else sorted(set(values), key=str)
+        self.log = self.range and kind == "log"
+
+    def at(self, value: Any) -> float:
+        return value if self.range else self.known.index(value)  # type: ignore[no-any-return]
+
+    def share(self, value: Any) -> float:
+        """From 0 to 1."""
+        low, high, x = (float(self.at(v)) for v in (self.known[0], self.known[-1], value))
+        if self.log:
+            low, high, x = math.log(low), math.log(high), math.log(x)
+        return (x - low) / (high - low) if high > low else 0.5
+
+    def ticks(self) -> list[tuple[float, str]]:
+        known = [self.known[0], self.known[-1]] if self.range else self.known
+        return [(self.share(v), in_words(v)) for v in dict.fromkeys(known)]
+
+    def label(self, axes: Any) -> None:
+        if self.log:
+            axes.set_xscale("log")
+        elif not self.range:
+            axes.set_xticks(range(len(self.known)), [in_words(v) for v in self.known])
+            axes.set_xlim(-0.5, len(self.known) - 0.5)
+
+
+def legend(figure: Any, book: Book, colours: Mapping[str, str]) -> None:
+    from matplotlib.lines import Line2D
+
+    several = len(colours) > 1
+    marks = [Line2D([], [], color=c, marker="o", linestyle="", label=n) for n, c in colours.items()] if several else []
+    states = {r["state"] for r in book.rows.values() if r["metric"] is not None}
+    for state, text in ("finished", "all its steps"), ("stopped", "stopped early"):
+        fill = GREY if state == "finished" else "none"
+        if state in states:
+            marker = MARKS[state]
+            marks.append(Line2D([], [], color=GREY, marker=marker, markerfacecolor=fill, linestyle="", label=text))
+    figure.legend(handles=marks, loc="outside right upper", fontsize=8, frameon=False)
+
+
+def title(book: Book) -> str:
+    best = book.best()
+    text = f"{book.folder.name}: {len(book.rows)} trials"
+    return text + (f", best {best['id']} with {book.sweep.objective.key} {best['metric']:.4g}" if best else "")
+
+
+def wrapped(key: str) -> str:
+    return key.replace(".", ".\n").replace("/", "/\n")
+
+
+def save(figure: Any, path: Path) -> Path:
+    figure.savefig(path)
+    return path

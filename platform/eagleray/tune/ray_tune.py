@@ -1,0 +1,369 @@
+"""Trials on Ray Tune: which run at once, which are stopped early, and how each follows its own pretraining run."""
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.cluster import ray_train
+from eagleray.cluster.session import session
+from eagleray.runs import pretrain
+from eagleray.runs.recipe import span
+from eagleray.runs.run_dir import finished
+from eagleray.runs.tracking import Tracking
+from eagleray.tune.study import Book
+from eagleray.tune.sweep import RANGES, Space, Sweep, recipe_of, tidy
+from eagleray.tune.trial import POLL, Following, place_of, reap
+
+DEATHS = 3  # of a trial's process, after which the trial has failed
+MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something
+VARIABLES = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # what a trial says is in its folder
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric to give
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",  # the old one can be silent
+}
+
+
+Screen = AbstractContextManager[Callable[[], None]]
+
+
+class Desk:
+    """What only this process has. Tune writes all that it is given to a file, which nobody reads: this is left out."""
+
+    def __init__(self, book: Book, asked: threading.Event) -> None:
+        self.book, self.asked = book, asked
+
+    def __reduce__(self) -> Any:
+        return object, ()
+
+    def __deepcopy__(self, memo: Any) -> "Desk":
+        return self
+
+
+def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading.Event, screen: Screen) -> None:
+    """Run all trials that are not done, `most` at once, until they are, or `asked` to stop; `screen`
+    shows how they are. Raises UserError."""
+    os.environ.update(VARIABLES)
+    # The journal says in a line what a trial ended with.
+    logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
+    with session() as ray, screen as show:  # Ray takes the signals, and the screen takes them back
+        from ray import tune
+
+        nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+        each, width = share(book.sweep, nodes)
+        pauses = book.sweep.scheduler in ("hyperband", "pbt")
+        if most and pauses and most < width:
+            raise UserError(f"--max-concurrent {most}: scheduler={book.sweep.scheduler} needs to pause trials at will")
+        desk, pbt = Desk(book, asked), book.sweep.scheduler == "pbt"
+        tuner = tune.Tuner(
+            trainable(tracking, each),
+            param_space=population(book) if pbt else None,
+            tune_config=tune.TuneConfig(
+                metric="value",
+                mode=book.sweep.objective.mode,
+                search_alg=None if pbt else searcher(desk),
+                scheduler=scheduler(desk),
+                num_samples=1 if pbt else book.open_trials(),
+                max_concurrent_trials=None if pauses else min(most or width, width),
+                reuse_actors=True,
+                trial_name_creator=lambda trial: trial.config["row"]["id"],
+                trial_dirname_creator=lambda trial: trial.config["row"]["id"],
+            ),
+            run_config=tune.RunConfig(
+                name=f"tune-{time.time():.0f}",
+                storage_path=str(book.folder / ".ray"),
+                verbose=0,
+                stop=stopper(desk),
+                callbacks=[journal(desk)],
+                failure_config=tune.FailureConfig(max_failures=DEATHS),
+            ),
+        )
+        _fit(tuner, book, asked, show)
+
+
+def _fit(tuner: Any, book: Book, asked: threading.Event, show: Callable[[], None]) -> None:
+    """In a thread of its own: in the main thread Tune would take Ctrl-C. Whoever asks to stop asks every run to."""
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            tuner.fit()
+        except BaseException as e:
+            problem.append(e)
+
+    thread = threading.Thread(target=work, name="ray-tune", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL)
+        show()
+        if asked.is_set():
+            for row in list(book.rows.values()):
+                if row["state"] == "running":
+                    (place_of(book.folder, row["id"]) / ".stop").touch()
+    for e in problem:
+        cause = getattr(e, "cause", e)
+        raise cause if isinstance(cause, UserError) else RuntimeError(f"Ray Tune gave up: {e}") from e
+
+
+def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
+    """What a trial asks Ray for, and how many fit at once. Raises UserError where none does."""
+    wanted = [
+        recipe_of(sweep, n, {k: v.given[0] for k, v in b.space.items()}, n) for n, b in sweep.alternatives.items()
+    ]
+    workers = max(span(r.workers)[1] for r in wanted)
+    gpus = sum(n.get("GPU", 0) for n in nodes)
+    if workers > 1:
+        for r in wanted:
+            ray_train.resources(r, nodes)  # says what is missing
+        return {"CPU": 0, "memory": MEMORY}, max(int(gpus) // workers, 1)
+    gpu = bool(gpus) if all(r.gpus is None for r in wanted) else any(r.gpus for r in wanted)
+    fits = sum(int(min(n.get("CPU", 0) // sweep.cpus, n.get("GPU", 0) if gpu else math.inf)) for n in nodes)
+    if not fits:
+        raise UserError(f"cpus={sweep.cpus}: no machine has so many CPUs{' and a GPU' if gpu else ''} for a trial")
+    return {"CPU": sweep.cpus, "GPU": int(gpu)}, fits
+
+
+def scheduler(desk: Desk) -> Any:
+    """Time is in percent of a trial's own steps: batch sizes change how many these are."""
+    from ray.tune import schedulers
+
+    sweep = desk.book.sweep
+    if sweep.scheduler == "asha":
+
+        class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
+            """Knows what trials of earlier processes said."""
+
+            seen = False
+
+            def on_trial_add(self, controller: Any, trial: Any) -> None:
+                if not self.seen:
+                    self.seen = True
+                    for name, row in desk.book.rows.items():
+                        if row["state"] in ("finished", "stopped"):
+                            self.remember(controller, _Gone(name), name)
+                super().on_trial_add(controller, trial)
+                self.tell(controller, trial, trial.config["row"]["id"])
+
+            def remember(self, controller: Any, trial: Any, name: str) -> None:
+                super().on_trial_add(controller, trial)
+                self.tell(controller, trial, name)
+
+            def tell(self, controller: Any, trial: Any, name: str) -> None:
+                for r in desk.book.reports.get(name, []):
+                    super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
+
+        return Remembering(
+            time_attr="percent",
+            max_t=101,  # a trial at 100 ends by itself
+            grace_period=100 * sweep.grace,  # type: ignore[arg-type]
+            reduction_factor=sweep.reduction,
+        )
+    if sweep.scheduler == "hyperband":
+        return schedulers.HyperBandScheduler(time_attr="percent", max_t=101, reduction_factor=sweep.reduction)
+    if sweep.scheduler == "pbt":
+        [branch] = sweep.alternatives.values()
+        return schedulers.PopulationBasedTraining(
+            time_attr="percent",
+            perturbation_interval=100 * sweep.interval,
+            hyperparam_mutations={"row": {"values": {k: _domain(v) for k, v in branch.space.items()}}},
+            quantile_fraction=0.25 if (sweep.trials or 16) >= 4 else 0.5,
+            custom_explore_fn=lambda config: within(branch.space, config),
+            synch=True,
+            log_config=False,
+        )
+    return schedulers.FIFOScheduler()
+
+
+def within(space: Space, given: dict[str, Any]) -> dict[str, Any]:
+    """PBT multiplies values by 0.8 or 1.2, over the ends of their ranges too."""
+    values = dict(given["row"]["values"])
+    for key, v in space.items():
+        if v.kind in RANGES:
+            low, high = v.given
+            x = min(max(values[key], low), high)
+            values[key] = round(x) if v.kind == "integer" else tidy(x, low, high)
+    return given | {"row": given["row"] | {"values": values}}
+
+
+class _Gone:
+    """What a scheduler needs of a trial that is done."""
+
+    def __init__(self, trial_id: str) -> None:
+        self.trial_id = trial_id
+
+
+def _domain(v: Any) -> Any:
+    from ray import tune
+
+    if v.kind == "integer":
+        return tune.randint(v.given[0], v.given[1] + 1)
+    if v.kind in ("uniform", "log"):
+        return (tune.loguniform if v.kind == "log" else tune.uniform)(*v.given)
+    return list(v.given)
+
+
+def handed(book: Book, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trial's process is given."""
+    recipe = recipe_of(book.sweep, row["alternative"], row["values"], f"trial {row['id']}")
+    told = book.reports.get(row["id"], [])
+    return {
+        "id": row["id"],
+        "folder": str(book.folder),
+        "recipe": config.plain(pretrain.resolve(recipe)),
+        "values": row["values"],
+        "objective": book.sweep.objective.key,
+        "after": told[-1]["percent"] if told else 0.0,
+        "pause": 100 * book.sweep.interval if book.sweep.scheduler == "pbt" else None,
+        "threads": book.sweep.cpus,
+    }
+
+
+def population(book: Book) -> dict[str, Any]:
+    """All trials at once, as PBT wants them."""
+    from ray import tune
+
+    rows = []
+    while row := book.next():
+        book.set(row["id"], state="running")
+        rows.append(handed(book, row))
+    return {"row": tune.grid_search(rows)}
+
+
+def searcher(desk: Desk) -> Any:
+    from ray.tune.search import Searcher
+
+    class Rows(Searcher):  # type: ignore[misc]
+        """Hands out the book's rows."""
+
+        def suggest(self, trial_id: str) -> Any:
+            row = desk.book.next()
+            if row is None:
+                return Searcher.FINISHED
+            desk.book.set(row["id"], state="running")
+            return {"row": handed(desk.book, row)}
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            pass
+
+        def save(self, path: str) -> None:
+            """There is nothing that the book does not have."""
+
+        def restore(self, path: str) -> None:
+            pass
+
+    return Rows(metric="value", mode=desk.book.sweep.objective.mode)
+
+
+def stopper(desk: Desk) -> Any:
+    from ray.tune import Stopper
+
+    end = time.monotonic() + 3600 * (desk.book.sweep.hours or math.inf)
+
+    class Asked(Stopper):  # type: ignore[misc]
+        def __call__(self, trial_id: str, result: Any) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            if time.monotonic() > end:
+                desk.asked.set()
+            return desk.asked.is_set()
+
+    return Asked()
+
+
+def journal(desk: Desk) -> Any:
+    from ray import tune
+
+    class Journal(tune.Callback):  # type: ignore[misc]
+        """What Tune says goes into the book."""
+
+        def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            row = desk.book.rows[str(trial)]
+            known = row["step"] or (place_of(desk.book.folder, row["id"]) / "metrics.jsonl").exists()
+            desk.book.set(row["id"], state="running")
+            desk.book.note(f"trial {row['id']} {'goes on' if known else 'begins'}: {words(row)}")
+
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
+            name = str(trial)
+            if "value" in result:
+                values = trial.config["row"]["values"]  # PBT changes them
+                desk.book.report(name, result["step"], result["steps"], result["percent"], result["value"])
+                desk.book.set(name, values=dict(values), seconds=result["seconds"])
+
+        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            name = str(trial)
+            if (place_of(desk.book.folder, name) / ".failed").exists():
+                return self.on_trial_error(iteration, trials, trial)
+            through = finished(place_of(desk.book.folder, name))
+            state = "finished" if through else "waiting" if desk.asked.is_set() else "stopped"
+            row = desk.book.rows[name]
+            desk.book.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
+            if state != "waiting":
+                desk.book.note(
+                    f"trial {name} {state} at step {row['step']}: {desk.book.sweep.objective.key} {row['metric']:.4g}"
+                )
+
+        def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            desk.book.note(f"trial {trial}: its process died")
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            name = str(trial)
+            reap(place_of(desk.book.folder, name))
+            file = place_of(desk.book.folder, name) / ".failed"
+            why = file.read_text() if file.exists() else "its process died"
+            desk.book.set(name, state="failed", why=why)
+            desk.book.note(f"trial {name} failed: {why}")
+
+    return Journal()
+
+
+def words(row: Mapping[str, Any]) -> str:
+    values = " ".join(f"{k}={v}" for k, v in row["values"].items())
+    return f"{row['alternative']} {values}".strip()
+
+
+def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
+    """The class that Tune runs: one process, one trial after another, with such resources. Tracking is a parameter and
+    so no part of what Tune writes down: its address may hold a password."""
+    from ray import tune
+
+    class Trial(tune.Trainable):  # type: ignore[misc]
+        def setup(self, given: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
+            self.tracking = tracking
+            self.following = Following(self.trial_name, given["row"], tracking)
+
+        def reset_config(self, given: dict[str, Any]) -> bool:
+            self.following.end()
+            self.following = Following(self.trial_name, given["row"], self.tracking)
+            return True
+
+        def step(self) -> dict[str, Any]:
+            return self.following.next()
+
+        def cleanup(self) -> None:
+            self.following.end()
+
+        def save_checkpoint(self, folder: str) -> None:
+            """Tune keeps no weights: the run has them, up to the step at which it is stopped here."""
+            self.following.end()
+            mark = {"trial": self.trial_name, "percent": self.following.told}
+            (Path(folder) / "mark.json").write_text(json.dumps(mark))
+
+        def load_checkpoint(self, folder: Any) -> None:
+            mark = json.loads((Path(folder) / "mark.json").read_text())
+            self.following.told = mark["percent"]  # what is before it has been told
+            if mark["trial"] != self.trial_name:
+                self.following.adopt(mark["trial"])
+
+    given = tune.with_resources(tune.with_parameters(Trial, tracking=tracking), each)
+    given.__qualname__ = "Trial"  # what processes and Ray's pages show
+    return given

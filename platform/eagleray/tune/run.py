@@ -1,0 +1,174 @@
+"""What `eagleray tune` does: check the sweep, run or continue it, and leave table, plots and the best recipe."""
+
+import importlib.util
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eagleray import config
+from eagleray.base import files
+from eagleray.base.console import out, stoppable
+from eagleray.base.errors import UserError
+from eagleray.cli import commands
+from eagleray.methods.method import Classifier
+from eagleray.protocols.registry import LABELLED
+from eagleray.runs import pretrain, remote
+from eagleray.runs import tracking as track
+from eagleray.runs.recipe import span
+from eagleray.runs.tracking import Tracking, one_line, tracking_uri
+from eagleray.tune import plots, study
+from eagleray.tune.live_table import Show, conclude
+from eagleray.tune.study import Book
+from eagleray.tune.sweep import Sweep, corners, count, load, recipe_of
+
+# What every run reports; a method may have more numbers of its own.
+REPORTED = ["loss", "grad_norm", "monitor/knn", "entropy", "usage", "gain", "accuracy", "images_per_s", "data_wait"]
+REPORTED += [f"health/{n}" for n in ("backbone_std", "backbone_rank", "projector_std", "projector_rank", "uniformity")]
+REPORTED += [f"health/{n}" for n in ("alignment", "update", "growth", "ema_distance")]
+FROZEN = ("linear/top1", "knn/top1", "knn/top5")
+FINAL = ("linear/top1", "goodput", "wall_seconds")  # of summary.json only
+CLASSIFIED = ("classifier/top1", "classifier/top5", "classifier/mean_per_class")  # of methods that learn from labels
+EVALUATED = ("knn/top1", "knn/top5", *CLASSIFIED)
+
+
+def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool) -> dict[str, Any]:
+    """See a sweep through, or continue it. Returns what `--json` prints; raises UserError, or SystemExit when asked to
+    stop before the end."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("tune: ray is not installed")
+    sweep = load(name, overrides)
+    folder = Path(os.path.abspath(sweep.out or ""))
+    if "://" in (sweep.out or ""):
+        raise UserError(f"out={sweep.out}: expected a folder, which all machines share")
+    check_objective(sweep)
+    remote.check_writable(str(folder))
+    with files.lock(folder):
+        study.begin(sweep, folder)
+        book = Book(sweep, folder)
+        if not book.open_trials():
+            out.print(f"done already: {folder} has done its {count(sweep)} trials", markup=False)
+            return end(book, None, done=True)
+        if book.rows and not resume:
+            done = count(sweep) - book.open_trials()
+            raise UserError(
+                f"out={folder}: holds this sweep, {done} of {count(sweep)} trials done; --resume continues it, "
+                "another out= begins anew"
+            )
+        check_data(sweep, folder)
+        files.replace(folder / "environment.json", json.dumps(commands.environment(), indent=1))
+        book.wait_again()
+        return conduct(book, most)
+
+
+def conduct(book: Book, most: int | None) -> dict[str, Any]:
+    from eagleray.tune import ray_tune
+
+    tracking = parent(book)
+    out.print(describe(book), markup=False)
+    asked = threading.Event()
+    ray_tune.launch(book, tracking, most=most, asked=asked, screen=screen(book, asked))
+    book.wait_again()
+    told = end(book, tracking, done=not book.open_trials())
+    if book.open_trials():
+        out.print(f"{book.open_trials()} trials are left; the same command with --resume continues", markup=False)
+        sys.exit(1)
+    return told
+
+
+def describe(book: Book) -> str:
+    s = book.sweep
+    left = book.open_trials()
+    of = f"{left} of {count(s)} trials are left" if left < count(s) else f"{left} trials"
+    names = ", ".join(n for n in s.alternatives if n)
+    return (
+        f"{of}{' of ' + names if names else ''}; {s.objective.mode} of {s.objective.key}, search {s.search}, "
+        f"scheduler {s.scheduler}\n{', '.join(book.keys())} are varied; everything is in {book.folder}"
+    )
+
+
+def end(book: Book, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
+    """Table, plots and best recipe, here and in MLflow."""
+    written = [book.folder / "sweep.yaml", study.write_table(book)]
+    best = book.best()
+    if best:
+        recipe = recipe_of(book.sweep, best["alternative"], best["values"], "best")
+        workers = recipe.workers if span(recipe.workers)[1] > 1 else 0
+        written.append(study.write_best(book, pretrain.resolve(recipe), best, workers=workers))
+    try:
+        written += plots.draw(book)
+    except Exception as e:  # no picture is worth a sweep
+        out.print(f"warning: no plots: {one_line(e)}", markup=False)
+    if tracking and tracking.parent:
+        told = {"best": best["metric"]} if best else {}
+        told |= {s: float(sum(r["state"] == s for r in book.rows.values())) for s in study.DONE}
+        try:
+            track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", told, written)
+        except Exception as e:
+            out.print(f"warning: MLflow at {track.shown(tracking.uri)}: {one_line(e)}", markup=False)
+    conclude(book, written)
+    rows = list(book.rows.values())
+    return {"out": str(book.folder), "best": best, "trials": rows}
+
+
+def parent(book: Book) -> Tracking:
+    """Where the trials' histories go, under a run of the sweep's own where MLflow can be reached."""
+    uri = tracking_uri(book.folder, os.environ.get("MLFLOW_TRACKING_URI"))
+    params = {k: v for k, v in config.flat(config.plain(book.sweep)).items() if not k.startswith("alternatives.")}
+    try:
+        made = track.parent_run(Tracking(uri), book.folder / "mlflow.json", book.folder.name, params)
+        return Tracking(uri, parent=made)
+    except Exception as e:
+        out.print(f"warning: MLflow at {track.shown(uri)}: {one_line(e)}", markup=False)
+        return Tracking(uri)
+
+
+def check_objective(sweep: Sweep) -> None:
+    """Raises UserError when a trial would never report the objective, or not before its end where that is too late."""
+    key = sweep.objective.key
+    where = f"objective.key={key}"
+    if key not in (*REPORTED, *FINAL, *EVALUATED):
+        raise UserError(f"{where}: no run reports this{config.nearest(key, [*REPORTED, *FINAL, *EVALUATED])}")
+    early = sweep.scheduler != "none"
+    if early and key in FINAL:
+        raise UserError(f"{where}: is known at a trial's end only: expected scheduler=none, not {sweep.scheduler}")
+    for name, b in sweep.alternatives.items():
+        r = recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}")
+        learns = issubclass(r.method.target, Classifier)
+        if key in CLASSIFIED and not (learns and r.data.test):
+            raise UserError(
+                f"{where}: {r.method.name} has no classifier" if not learns else f"{where}: needs data.test"
+            )
+        if learns and (key in FROZEN or key == "monitor/knn"):
+            raise UserError(f"{where}: {r.method.name} is judged by its classifier, not by frozen features")
+        if early and key in EVALUATED and not r.evaluate.every:
+            raise UserError(
+                f"{where}: with evaluate.every=0 it is known at a trial's end only; scheduler={sweep.scheduler} needs "
+                "it before"
+            )
+        if key == "linear/top1" and not r.evaluate.probe_epochs:
+            raise UserError(f"{where}: is not measured with evaluate.probe_epochs=0")
+
+
+def check_data(sweep: Sweep, folder: Path) -> None:
+    """Raises UserError when the data of an alternative is not there, lacks the labels that the objective needs, or the
+    method or a size cannot be built; the first trial of each alternative stands for all."""
+    labelled = sweep.objective.key == "monitor/knn" or sweep.objective.key.partition("/")[0] in LABELLED
+    for name, b in sweep.alternatives.items():
+        recipe = pretrain.resolve(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
+        plan = pretrain.plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))
+        if labelled and not plan.index.labelled:
+            raise UserError(f"objective.key={sweep.objective.key}: data.train has no labels, and it needs them")
+        pretrain.try_sizes(recipe)
+
+
+@contextmanager
+def screen(book: Book, asked: threading.Event) -> Iterator[Show]:
+    """Shows the trials; asked to stop, every one of them saves and stops."""
+    with stoppable(asked.set, "stopping all trials after their steps"), Show(book) as show:
+        yield show

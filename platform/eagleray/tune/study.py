@@ -1,0 +1,125 @@
+"""What became of a sweep's trials: one row each, kept in the sweep's folder through whatever happens."""
+
+import csv
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagleray import config
+from eagleray.base import files
+from eagleray.base.errors import UserError
+from eagleray.base.files import read_lines
+from eagleray.runs.recipe import Recipe
+from eagleray.tune.sweep import Sweep, count, suggest
+
+DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
+GROWS = ("trials", "hours", "out")  # what may differ when a sweep is continued
+
+
+class Book:
+    """`trials.jsonl`, a row per trial that was begun, and `reports.jsonl`, what the scheduler was told. One process
+    writes."""
+
+    def __init__(self, sweep: Sweep, folder: Path, note: Callable[[str], None] = lambda line: None) -> None:
+        self.sweep, self.folder, self.note = sweep, folder, note
+        self.lock = threading.RLock()
+        self.rows = {r["id"]: r for r in read_lines(folder / "trials.jsonl")}
+        self.reports: dict[str, list[dict[str, Any]]] = {}
+        for report in read_lines(folder / "reports.jsonl"):
+            self.reports.setdefault(report["id"], []).append(report)
+
+    def next(self) -> dict[str, Any] | None:
+        """The row of the next trial to run: one that was begun before, or a new one; None when all are under way."""
+        with self.lock:
+            for row in self.rows.values():
+                if row["state"] == "waiting":
+                    return row
+            number = len(self.rows)
+            if number >= count(self.sweep):
+                return None
+            name, values = suggest(self.sweep, number, list(self.rows.values()))
+            row = {"id": f"{number:03d}", "alternative": name, "values": values, "state": "waiting"}
+            row |= {"step": 0, "steps": None, "metric": None, "seconds": 0.0, "why": ""}
+            self.rows[row["id"]] = row
+            return row
+
+    def set(self, name: str, **changes: Any) -> None:
+        with self.lock:
+            self.rows[name] |= changes
+            self._write()
+
+    def wait_again(self) -> None:
+        """What was running when the last process died goes on."""
+        with self.lock:
+            for row in self.rows.values():
+                row["state"] = row["state"] if row["state"] in DONE else "waiting"
+            self._write()
+
+    def report(self, name: str, step: int, steps: int, percent: float, value: float) -> None:
+        record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
+        with self.lock:
+            files.add_lines(self.folder / "reports.jsonl", [record])
+            self.reports.setdefault(name, []).append(record)
+            self.rows[name] |= {"step": step, "steps": steps, "metric": value}
+
+    def _write(self) -> None:
+        files.replace(self.folder / "trials.jsonl", "".join(json.dumps(r) + "\n" for r in self.rows.values()))
+
+    def open_trials(self) -> int:
+        """How many are yet to be done."""
+        with self.lock:
+            return count(self.sweep) - sum(r["state"] in DONE for r in self.rows.values())
+
+    def best(self) -> dict[str, Any] | None:
+        """The row with the best objective among the trials that took all their steps."""
+        sign = 1 if self.sweep.objective.mode == "max" else -1
+        rows = [r for r in self.rows.values() if r["state"] == "finished" and r["metric"] is not None]
+        return max(rows, key=lambda r: sign * r["metric"], default=None)
+
+    def keys(self) -> list[str]:
+        """What is varied, over all alternatives."""
+        return list(dict.fromkeys(k for b in self.sweep.alternatives.values() for k in b.space))
+
+
+def begin(sweep: Sweep, folder: Path) -> None:
+    """Note what the sweep is. Raises UserError when the folder holds another one, naming what differs."""
+    stored = folder / "sweep.yaml"
+    if stored.exists():
+        differ = config.differences(_identity(config.load(Sweep, stored)), _identity(sweep))
+        if differ:
+            raise UserError(f"out={folder}: holds another sweep: {differ}; give another out=")
+    files.replace(stored, config.dump(sweep))
+
+
+def _identity(sweep: Sweep) -> dict[str, Any]:
+    keys = config.flat(config.plain(sweep))
+    return {k.replace("alternatives..", ""): v for k, v in keys.items() if k not in GROWS}
+
+
+def write_best(book: Book, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
+    """The resolved recipe of the best trial, for a run of its own beside the trials."""
+    tree = config.plain(recipe) | {"out": str(book.folder / "best"), "workers": workers}
+    text = f"# Trial {best['id']} of {book.folder.name}: {book.sweep.objective.key} {best['metric']:.6g}.\n"
+    path = book.folder / "best.yaml"
+    files.replace(path, text + yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def write_table(book: Book) -> Path:
+    """`trials.csv`: every trial once."""
+    path = book.folder / "trials.csv"
+    keys = book.keys()
+    fixed = ["id", "alternative", "state", "step", "steps", "metric", "seconds", "why"]
+    with path.open("w", newline="") as f:
+        table = csv.writer(f)
+        table.writerow([*fixed[:2], *keys, *fixed[2:]])
+        for row in book.rows.values():
+            table.writerow(
+                [row["id"], row["alternative"], *(row["values"].get(k, "") for k in keys), *(row[k] for k in fixed[2:])]
+            )
+    return path

@@ -1,0 +1,276 @@
+"""What a sweep is: recipes, the values that their keys may take, and an objective. Its trials are a function of it."""
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic.dataclasses import dataclass
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.config import STRICT
+from eagleray.data.loader import rows as shares
+from eagleray.runs import recipe as recipes
+from eagleray.runs.recipe import Count, Positive, Recipe, Share, span
+
+KINDS = ("choice", "grid", "uniform", "log", "integer")
+RANGES = ("uniform", "log", "integer")
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a key may be: one of a list (choice, grid), or between low and high (uniform, log, integer)."""
+
+    kind: str
+    given: tuple[Any, ...]
+
+    def draw(self, rng: random.Random) -> Any:
+        if self.kind not in RANGES:
+            return rng.choice(self.given)
+        low, high = self.given
+        if self.kind == "integer":
+            return rng.randint(low, high)
+        if self.kind == "log":
+            return tidy(math.exp(rng.uniform(math.log(low), math.log(high))), low, high)
+        return tidy(rng.uniform(low, high), low, high)
+
+
+def in_words(value: Any) -> str:
+    """A value in a table or beside an axis."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def tidy(x: float, low: float, high: float) -> float:
+    """Four digits are enough for a setting that people read, and copy."""
+    return min(max(float(f"{x:.4g}"), low), high)
+
+
+def _values(spec: Any) -> Values:
+    if isinstance(spec, Values):
+        return spec
+    if not isinstance(spec, dict) or len(spec) != 1 or next(iter(spec)) not in KINDS:
+        raise ValueError(f"expected one of {', '.join(KINDS)}, such as {{log: [1.0e-4, 1.0e-2]}}")
+    [(kind, given)] = spec.items()
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{kind}: expected a list of values that is not empty")
+    if kind not in RANGES:
+        return Values(kind, tuple(given))
+    try:
+        low, high = (int(x) if kind == "integer" else float(x) for x in given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{kind}: expected two numbers, low and high") from None
+    if low > high:
+        raise ValueError(f"{kind}: low {low:g} is above high {high:g}")
+    if kind == "log" and low <= 0:
+        raise ValueError(f"log: low {low:g} is not above 0")
+    return Values(kind, (low, high))
+
+
+Space = dict[
+    str, Annotated[Values, BeforeValidator(_values), PlainSerializer(lambda v: {v.kind: list(v.given)}, dict[str, Any])]
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Objective:
+    key: str = "knn/top1"  # of metrics.jsonl or summary.json
+    mode: Literal["max", "min"] = "max"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Branch:
+    """One recipe of a sweep, with what is fixed and what is varied."""
+
+    recipe: str | dict[str, Any] | None = None  # name or file; the tree itself once it is resolved
+    fixed: dict[str, Any] = field(default_factory=dict)  # keys, dotted or nested, over the recipe's
+    space: Space = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Sweep(Branch):
+    """`recipe`, `fixed` and `space` are shared by the alternatives, each of which may have its own."""
+
+    alternatives: dict[str, Branch] = field(default_factory=dict)
+    objective: Objective = Objective()
+    search: Literal["random", "grid", "optuna"] = "random"
+    scheduler: Literal["asha", "hyperband", "pbt", "none"] = "asha"
+    grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of its steps that a trial gets before it is compared
+    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha, hyperband: one in so many goes on
+    interval: Annotated[Share, Field(gt=0)] = 0.2  # pbt: share of the steps between two exchanges
+    trials: Positive | None = None  # None: 16, or all of a grid
+    seed: Count = 0  # of the search; a trial's own is a key of its recipe
+    cpus: Positive = 1  # threads of each trial, or of each of its workers
+    hours: Annotated[float, Field(gt=0)] | None = None  # after which what still trains is saved and stopped
+    out: str | None = None  # folder of the sweep; None: runs/<sweep name>
+
+    def __post_init__(self) -> None:
+        if self.search == "grid" and self.scheduler != "none":
+            raise ValueError(f"search=grid wants every point to the end: expected scheduler=none, not {self.scheduler}")
+        if self.search == "grid" and self.trials:
+            raise ValueError(f"trials={self.trials}: a grid says itself how many there are")
+        if self.scheduler == "pbt" and self.search != "random":
+            raise ValueError(f"scheduler=pbt searches by itself: expected search=random, not {self.search}")
+        if self.scheduler == "pbt" and len(self.alternatives) > 1:
+            raise ValueError("scheduler=pbt: trials exchange their weights, so there can be one recipe only")
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
+    """The sweep with its recipes read in and one alternative at least. Overrides are keys of the recipes, which are
+    then no longer varied; `out`; and keys of the sweep after `sweep.`. Raises UserError."""
+    path = recipes.find(name, "sweep")
+    pinned: dict[str, Any] = {}
+    tree = config.read(path)
+    for item in overrides:
+        key, _, text = item.partition("=")
+        if key == "out" or key.startswith("sweep."):
+            tree = config.merge(tree, config.override(f"{key.removeprefix('sweep.')}={text}"))
+        else:
+            pinned |= config.flat(config.override(item))
+    given = config.check(Sweep, tree, path.name)
+    branches = given.alternatives or {"": Branch()}
+    whole = {n: _join(given, b, pinned, path, f"alternatives.{n}: " * bool(n)) for n, b in branches.items()}
+    fields = {k: getattr(given, k) for k in given.__dataclass_fields__ if k not in ("recipe", "fixed", "space")}
+    fields |= {"alternatives": whole, "out": given.out or f"runs/{path.stem}"}
+    sweep = Sweep(**fields)
+    check(sweep, path.name)
+    return sweep
+
+
+def _join(sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str) -> Branch:
+    """An alternative on its own: the recipe's tree with everything that is fixed, and what is varied."""
+    name = own.recipe or sweep.recipe
+    if isinstance(name, dict):
+        return own  # resolved already, as in a sweep's folder
+    if not name:
+        raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
+    beside = path.parent / name
+    tree = config.read(beside if beside.is_file() else recipes.find(name))
+    for fixed in (sweep.fixed, own.fixed, pinned):
+        tree = put(tree, fixed)
+    space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
+    return Branch(recipe=tree, space=space)
+
+
+def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with values at dotted keys."""
+    out = dict(tree)
+    for key, value in values.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        out = config.merge(out, value)
+    return out
+
+
+def recipe_of(sweep: Sweep, branch: str, values: Mapping[str, Any], where: str) -> Recipe:
+    """The recipe of a trial. Raises UserError."""
+    tree = sweep.alternatives[branch].recipe
+    assert isinstance(tree, dict)
+    return config.check(Recipe, put(tree, values), where)
+
+
+def count(sweep: Sweep) -> int:
+    """How many trials there are to be."""
+    if sweep.search == "grid":
+        return sum(math.prod(len(v.given) for v in b.space.values()) for b in sweep.alternatives.values())
+    return sweep.trials or 16
+
+
+def check(sweep: Sweep, source: str) -> None:
+    """Raises UserError when a trial could not be told from another, or its recipe not be made: every value at an end
+    of its range is tried, with the others at an end of theirs."""
+    for name, branch in sweep.alternatives.items():
+        where = f"{source}: " + f"alternatives.{name}: " * bool(name)
+        if not branch.space:
+            raise UserError(f"{where}space: nothing to vary; expected keys with their values")
+        for key, v in branch.space.items():
+            if key in ("out", "workers"):
+                raise UserError(f"{where}space.{key}: is the same for all trials; give it as {key}=")
+            if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
+                raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
+        for values in corners(branch.space):
+            told = ", ".join(f"{k}={v}" for k, v in values.items())
+            r = recipe_of(sweep, name, values, f"{where}with {told}")
+            if r.optim.batch % r.data.lanes:
+                raise UserError(
+                    f"{where}with {told}: optim.batch={r.optim.batch} is no multiple of {r.data.lanes} lanes"
+                )
+            shares(r.data.lanes, r.optim.batch, ranks=max(span(r.workers)[1], 1), workers=r.data.workers)
+
+
+def corners(space: Space) -> list[dict[str, Any]]:
+    """Every value of every list and every end of every range at least once, together with first ones and last ones."""
+    first = {k: v.given[0] for k, v in space.items()}
+    last = {k: v.given[-1] for k, v in space.items()}
+    return [first, last] + [{**base, k: x} for k, v in space.items() for x in v.given for base in (first, last)]
+
+
+def suggest(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Alternative and values of a trial, by its number from 0; a search that learns looks at the rows of the others."""
+    if sweep.search == "grid":
+        points = (
+            (name, dict(zip(b.space, point, strict=True)))
+            for name, b in sweep.alternatives.items()
+            for point in itertools.product(*(v.given for v in b.space.values()))
+        )
+        return next(itertools.islice(points, number, None))
+    if sweep.search == "optuna":
+        return _ask(sweep, number, told)
+    rng = random.Random(f"{sweep.seed}/{number}")
+    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # each in turn: none is left out by chance
+    return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
+
+
+def _ask(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """From a study that is made anew of what the others found, so that nothing is to be saved, or lost."""
+    try:
+        import optuna
+    except ImportError:
+        raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` does it") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        direction="maximize" if sweep.objective.mode == "max" else "minimize",
+        sampler=optuna.samplers.TPESampler(seed=sweep.seed + number),
+    )
+    names = list(sweep.alternatives)
+    for row in told:
+        if row["metric"] is None or row["state"] not in ("finished", "stopped"):
+            continue
+        at: dict[str, Any] = {"alternative": optuna.distributions.CategoricalDistribution(names)}
+        at |= {f"{row['alternative']}/{k}": _distribution(v) for k, v in _space(sweep, row).items()}
+        params = {"alternative": row["alternative"]}
+        params |= {f"{row['alternative']}/{k}": row["values"][k] for k in _space(sweep, row)}
+        early = row["state"] == "stopped"
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=params,
+                distributions=at,
+                value=None if early else row["metric"],
+                state=optuna.trial.TrialState.PRUNED if early else optuna.trial.TrialState.COMPLETE,
+                intermediate_values={row["step"]: row["metric"]} if early else None,
+            )
+        )
+    trial = study.ask()
+    name = trial.suggest_categorical("alternative", names)
+    values = {}
+    for key, v in sweep.alternatives[name].space.items():
+        x = trial._suggest(f"{name}/{key}", _distribution(v))
+        values[key] = tidy(x, *v.given) if v.kind in ("uniform", "log") else x
+    return name, values
+
+
+def _space(sweep: Sweep, row: Mapping[str, Any]) -> Space:
+    return sweep.alternatives[row["alternative"]].space
+
+
+def _distribution(v: Values) -> Any:
+    from optuna import distributions as d
+
+    if v.kind not in RANGES:
+        return d.CategoricalDistribution(v.given)
+    low, high = v.given
+    return d.IntDistribution(low, high) if v.kind == "integer" else d.FloatDistribution(low, high, log=v.kind == "log")

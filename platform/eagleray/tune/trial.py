@@ -1,0 +1,169 @@
+"""A trial of a sweep: a pretraining run of its own, in a thread beside the one who follows what it says."""
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagleray import config
+from eagleray.base import files
+from eagleray.base.errors import Outage, UserError
+from eagleray.base.files import read_lines
+from eagleray.cluster import ray_train
+from eagleray.engine import checkpoint, world
+from eagleray.runs import pretrain
+from eagleray.runs import recipe as recipes
+from eagleray.runs.recipe import Recipe, span
+from eagleray.runs.run_dir import finished
+from eagleray.runs.tracking import Tracking, one_line
+from eagleray.tune.sweep import put
+
+POLL = 0.2  # seconds between two looks at a run's metrics
+PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
+
+
+def place_of(folder: Path, name: str) -> Path:
+    return folder / "trials" / name
+
+
+class Following:
+    """A trial's pretraining run in a thread of its own, begun when it is first asked for, and what it says."""
+
+    def __init__(self, name: str, given: Mapping[str, Any], tracking: Tracking) -> None:
+        self.folder = Path(given["folder"])
+        self.out, self.given, self.told = place_of(self.folder, name), given, float(given["after"])
+        tree = put(given["recipe"], given["values"]) | {"out": str(self.out)}
+        self.recipe = config.check(Recipe, tree, f"trial {name}")
+        self.tracking = replace(tracking, name=f"{self.folder.name}-{name}")
+        self.thread: threading.Thread | None = None
+        self.steps, self.box = 0, dict[str, Any]()
+        self.began = time.monotonic()
+
+    def begin(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        reap(self.out)
+        for left in (".stop", ".failure", ".failed"):
+            (self.out / left).unlink(missing_ok=True)
+        files.replace(self.out / "recipe.yaml", config.dump(self.recipe))
+        self.box = {}
+        self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.steps = pretrain.plan(self.recipe).steps
+            if done := finished(self.out, self.steps):
+                self.box["summary"] = done
+            elif span(self.recipe.workers)[1] > 1:
+                import ray
+
+                callbacks = [placements(self.out)]
+                self.box["summary"] = ray_train.fit(ray, self.recipe, tracking=self.tracking, callbacks=callbacks)
+            else:
+                torch.set_num_threads(self.given["threads"])
+                self.box["summary"] = pretrain.pretrain(
+                    self.recipe, world.local(), tracking=self.tracking, command=time.time()
+                )
+        except Exception as e:
+            self.box["error"] = e
+
+    def next(self) -> dict[str, Any]:
+        """What Tune is told: the objective when there is a new one, or the end."""
+        if self.thread is None:
+            self.begin()
+        assert self.thread is not None
+        while True:
+            alive = self.thread.is_alive()
+            for record in self.records():
+                percent = 100 * record["step"] / self.steps
+                if self.told < percent < 100:
+                    pause = self.given["pause"]
+                    if pause and percent // pause > self.told // pause:
+                        self.end()  # not ahead of an exchange of weights
+                    self.told = percent
+                    return self.result(record["step"], percent, record[self.given["objective"]])
+            if not alive:
+                return self.last()
+            time.sleep(POLL)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines so far that have the objective."""
+        path, key = self.out / "metrics.jsonl", self.given["objective"]
+        return [r for r in read_lines(path) if math.isfinite(r.get(key, math.nan))] if self.steps else []
+
+    def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
+        told = {"step": step, "steps": self.steps, "percent": percent, "value": float(value)}
+        return told | {"seconds": round(time.monotonic() - self.began, 1)}
+
+    def last(self) -> dict[str, Any]:
+        if "error" in self.box:
+            return self.fail(self.box["error"])
+        summary, key = self.box.get("summary"), self.given["objective"]
+        if summary is None:  # asked to stop
+            return {"done": True, "percent": self.told}
+        seen = [r[key] for r in self.records()]
+        value = summary.get(key, seen[-1] if seen else None)
+        if value is None:
+            return self.fail(UserError(f"objective {key}: the run never reported it"))
+        return self.result(self.steps, 100.0, value) | {"done": True}
+
+    def fail(self, error: Exception) -> dict[str, Any]:
+        """The trial is over: another start would end in the same way."""
+        (self.out / ".failed").write_text(line(error))
+        return {"done": True, "percent": self.told}
+
+    def end(self) -> None:
+        """Ask the run to save and stop, and wait for it: its workers and what they hold are free afterwards."""
+        if self.thread is None:
+            return
+        if self.thread.is_alive():
+            (self.out / ".stop").touch()
+            self.thread.join(PATIENCE)
+        self.thread = None
+        reap(self.out)
+
+    def adopt(self, donor: str) -> None:
+        """Go on from another trial's newest checkpoint, with this one's values."""
+        state = checkpoint.newest(place_of(self.folder, donor) / "checkpoints")
+        if state is None:
+            return
+        state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
+        for group in state["optimizer"]["param_groups"]:
+            if "momentum" in group:
+                group["momentum"] = self.recipe.optim.momentum
+        checkpoint.save(self.out / "checkpoints", state["step"], state, keep=self.recipe.checkpoint.keep)
+        line = {"step": state["step"], "from": donor, "values": self.given["values"]}
+        files.add_lines(self.out / "lineage.jsonl", [line])
+
+
+def line(e: Exception) -> str:
+    """One line for the table; the trial's train.log has the rest."""
+    return one_line(e) if isinstance(e, UserError | Outage) else f"{type(e).__name__}: {one_line(e)}"
+
+
+def placements(out: Path) -> Any:
+    """Notes which CPUs and GPUs a run's workers hold. When a trial's process dies, nobody else lets go of them."""
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+
+    class Placements(WorkerGroupCallback):  # type: ignore[misc]
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            held = worker_group.get_worker_group_state().placement_group_handle.placement_group
+            (out / ".placement").write_text(held.id.hex())
+
+    return Placements()
+
+
+def reap(out: Path) -> None:
+    """Let go of what the workers of a trial held, if it was left."""
+    note = out / ".placement"
+    if note.exists():
+        from ray._raylet import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(note.read_text()))))
+        note.unlink(missing_ok=True)

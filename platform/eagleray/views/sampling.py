@@ -1,0 +1,155 @@
+"""Random parameters of views: a pure function of (seed, epoch, sample, view), in torchvision's distributions.
+
+All views of a sample are drawn at once from one counter-based generator, a row of uniforms each, so a sample looks the
+same wherever and whenever it is read.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray.config.view import View
+
+TRIES = 10  # of an area and an aspect ratio, before the centre crop
+ORDERS = np.array(list(itertools.permutations(range(4))), np.float32)
+# Uniforms per view: areas, aspect ratios, then one each of:
+PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GRAY, BLUR, SIGMA, SOLARIZE = range(
+    2 * TRIES, 2 * TRIES + 13
+)
+WIDTH = 2 * TRIES + 13
+# And of views that are augmented by policies or erased, from a generator beside it, where nothing above moves:
+# areas, aspect ratios, then one each of:
+ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
+MORE = 2 * TRIES + 5
+ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # share of the area, height over width: timm's
+
+# Columns of the photometric parameters (V, 18): what `photometric.apply` reads.
+COLUMNS: tuple[str, ...] = (
+    "flip",
+    "jitter",
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "brightness",
+    "contrast",
+    "saturation",
+    "hue",
+)
+COLUMNS += ("gray", "sigma", "solarize")
+COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
+
+
+@dataclass(frozen=True)
+class Views:
+    """The recipe's views unrolled and as arrays, V in all."""
+
+    views: tuple[View, ...]  # V, each with count 1 in effect
+    scale: NDArray[np.float64]  # (V, 2)
+    log_ratio: NDArray[np.float64]  # (V, 2)
+    strength: NDArray[np.float64]  # (V, 4)
+    sigma: NDArray[np.float64]  # (V, 2)
+    chance: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
+    size: NDArray[np.int64]  # (V,)
+    erasing: NDArray[np.float64]  # (V,)
+    more: bool  # whether some view needs more than `uniforms`
+
+    @classmethod
+    def of(cls, views: Sequence[View]) -> "Views":
+        v = tuple(itertools.chain.from_iterable([x] * x.count for x in views))
+        return cls(
+            v,
+            np.array([x.scale for x in v]),
+            np.log([x.ratio for x in v]),
+            np.array([x.strength for x in v]),
+            np.array([x.sigma for x in v]),
+            np.array([(x.flip, x.jitter, x.gray, x.blur, x.solarize) for x in v]),
+            np.array([x.size for x in v]),
+            np.array([x.erasing for x in v]),
+            any(x.erasing or x.randaugment for x in v),
+        )
+
+
+def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
+    """(V, WIDTH) numbers in [0, 1)."""
+    key = np.array([seed, (epoch << 40) | sample], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random((views, WIDTH))
+
+
+def more(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
+    """(V, MORE) numbers in [0, 1) beside `uniforms`; (V, 0) where no view needs them."""
+    if not v.more:
+        return np.empty((len(v.views), 0))
+    key = np.array([seed, (epoch << 40) | sample], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 1])).random((len(v.views), MORE))
+
+
+def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
+    """Top, left, height and width (V, 4) of random resized crops of an image, in pixels."""
+    area = height * width * between(v.scale, u[:, :TRIES])
+    ratio = np.exp(between(v.log_ratio, u[:, TRIES : 2 * TRIES]))
+    w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
+    h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (V, TRIES)
+    first = fits.argmax(1)
+    rows = np.arange(len(u))
+    h, w = h[rows, first], w[rows, first]
+    top, left = (u[:, PLACE_Y] * (height - h + 1)).astype(np.int64), (u[:, PLACE_X] * (width - w + 1)).astype(np.int64)
+    out = np.stack([top, left, h, w], 1)
+    for row in np.flatnonzero(~fits.any(1)):
+        out[row] = centre(height, width, np.exp(v.log_ratio[row]))
+    return out
+
+
+def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, int, int, int]:
+    """The largest centred crop whose aspect ratio lies in the range."""
+    low, high = ratio
+    h, w = height, width
+    if width / height < low:
+        h = max(round(width / low), 1)
+    elif width / height > high:
+        w = max(round(height * high), 1)
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+    """Parameters of the photometric operations (..., V, 18), columns as in COLUMNS, from uniforms (..., V, WIDTH), and
+    (..., V, MORE) where views are erased; sigma 0 means no blur, and a height of 0 that nothing is erased."""
+    flip, jitter, gray, blur, solarize = np.moveaxis(u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance, -1, 0)
+    low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
+    factors = low + (high - low) * u[..., BRIGHTNESS : SATURATION + 1]
+    shift = v.strength[:, 3] * (2 * u[..., HUE] - 1)
+    order = ORDERS[(u[..., ORDER] * len(ORDERS)).astype(np.int64)]
+    sigma = np.where(blur, v.sigma[:, 0] + (v.sigma[:, 1] - v.sigma[:, 0]) * u[..., SIGMA], 0)
+    columns = (
+        flip[..., None],
+        jitter[..., None],
+        order,
+        factors,
+        *(x[..., None] for x in (shift, gray, sigma, solarize)),
+        np.zeros((*u.shape[:-1], 5)) if extra is None or not v.erasing.any() else erased(v, extra),
+    )
+    return np.concatenate(columns, -1).astype(np.float32)
+
+
+def erased(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Top, left, height and width (..., V, 5) of the boxes to be erased, in pixels, and a seed of 24 bits for their
+    noise, from (..., V, MORE); zeros where none fits or none is due. Zhong et al. 2020, arXiv:1708.04896."""
+    side = v.size[:, None]
+    area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
+    aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
+    h, w = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))  # (..., V, TRIES)
+    fits = (h > 0) & (w > 0) & (h < side) & (w < side)
+    first = fits.argmax(-1)[..., None]
+    h, w = (np.take_along_axis(x, first, -1)[..., 0] for x in (h, w))
+    top, left = (np.floor(u[..., i] * (v.size - x + 1)) for i, x in ((ERASE_Y, h), (ERASE_X, w)))
+    box = np.stack([top, left, h, w, np.floor(u[..., NOISE] * 2**24)], -1)
+    return box * (fits.any(-1) & (u[..., ERASE] < v.erasing))[..., None]
+
+
+def between(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Uniforms (V, n) stretched to the intervals (V, 2)."""
+    return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * u

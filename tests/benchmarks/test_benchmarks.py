@@ -1,0 +1,194 @@
+"""Every benchmark runs with tiny sizes, prints what it promises, and needs no cluster, no tracker and no cloud."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+ABSENT = ("ray", "mlflow", "boto3", "webdataset", "typer", "rich")
+# A machine with a copy of the repository and little else: some packages cannot be imported, and ours is not installed.
+BARE = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.path[:] = [p for p in sys.path if not p.endswith("/platform")]
+"""
+TINY = "backbone.options={img_size: 16, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 3}"
+RESUME = ("--images", "400", "--batch", "4", "--lanes", "4", "--rounds", "1")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of a process on a bare machine without a GPU."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    return os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def run(environment: dict[str, str], *command: str | Path, rc: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == rc, done.stderr
+    return done
+
+
+def result(environment: dict[str, str], script: str, *arguments: str | Path) -> dict[str, Any]:
+    out = json.loads(run(environment, BENCHMARKS / script, *arguments, "--json").stdout.splitlines()[-1])
+    assert {"cpu", "cores", "gpu", "torch", "commit"} <= out["machine"].keys()
+    return out
+
+
+@pytest.fixture
+def photographs(tmp_path: Path, environment: dict[str, str]) -> Path:
+    """Shards of 48 images of 64 x 48 pixels."""
+    folder = tmp_path / "photographs"
+    run(environment, BENCHMARKS / "synthetic.py", folder, "--images", "48", "--width", "64", "--height", "48")
+    return folder
+
+
+def test_the_bare_machine_is_bare(environment: dict[str, str]) -> None:
+    for name in (
+        *ABSENT,
+        "eagleray.config.schedule",
+    ):  # an editable install leaves an empty `eagleray` with its recipes
+        done = subprocess.run([sys.executable, "-c", f"import {name}"], env=environment, capture_output=True, text=True)
+        assert f"No module named {name!r}" in done.stderr
+
+
+def test_loader(environment: dict[str, str], photographs: Path) -> None:
+    out = result(environment, "loader.py", "--data", photographs, "--images", "4", "--rounds", "1")
+    parts = ("decode", "crop", "ours", "photometric_cpu", "official", "official_cpu_part")
+    assert all(out[f"{part}_per_core"] > 0 and out[f"{part}_images_per_s"] > 0 for part in parts)
+    assert out["photometric_images_per_s"] > 0
+    assert out["photometric_device"] == "cpu"
+    ratios = {"ratio_per_core": "official_per_core", "ratio_decode_crop": "official_cpu_part_per_core"}
+    for ratio, other in ratios.items():
+        assert out[ratio] == pytest.approx(out["ours_per_core"] / out[other], rel=1e-2)
+    assert 0 < out["ratio_all_on_cpu"] < out["ratio_per_core"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "views", "small", "real"),
+    [
+        ("mocov3_vits16", "views=[{size: 16, count: 2}]", ["method.hidden=16"], False),
+        ("dino_vits16", "views=[{size: 16, count: 2}, {size: 8}]", ["method.hidden=16", "method.prototypes=32"], True),
+    ],
+)
+def test_step(
+    environment: dict[str, str], photographs: Path, recipe: str, views: str, small: list[str], real: bool
+) -> None:
+    path = BENCHMARKS / "recipes" / f"{recipe}.yaml"
+    source = [f"data.train={photographs}", "data.workers=2"] if real else ["--synthetic"]
+    sizes = ["--steps", "3", "--warmup", "1", "--batch", "8"]
+    out = result(environment, "step.py", path, TINY, views, *small, *source, *sizes)
+    parts = [out[f"{part}_ms"] for part in ("forward", "backward", "clip", "optimizer", "ema", "rest")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(out["step_ms"], rel=1e-2)
+    assert out["images_per_s"] == pytest.approx(8000 / out["step_ms"], rel=1e-2)
+    assert 0 < out["data_wait"] < 1
+    assert out["peak_memory_mib"] > 0
+    assert (out["input"], out["batch"], out["steps"], out["device"]) == ("data" if real else "synthetic", 8, 3, "cpu")
+
+
+def test_step_names_the_wrong_key(environment: dict[str, str]) -> None:
+    path = BENCHMARKS / "recipes" / "mocov3_vits16.yaml"
+    done = run(environment, BENCHMARKS / "step.py", path, "optim.epoch=1", "--synthetic", rc=2)
+    assert done.stderr.startswith("error: ")
+    assert "did you mean 'epochs'" in done.stderr
+
+
+def test_backbones(environment: dict[str, str]) -> None:
+    out = result(environment, "backbones.py", "deit_s", "pvt_s", "--batch", "1", "--rounds", "1")
+    assert out["deit_s"]["gmacs"] == pytest.approx(4.6, abs=0.01)
+    assert out["pvt_s"]["params_m"] == pytest.approx(23.97)
+    assert out["pvt_s"]["images_per_s"] > 0
+    assert out["pvt_s"]["published_speed"] == pytest.approx(851 / 1007, rel=1e-3)
+
+
+def test_drloc_cost(environment: dict[str, str]) -> None:
+    small = ("--backbone", "toy", "--size", "16", "--batch", "4", "--rounds", "2")
+    out = result(environment, "drloc_cost.py", *small)
+    assert all(out[f"{what}_{of}"] > 0 for what in ("seconds", "memory") for of in ("supervised", "drloc"))
+    assert out["memory_ratio"] == pytest.approx(out["memory_drloc"] / out["memory_supervised"], rel=1e-2)
+    assert min(out["cpu_ratio"], out["seconds_ratio"]) > 1
+
+
+def test_resume(environment: dict[str, str]) -> None:
+    out = result(environment, "resume.py", *RESUME, "--workers", "2")
+    assert all(out[f"first_batch_s_{place}"] > 0 for place in (0, 50, 99))
+    assert out["ratio_99_over_0"] == pytest.approx(out["first_batch_s_99"] / out["first_batch_s_0"], rel=1e-2)
+    assert out["steps_per_epoch"] == 100
+
+
+def test_without_json_there_is_a_table(environment: dict[str, str]) -> None:
+    done = run(environment, BENCHMARKS / "resume.py", *RESUME)
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names[:4] == ["first_batch_s_0", "first_batch_s_50", "first_batch_s_99", "ratio_99_over_0"]
+    assert names[-1] == "machine"
+
+
+def test_photometric(environment: dict[str, str]) -> None:
+    out = result(environment, "photometric.py", "--images", "2", "--rounds", "1")
+    names = ("plain", "flip", "jitter", "gray", "blur", "solarize", "first", "second", "small")
+    assert all(out[f"{name}_images_per_s"] > 0 for name in names)
+
+
+def test_gpu_script_is_bash() -> None:
+    subprocess.run(["bash", "-n", BENCHMARKS / "gpu.sh"], check=True)
+
+
+@pytest.mark.slow
+def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> None:
+    given = environment | {"OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
+    done = subprocess.run(["bash", BENCHMARKS / "gpu.sh", "--cpu"], env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results" / "gpu.jsonl").read_text().splitlines()]
+    names = {"tests", "mocov3-synthetic", "mocov3-real", "dino-synthetic", "dino-real", "photometric", "loader"}
+    assert {line["name"] for line in lines} == names
+    assert {line["status"] for line in lines} == {"ok"}, lines
+    assert all(name in done.stdout for name in names)
+
+
+@pytest.mark.slow
+def test_big_index(environment: dict[str, str]) -> None:
+    out = result(environment, "big_index.py", "--images", "8192", "--shards", "4", "--lanes", "8", "--batch", "64")
+    assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))
+
+
+def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
+    figure = tmp_path / "memory.png"
+    out = result(environment, "loader_memory.py", "--images", "64", "--batch", "8", "--figure", figure)
+    assert 0 < out["peak_pss_mib"] < out["peak_rss_mib"] < out["bound_mib"]
+    assert figure.exists()
+
+
+def test_streaming_says_how_to_install_its_rival(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(environment | {"XDG_CACHE_HOME": str(tmp_path)}, BENCHMARKS / "streaming.py", rc=2)
+    assert done.stderr.count("\n") == 1
+    assert "-m pip install mosaicml-streaming" in done.stderr
+
+
+def test_checkpoint_stall(environment: dict[str, str], tmp_path: Path) -> None:
+    small = ("--batch", "4", "--saves", "1", "--every", "0.1", "--place", tmp_path / "checkpoints")
+    out = result(environment, "checkpoint_stall.py", TINY, "method.hidden=16", "method.dim=8", *small)
+    assert all(out[name] > 0 for name in ("blocked_ms", "step_ms", "step_saving_ms", "save_s", "mib", "stall"))
+    assert list((tmp_path / "checkpoints").glob("step-*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_survive(shards: Path) -> None:
+    """On a real Ray, unlike the others."""
+    keys = ("--train", str(shards / "train"), "--every", "30", "--minutes", "0.6", "--batch", "32", "--interval", "5")
+    out = result(dict(os.environ), "survive.py", *keys)
+    assert out["kills"] == 1
+    assert out["same_weights"]
+    assert out["steps_repeated"] <= out["kills"] * (out["interval"] + 2)
+    assert 0 < out["goodput"] <= out["goodput_unharmed"]

@@ -1,0 +1,97 @@
+"""`eagleray finetune` from start to end: what a run takes over, says of it, and does when it is continued."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cli.test_main import refused
+from runs.test_pretrain import arguments, assert_same, split, weights
+from typer.testing import CliRunner
+
+from eagleray.base.files import read_lines
+from eagleray.cli import commands, main
+from eagleray.runs import pretrain
+from eagleray.runs.tracking import Tracking
+
+FAST = ("evaluate.probe_epochs=0", "evaluate.limit=32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    """No history, which other tests look at, and no export in a fresh process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "tracked", lambda kept: Tracking("none"))
+        patch.setattr(commands, "conclude", lambda *_: None)
+        patch.setattr(pretrain, "to_timm", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    from conftest import SMALL
+
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "small.yaml").write_text(SMALL)
+    commands.pretrain(*split(arguments(folder / "small.yaml", shards, folder / "run", "max_steps=2", *FAST)))
+    return folder / "run"
+
+
+def finetune(source: Path, *args: str) -> dict[str, float]:
+    done = CliRunner().invoke(main.app, ["finetune", str(source), *args, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_run_starts_from_the_weights_and_compares_with_untrained_ones(
+    source: Path, small: Path, shards: Path, tmp_path: Path
+):
+    out = tmp_path / "out"
+    summary = finetune(source, *arguments(small, shards, out, "max_steps=1", "optim.lr.value=0", *FAST))
+    theirs, ours = weights(source), weights(out)
+    backbone = [k for k in theirs if k.startswith("base_encoder.backbone.")]
+    assert_same({k: theirs[k] for k in backbone}, {k: ours[k] for k in backbone})
+    assert not torch.equal(theirs["predictor.0.weight"], ours["predictor.0.weight"]), "of the source's backbone alone"
+    before = json.loads((source / "summary.json").read_text())
+    assert summary["knn/top1_untrained"] == before["knn/top1_untrained"]
+    lines = (out / "weights.txt").read_text().splitlines()
+    assert lines[0] == (
+        f"{source}: {len(backbone)} tensors matched, 0 resized, 0 missing, 0 left over; 100.0% of the backbone's "
+        "parameters"
+    )
+    assert [line.split() for line in lines[1:]] == [["matched", k.split(".", 3)[3]] for k in backbone]
+
+
+def test_a_continued_run_needs_the_weights_no_more(source: Path, small: Path, shards: Path, tmp_path: Path):
+    copy, once, twice = tmp_path / "copy", tmp_path / "once", tmp_path / "twice"
+    shutil.copytree(source, copy)
+    finetune(copy, *arguments(small, shards, once, "max_steps=4", *FAST))
+    finetune(copy, *arguments(small, shards, twice, "max_steps=2", *FAST))
+    shutil.rmtree(copy)
+    finetune(copy, *arguments(small, shards, twice, "max_steps=4", *FAST))
+    assert_same(weights(once), weights(twice))
+    losses = [[r["loss"] for r in read_lines(out / "metrics.jsonl")] for out in (once, twice)]
+    assert losses[0] == losses[1]
+
+
+def test_weights_of_another_architecture_are_refused_before_anything_begins(
+    source: Path, small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = arguments(small, shards, tmp_path / "out", "backbone.options.depth=4")
+    line = refused(capsys, "finetune", str(source), *given)
+    assert f"backbone.weights={source}: has 57." in line
+    assert "expected 95% or more; missing: blocks.2.norm1.weight; " in line
+    line = refused(capsys, "finetune", str(tmp_path / "none"), *given)
+    assert line == f"error: backbone.weights={tmp_path}/none: no such run, checkpoint or file, and no model of timm"
+    assert not (tmp_path / "out" / "recipe.yaml").exists()
+
+
+def test_other_weights_are_another_run(
+    source: Path, small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = arguments(small, shards, tmp_path / "out", "max_steps=1", *FAST)
+    commands.pretrain(*split(given))
+    assert "backbone.weights is None there and" in refused(capsys, "finetune", str(source), *given)

@@ -1,0 +1,153 @@
+"""Wrong input gets one clear line and exit status 2; right input gets what the help promises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eagleray.cli import commands, main
+
+RUN = CliRunner()
+
+
+def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "eagleray.cli", *args], capture_output=True, text=True, timeout=120)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line of a refusal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["eagleray", *args])
+        with pytest.raises(SystemExit) as stop:
+            main.main()
+    captured = capsys.readouterr()
+    assert stop.value.code == 2, captured
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("optim.btach=32", "optim.btach: unknown key; did you mean 'batch'?"),
+        ("method.temprature=0.1", "method.temprature: unknown key; did you mean 'temperature'?"),
+        ("views=[{sise: 16}, {}]", "views.0.sise: unknown key; did you mean 'size'?"),
+        ("optim.lr.valu=1", "optim.lr.valu: unknown key; did you mean 'value'?"),
+        ("method.name=mocov4", "method.name: unknown 'mocov4'; did you mean 'mocov3'?"),
+        ("backbone.name=vit_tiny_patch16_225", "did you mean vit_tiny_patch16_224?"),
+        ("backbone.options={depht: 3}", "depht"),
+        ("optim.batch=many", "optim.batch: input should be a valid integer"),
+        ("optim.batch=-32", "optim.batch: input should be greater than 0"),
+        ("optim.batch=30", "optim.batch=30 data.lanes=8"),
+        ("optim.batch=3200", "320 samples do not fill one global batch of 3200"),
+        ("workers=9", "workers=9 data.workers=0 data.lanes=8: 9 readers cannot share 8 lanes"),
+        ("workers=-1", "workers: expected a number of workers, or the fewest and the most, such as 4..16, got -1"),
+        ("data.workers=9", "9 readers cannot share 8 lanes"),
+        ("views=[{size: 16}]", "views: 1 given, mocov3 works with 2 to 2"),
+        ("views=[{scale: [0.5, 0.2]}, {}]", "views.0"),
+        ("seed", "'seed': expected key=value"),
+        ("data.train=/nowhere/at/all", "/nowhere/at/all: cannot be read: No such file or directory"),
+        ("data.train=gs://bucket", "unknown scheme 'gs'"),
+        ("data.train=null", "data.train: missing"),
+        ("out=/proc/nowhere", "out=/proc/nowhere: cannot be written"),
+    ],
+)
+def test_wrong_keys(key: str, wanted: str, small: Path, shards: Path, tmp_path: Path, capsys):
+    given = [f"data.train={shards / 'train'}", f"out={tmp_path / 'out'}", key]
+    assert wanted in refused(capsys, "pretrain", str(small), *given)
+
+
+def test_wrong_data(small: Path, shards: Path, tmp_path: Path, capsys):
+    (tmp_path / "empty").mkdir()
+    out = f"out={tmp_path / 'out'}"
+    assert "no .tar shards there" in refused(capsys, "pretrain", str(small), f"data.train={tmp_path / 'empty'}", out)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "a.tar").write_bytes(b"no tar" * 200)
+    line = refused(capsys, "pretrain", str(small), f"data.train={tmp_path / 'broken'}", out)
+    assert "no usable image in 1 shard(s); not a tar archive" in line
+    line = refused(capsys, "pretrain", str(small), f"data.train={shards / 'train'}/*.tra", out)
+    assert "no .tar shards there" in line
+
+
+def test_an_unreachable_bucket(small: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    for key, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{key}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    line = refused(capsys, "pretrain", str(small), "data.train=s3://bucket/train", f"out={tmp_path / 'out'}")
+    assert "s3://bucket/train" in line
+    assert "127.0.0.1:9" in line
+
+
+def test_wrong_recipes(tmp_path: Path, capsys):
+    assert "did you mean 'dino_vits16_in1k_ep100'" in refused(capsys, "show", "dino_vits16_in1k_ep10")
+    assert "no such recipe file" in refused(capsys, "show", str(tmp_path / "none.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "a recipe is a mapping" in refused(capsys, "show", str(tmp_path / "list.yaml"))
+    (tmp_path / "torn.yaml").write_text("a: [1\n")
+    assert "is not YAML" in refused(capsys, "show", str(tmp_path / "torn.yaml"))
+
+
+def test_wrong_checkpoints(tmp_path: Path, shards: Path, capsys):
+    (tmp_path / "some.pt").write_bytes(b"nothing")
+    train = ("--train", str(shards / "train"))
+    assert "is not a checkpoint" in refused(capsys, "evaluate", str(tmp_path / "some.pt"), *train)
+    assert "no such checkpoint" in refused(capsys, "export", str(tmp_path / "none.pt"))
+    assert "no intact checkpoint" in refused(capsys, "export", str(tmp_path))
+    line = refused(capsys, "evaluate", str(tmp_path), *train, "--protocol", "kn")
+    assert "--protocol kn: unknown; did you mean 'knn'?" in line
+
+
+def test_show_prints_a_recipe_that_loads(tmp_path: Path):
+    shown = RUN.invoke(main.app, ["show", "dino_vits16_in1k_ep100", "optim.batch=1024"])
+    assert shown.exit_code == 0
+    (tmp_path / "shown.yaml").write_text(shown.stdout)
+    again = RUN.invoke(main.app, ["show", str(tmp_path / "shown.yaml")])
+    assert again.stdout == shown.stdout
+    assert "batch: 1024" in shown.stdout
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("methods", "dino"), ("backbones", "resnet50"), ("recipes", "dino_")])
+def test_list(kind: str, wanted: str):
+    rows = json.loads(RUN.invoke(main.app, ["list", kind, "--json"]).stdout)
+    assert any(wanted in name for name in rows)
+    assert all(rows.values())
+
+
+def test_from_images_to_a_timm_model(small: Path, tmp_path: Path):
+    """The commands of the README, one after the other."""
+    from eagleray.datasets.shapes import image
+
+    for i in range(120):
+        picture, label = image(0, i)
+        place = tmp_path / "images" / f"class{label % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        picture.save(place / f"{i}.png")
+    done = eagleray("shard", str(tmp_path / "images"), str(tmp_path / "shards"))
+    assert "120 images of 3 classes" in done.stdout, done.stderr
+    again = eagleray("shard", str(tmp_path / "images"), str(tmp_path / "shards"))
+    assert again.returncode == 0
+    assert "done already" in again.stdout
+    other = eagleray("shard", str(tmp_path / "images" / "class0"), str(tmp_path / "shards"))
+    assert other.returncode == 2
+    assert "was begun with FROM" in other.stderr
+    done = eagleray("index", str(tmp_path / "shards"))
+    assert "index.parquet: 120 images" in done.stdout
+    out = tmp_path / "out"
+    commands.pretrain(str(small), [f"data.train={tmp_path / 'shards'}", f"out={out}", "max_steps=3"])
+    scores = RUN.invoke(main.app, ["evaluate", str(out), "--train", str(tmp_path / "shards"), "--json"])
+    assert json.loads(scores.stdout).keys() >= {"knn/top1", "linear/top1"}
+    newest = str(max((out / "checkpoints").glob("*.pt")))
+    done = eagleray("export", newest, "--to", "timm", "--destination", str(tmp_path / "exported"))
+    assert "timm.create_model" in done.stdout, done.stderr
+    code = (
+        "import timm, torch; m = "
+        + done.stdout.split("load it")[1].strip()
+        + "; print(m(torch.zeros(1, 3, 16, 16)).shape)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "torch.Size([1, 24])" in loaded.stdout, loaded.stderr

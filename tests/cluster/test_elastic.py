@@ -1,0 +1,71 @@
+"""How many workers a run may have, and what each of them gets."""
+
+from pathlib import Path
+
+import pytest
+
+from eagleray.base.errors import UserError
+from eagleray.cluster.ray_train import resources
+from eagleray.runs import recipe
+from eagleray.runs.recipe import Recipe, span
+
+HEAD, CPUS, GPUS = {"memory": 1.0}, {"CPU": 8.0}, {"CPU": 32.0, "GPU": 8.0}
+
+
+@pytest.fixture
+def wanted(small: Path):
+    def load(*keys: str) -> Recipe:
+        return recipe.load(str(small), keys)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"), [("4..16", 4, 16), ("3", 3, 3), (3, 3, 3), (0, 0, 0), ("1..1", 1, 1)]
+)
+def test_spans(given: int | str, least: int, most: int):
+    assert span(given) == (least, most)
+
+
+@pytest.mark.parametrize("given", ["16..4", "0..4", "4-16", "many", -1, "4..", ""])
+def test_no_spans(given: int | str):
+    with pytest.raises(ValueError, match=r"such as 4\.\.16"):
+        span(given)
+
+
+def test_a_span_is_kept_in_the_resolved_recipe_and_a_single_number_is_one(wanted):
+    assert wanted("workers=4..16").workers == "4..16"
+    assert wanted("workers=5..5").workers == 5
+    one, other = wanted("workers=4..16"), wanted("workers=1", "gpus=true")
+    assert recipe.digest(one) == recipe.digest(other)  # where it runs is not what it learns
+
+
+def test_every_number_of_workers_must_fit_the_lanes(wanted, shards: Path, tmp_path: Path):
+    from eagleray.runs import pretrain
+
+    keys = [f"data.train={shards / 'train'}", f"out={tmp_path / 'out'}"]
+    pretrain.plan(pretrain.resolve(wanted(*keys, "workers=1..8")))
+    with pytest.raises(UserError, match="9 readers cannot share 8 lanes"):
+        pretrain.plan(pretrain.resolve(wanted(*keys, "workers=1..9")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "nodes", "gpu", "cpus"),
+    [
+        (["workers=2"], [CPUS], False, 4),
+        (["workers=2"], [HEAD, CPUS, {"CPU": 2.0}], False, 2),  # no more than the smallest machine has
+        (["workers=4"], [{"CPU": 2.0}], False, 0.5),
+        (["workers=1..3"], [{"CPU": 1.0}, {"CPU": 1.0}], False, 1),  # Ray resizes by whole CPUs
+        (["workers=16"], [HEAD, GPUS, GPUS], True, 4),
+        (["workers=4..16"], [CPUS, GPUS], True, 4),  # machines without GPUs have no say
+        (["workers=16", "gpus=true"], [HEAD], True, 1),  # an autoscaler has yet to start them
+        (["workers=2", "gpus=false"], [GPUS], False, 16),
+    ],
+)
+def test_resources_of_a_worker(wanted, keys: list[str], nodes: list[dict[str, float]], gpu: bool, cpus: float):
+    assert resources(wanted(*keys), nodes) == (gpu, cpus)
+
+
+def test_some_gpus_but_too_few_are_said_with_both_ways_out(wanted):
+    with pytest.raises(UserError, match=r"workers=16: there are 8 GPUs.*gpus=true waits.*gpus=false"):
+        resources(wanted("workers=16"), [GPUS])

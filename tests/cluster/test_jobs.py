@@ -1,0 +1,587 @@
+"""Runs sent to a cluster: what travels, what is said, and that a run survives being stopped and sent again."""
+
+import http.server
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.s3.server import free_block
+from ray._private.authentication_test_utils import reset_auth_token_state
+from runs.test_pretrain import arguments
+
+from eagleray.base.errors import Outage
+from eagleray.cli import main
+from eagleray.cluster import job_package, jobs
+from eagleray.runs import recipe
+
+TOKEN = "test-0123456789abcdef"
+SECRETS = {"AWS_ACCESS_KEY_ID": "TESTACCESS", "AWS_SECRET_ACCESS_KEY": "testsecret", "RAY_AUTH_TOKEN": TOKEN}
+
+
+class FakeHead:
+    """What the commands ask of a head, over HTTP; `broken`, if set, answers every request instead, and `then` is called
+    once, after the first look at a log."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, str] = {}
+        self.packages: list[bytes] = []
+        self.asked = 0
+        self.broken: Callable[[], tuple[int, str] | None] | None = None
+        self.then: Callable[[], Any] | None = None
+        head = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                head.asked += 1
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                reply = head.broken() if head.broken else head.reply(self.command, self.path, body)
+                if reply is None:
+                    self.close_connection = True
+                    return
+                text = reply[1].encode()
+                self.send_response(reply[0])
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = do_PUT = answer
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def reply(self, verb: str, path: str, body: bytes) -> tuple[int, str]:
+        parts = path.strip("/").split("/")
+        if path == "/api/version":
+            return 200, json.dumps({"ray_version": "2.60.0"})
+        if verb == "PUT":
+            self.packages.append(body)
+            return 200, "{}"
+        if verb == "POST" and parts[-1] == "jobs":
+            asked = json.loads(body)
+            if asked["submission_id"] in self.jobs:
+                return 500, f"ValueError: Job with submission_id {asked['submission_id']} already exists."
+            self.add(asked["submission_id"], **asked)
+            return 200, json.dumps({"job_id": "", "submission_id": asked["submission_id"]})
+        if path == "/api/jobs/":
+            return 200, json.dumps(list(self.jobs.values()))
+        if parts[:2] == ["api", "jobs"] and parts[2] in self.jobs:
+            job = self.jobs[parts[2]]
+            if parts[3:] == ["logs"]:
+                text, then, self.then = self.logs[parts[2]], self.then, None
+                if then:
+                    then()
+                return 200, json.dumps({"logs": text})
+            if parts[3:] == ["stop"]:
+                self.set(parts[2], "STOPPED")
+                return 200, json.dumps({"stopped": True})
+            return 200, json.dumps(job)
+        return 404, f"{path} is not here"
+
+    def add(self, name: str, status: str = "RUNNING", **more: Any) -> None:
+        told = {"type": "SUBMISSION", "submission_id": name, "status": status, "entrypoint": "x", "start_time": 10**12}
+        given = {"metadata": {"eagleray": "pretrain", "recipe": "small", "out": "/o", "digest": "d"}}
+        self.jobs[name] = told | given | more
+        self.logs[name] = f"Ray's own\nRunning entrypoint for job {name}: x\n"
+
+    def set(self, name: str, status: str, code: int | None = None, message: str = "") -> None:
+        self.jobs[name] |= {"status": status, "end_time": 10**12 + 5000, "driver_exit_code": code, "message": message}
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
+    monkeypatch.setattr(jobs, "POLL", 0.02)
+    fake = FakeHead()
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray reads how it is to ask once in a process; what follows in this one is to read it again."""
+    for name in [n for n in os.environ if n.startswith(("RAY_", "AWS_", "MLFLOW_", "EAGLERAY_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # the commands set it: it shall be put back
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    yield
+    monkeypatch.undo()
+    reset_auth_token_state()
+
+
+class Ran:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def eagleray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """The command, in this process."""
+
+    def run(*args: Any) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["eagleray", *map(str, args)])
+        try:
+            main.main()
+            code: Any = 0
+        except SystemExit as e:
+            code = e.code or 0
+        return Ran(code, *capsys.readouterr())
+
+    return run
+
+
+def refusal(ran: Ran, code: int = 2) -> str:
+    """The one line of it."""
+    assert ran.code == code, (ran.out, ran.err)
+    lines = ran.err.strip().splitlines()
+    assert len(lines) == 1, ran.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+KEYS = ["data.train=s3://bucket/train", "out=s3://bucket/runs/first"]
+
+
+def test_only_the_package_and_the_recipe_travel(
+    head: FakeHead, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagleray: Callable[..., Ran]
+):
+    for name, value in (SECRETS | {"AWS_ENDPOINT_URL": "http://store:9000", "EAGLERAY_X": "1", "HOME_X": "y"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow:5000")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "private.txt").write_text("private")
+    (tmp_path / "mine" / "over.yaml").write_text(f"base: {small}\nseed: 7\n")
+    monkeypatch.chdir(tmp_path / "mine")
+    ran = eagleray("submit", "over.yaml", *KEYS, "optim.epochs=3", "--gpus", 2, "--address", head.address)
+    assert ran.code == 0, ran.err
+    [job] = head.jobs.values()
+    sent = {"AWS_ENDPOINT_URL": "http://store:9000", "EAGLERAY_X": "1", "MLFLOW_TRACKING_URI": "https://mlflow:5000"}
+    assert job["runtime_env"]["env_vars"] == sent | jobs.STOP
+    assert "entrypoint_num_cpus" not in job, "then it could run on a spot node"
+    [package] = head.packages
+    files = zipfile.ZipFile(io.BytesIO(package))
+    names = {n for n in files.namelist() if not n.endswith("/")}
+    assert {n.partition("/")[0] for n in names} == {"eagleray", "recipe.yaml"}
+    assert {"eagleray/cli.py", "eagleray/cluster/jobs.py"} <= names
+    assert not [n for n in names if "__pycache__" in n or "_bundled" in n]
+    tree = yaml.safe_load(files.read("recipe.yaml"))
+    assert (tree["seed"], tree["optim"]["epochs"], tree["workers"], "base" in tree) == (7, 3, 2, False)
+    (tmp_path / "sent.yaml").write_bytes(files.read("recipe.yaml"))
+    recipe.load(str(tmp_path / "sent.yaml"))
+    everything = json.dumps(job).encode() + b"".join(files.read(n) for n in names)
+    for secret in [*SECRETS.values(), "private"]:
+        assert secret.encode() not in everything or secret == "private"
+    assert b"private.txt" not in package
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["optim.btach=32"], "optim.btach: unknown key; did you mean 'batch'?"),
+        (["out=runs/first"], "out=runs/first: is relative to a folder of this machine; expected an s3:// URL"),
+        (["out=~/first"], "out=~/first: is relative"),
+        (["out=gs://bucket/first"], "unknown scheme 'gs'"),
+        (["data.train=shards"], "data.train=shards: is relative"),
+        (["data.test=file://shards"], "data.test=file://shards: is relative"),
+        (["data.cache=cache"], "data.cache=cache: is relative"),
+        (["data.train=null"], "data.train: missing"),
+        (["workers=2", "--gpus", "4"], "--gpus 4 and workers=2: expected one of them"),
+        (["backbone.options={img_size: 16, patch_size: 8, embed_dim: 25, num_heads: 3}"], "backbone"),
+    ],
+)
+def test_a_wrong_run_is_not_sent(
+    arguments: list[str], wanted: str, head: FakeHead, small: Path, eagleray: Callable[..., Ran]
+):
+    line = refusal(eagleray("submit", small, *KEYS, *arguments, "--address", head.address))
+    assert wanted in line
+    assert head.asked == 0
+
+
+def test_a_recipe_without_out_needs_one(head: FakeHead, small: Path, eagleray: Callable[..., Ran]):
+    assert "out=runs/small: is relative" in refusal(eagleray("submit", small, KEYS[0], "--address", head.address))
+
+
+def test_a_password_does_not_travel_and_is_not_repeated(
+    head: FakeHead, small: Path, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hidden@mlflow:5000")
+    line = refusal(eagleray("submit", small, *KEYS, "--address", head.address))
+    assert line.startswith("error: MLFLOW_TRACKING_URI: has a user or password in it")
+    assert "MLFLOW_TRACKING_PASSWORD" in line
+    assert "hidden" not in line
+    assert head.asked == 0
+    assert "hidden" not in refusal(eagleray("jobs", "--address", "http://me:hidden@head:8265"))
+
+
+def test_a_tracking_database_of_this_machine_stays_here():
+    sent, stays = job_package.environment(
+        {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "AWS_DEFAULT_REGION": "eu-west-1"}
+    )
+    assert sent == {"AWS_DEFAULT_REGION": "eu-west-1"}
+    assert len(stays) == 1
+
+
+def test_addresses(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
+    assert "--address: missing" in refusal(eagleray("jobs"))
+    assert "--address head:8265: expected" in refusal(eagleray("jobs", "--address", "head:8265"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "RAY_ADDRESS auto: expected the dashboard" in refusal(eagleray("jobs"))
+    # What is said here counts, whatever the environment says.
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
+    assert eagleray("jobs", "--address", head.address).code == 0
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
+    monkeypatch.setenv("RAY_ADDRESS", head.address)
+    assert eagleray("jobs").code == 0
+
+
+def test_no_head_there(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{s.getsockname()[1]}"
+    assert f"{nobody}: nobody answers there; expected" in refusal(eagleray("jobs", "--address", nobody))
+    for status, text, wanted in (
+        (404, "no", "404"),
+        (200, "<html>", "its answer is not that of a Ray head"),
+        (200, "{}", "its answer is not that of a Ray head"),
+        (503, "no", "it answered 503"),
+        (401, "no", "the cluster asks for a token; expected RAY_AUTH_MODE=token"),
+        (403, "no", "the cluster asks for another token"),
+    ):
+        head.broken = lambda reply=(status, text): reply
+        assert wanted in refusal(eagleray("jobs", "--address", head.address))
+    monkeypatch.setattr(jobs, "TIMEOUTS", (0.5, 0.5))
+    head.broken = lambda: time.sleep(2)
+    assert "nobody answers there" in refusal(eagleray("jobs", "--address", head.address))
+
+
+def test_unknown_ids(head: FakeHead, eagleray: Callable[..., Ran]):
+    head.add("first-00000000")
+    for command in (["logs"], ["logs", "--follow"], ["stop"]):
+        line = refusal(eagleray(*command, "first-00000001", "--address", head.address))
+        assert f"first-00000001: no such job at {head.address}; did you mean 'first-00000000'?" in line
+
+
+def test_a_run_runs_once_and_again_under_a_new_id(head: FakeHead, small: Path, eagleray: Callable[..., Ran]):
+    def submit(*more: str) -> Ran:
+        return eagleray("submit", small, *KEYS, *more, "--address", head.address)
+
+    assert submit().code == 0
+    [name] = head.jobs
+    assert name == job_package.identify("s3://bucket/runs/first/")
+    assert re.fullmatch(r"first-[0-9a-f]{8}", name)
+    line = refusal(submit())
+    assert f"{name}: this run is running" in line
+    assert f"`eagleray logs {name} --follow`" in line
+    assert "another recipe" in refusal(submit("seed=3", "--follow"))
+    head.then = lambda: head.set(name, "SUCCEEDED", 0)
+    assert submit("--follow").code == 0
+    assert list(head.jobs) == [name]
+    for status, code, following in (("FAILED", 1, f"{name}-2"), ("STOPPED", None, f"{name}-3")):
+        head.set(list(head.jobs)[-1], status, code)
+        assert submit().code == 0
+        assert list(head.jobs)[-1] == following
+    assert submit("out=s3://other/runs/first").code == 0
+    assert not list(head.jobs)[-1].startswith(name)
+
+
+def test_whoever_is_faster_runs_it(head: FakeHead, small: Path):
+    """Two submit at once: one job, and the other is told."""
+    cluster = jobs.Cluster(head.address)
+    sent = job_package.pack(str(small), KEYS, None)
+    submit = cluster.submit
+
+    def late(name: str, *rest: Any) -> None:
+        if not head.jobs:
+            head.add(name, metadata=sent.labels)
+        submit(name, *rest)
+
+    cluster.submit = late  # type: ignore[method-assign]
+    said: list[str] = []
+    assert jobs.submit(cluster, sent, {}, said.append, join=True) == sent.id
+    assert said[-1] == f"{sent.id}: this run is running"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "exits"),
+    [
+        ("SUCCEEDED", 0, 0),
+        ("FAILED", 2, 2),
+        ("FAILED", 1, 1),
+        ("FAILED", -9, 1),
+        ("FAILED", None, 1),
+        ("STOPPED", None, 1),
+    ],
+)
+def test_a_follower_exits_as_the_job(
+    status: str, code: int | None, exits: int, head: FakeHead, eagleray: Callable[..., Ran]
+):
+    head.add("run")
+    head.logs["run"] += "one\ntwo [/not a tag]\nlast, cut"
+    head.set("run", status, code, "no node")
+    ran = eagleray("logs", "run", "--follow", "--address", head.address)
+    assert ran.code == exits
+    lines = ran.out.splitlines()
+    assert lines[:3] == ["one", "two [/not a tag]", "last, cut"]
+    assert lines[3].startswith(f"run: {status.lower()}")
+    assert ("no node" in lines[3]) == (status == "FAILED" and code is None)
+    assert eagleray("logs", "run", "--address", head.address).out.splitlines() == lines[:3]
+
+
+def test_a_follower_outlives_an_outage_and_says_each_line_once(head: FakeHead):
+    head.add("run")
+    cluster = jobs.Cluster(head.address)
+    wanted = [f"line {i} of the run" for i in range(200)]
+    text = "".join(f"{line}\n" for line in wanted)
+
+    def write() -> None:
+        start = head.logs["run"]
+        for at in range(0, len(text), 37):  # in pieces that are no lines
+            head.logs["run"] = start + text[: at + 37]
+            head.broken = (lambda: (500, "Traceback\nboom")) if 1000 < at < 2000 else None
+            time.sleep(0.01)
+        head.set("run", "SUCCEEDED", 0)
+
+    thread = threading.Thread(target=write)
+    head.then = thread.start
+    said: list[str] = []
+    assert jobs.follow(cluster, "run", said.append) == 0
+    thread.join()
+    assert [line for line in said if line in wanted] == wanted
+    others = [line for line in said if line not in wanted]
+    assert len(others) == 2, others
+    assert "it answered 500" in others[0]
+    assert others[1] == "run: succeeded"
+
+
+def test_a_follower_gives_up_in_the_end(head: FakeHead):
+    head.add("run")
+    cluster = jobs.Cluster(head.address)
+
+    def away() -> None:
+        head.broken = lambda: (500, "away")
+
+    head.then = away
+    said: list[str] = []
+    with pytest.raises(Outage, match=r"it answered 500.* the job may go on: `eagleray logs run --follow`"):
+        jobs.follow(cluster, "run", said.append, patience=0.5)
+    assert len(said) == 1
+    head.broken = None
+    head.then = head.jobs.clear
+    with pytest.raises(Outage, match="knows no such job any more; submitting the run again continues it"):
+        jobs.follow(cluster, "run", said.append)
+
+
+def test_leaving_does_not_stop_the_job(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
+    head.add("run")
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs.time, "sleep", interrupt)
+    ran = eagleray("logs", "run", "--follow", "--address", head.address)
+    assert ran.code == 130
+    assert ran.out.splitlines()[-1].startswith("run: goes on; `eagleray logs run --follow` follows it")
+    assert head.jobs["run"]["status"] == "RUNNING"
+
+
+def test_stopping_waits_for_the_end(head: FakeHead, eagleray: Callable[..., Ran]):
+    head.add("run")
+    head.logs["run"] += "stopped at step 3 of 9\n"
+    ran = eagleray("stop", "run", "--address", head.address)
+    assert ran.code == 0
+    assert ran.out.splitlines()[1:] == [
+        "stopped at step 3 of 9",
+        "run: stopped; submitting the same run again continues it",
+    ]
+    assert "has ended already, stopped" in eagleray("stop", "run", "--address", head.address).out
+
+
+def test_the_table_of_jobs(head: FakeHead, eagleray: Callable[..., Ran]):
+    head.add("run-1")
+    head.add("run-2")
+    head.add("other", metadata={})
+    head.set("run-1", "FAILED", 2)
+    told = json.loads(eagleray("jobs", "--json", "--address", head.address).out)
+    assert [j["id"] for j in told] == ["run-1", "run-2"]
+    first = {"id": "run-1", "state": "failed", "recipe": "small", "out": "/o", "since": 10**9, "seconds": 5.0}
+    assert first.items() <= told[0].items()
+    assert told[0]["status"] == 2
+    lines = eagleray("jobs", "--address", head.address).out.splitlines()
+    assert lines[0].split() == ["ID", "STATE", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS"]
+    assert len(lines) == 3
+    assert "0:00:05" in lines[1]
+
+
+# A real head, with token authentication.
+
+
+class Head:
+    def __init__(self, folder: Path) -> None:
+        port = free_block(64)
+        self.address = f"http://127.0.0.1:{port + 1}"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
+        self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        self.env |= {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.folder = folder
+        options = {"port": port, "dashboard-port": port + 1, "dashboard-agent-listen-port": port + 2}
+        options |= {"min-worker-port": port + 4, "max-worker-port": port + 63, "num-cpus": 2}
+        options |= {"node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "temp-dir": folder}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+        command += [f"--{k}={v}" for k, v in (options | {"object-store-memory": 100_000_000}).items()]
+        with (folder / "head.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=self.env, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+            )
+
+    def up(self) -> bool:
+        """Wait for it; a head that does not see itself within 30 s gives up, and on a busy machine that happens."""
+        end, log = time.monotonic() + 240, self.folder / "head.log"
+        while "block forever" not in log.read_text():
+            if self.process.poll() is not None and "timed out during startup" in log.read_text():
+                return False
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < end, "no head within four minutes"
+            time.sleep(0.5)
+        return True
+
+    def start(self, *args: Any, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "eagleray.cli", *map(str, args), "--address", self.address]
+        path = str(Path(main.__file__).parents[2])
+        return subprocess.Popen(
+            command,
+            env=self.env | {"PYTHONPATH": path} | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+        )
+
+    def __call__(self, *args: Any, **env: str) -> tuple[int, str]:
+        process = self.start(*args, **env)
+        text = process.communicate(timeout=500)[0]
+        return process.returncode, text
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return json.loads(self("jobs", "--json")[1])
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Head]:
+    for _ in range(4):
+        head = Head(Path(tempfile.mkdtemp(prefix="er")))  # a short path: Ray's sockets are in it
+        try:
+            if head.up():
+                yield head
+                return
+        finally:
+            head.close()
+    raise AssertionError("no head came up")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_job_of_a_real_head_ends_as_its_run(real: Head, small: Path, shards: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    args = ["submit", *arguments(small, shards, out), "evaluate.probe_epochs=0", "--follow"]
+    code, text = real(*args)
+    assert code == 0, text
+    assert "1 node(s) with 2 CPUs and 0 GPUs" in text
+    assert re.search(r"step \d+/20", text)
+    assert json.loads((out / "summary.json").read_text())["steps"] == 20
+    # The package that ran is the one that was sent, alone with the recipe, and not what is installed there.
+    ran = Path(json.loads((out / "environment.json").read_text())["command"][0])
+    assert "_ray_pkg_" in str(ran)
+    assert {p.name for p in ran.parents[1].iterdir()} == {"eagleray", "recipe.yaml"}
+
+    code, text = real(*args)
+    assert code == 0, text
+    assert "done already" in text
+    name = job_package.identify(str(out))
+    assert [(j["id"], j["state"], j["status"]) for j in real.jobs()] == [
+        (name, "succeeded", 0),
+        (f"{name}-2", "succeeded", 0),
+    ]
+
+    code, text = real(*args, f"out={tmp_path / 'wrong'}", f"data.train={tmp_path / 'nowhere'}")
+    assert code == 2, text
+    assert f"error: {tmp_path / 'nowhere'}: cannot be read: No such file or directory" in text.splitlines()
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_stopped_job_has_saved_and_continues(real: Head, small: Path, shards: Path, tmp_path: Path):
+    """On a worker of Ray Train; everything in the job's own environment."""
+    out = tmp_path / "out"
+    keys = ["workers=1", "optim.epochs=400", "max_steps=4000", "evaluate.probe_epochs=0", "checkpoint.minutes=60"]
+    args = ["submit", *arguments(small, shards, out, *keys)]
+    code, text = real(*args)
+    assert code == 0, text
+    name = job_package.identify(str(out))
+    end = time.monotonic() + 600
+    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert time.monotonic() < end, real("logs", name)[1]
+        time.sleep(0.5)
+    assert not list((out / "checkpoints").glob("*.json"))
+    code, text = real(*args)
+    assert code == 2
+    assert f"error: {name}: this run is running" in text
+    follower = real.start(*args, "--follow")
+    assert follower.stdout
+    assert follower.stdout.readline() == f"{name}: this run is running\n"
+    code, text = real("stop", name)
+    assert code == 0, text
+    assert f"{name}: stopped" in text
+    text = follower.communicate(timeout=300)[0]
+    assert follower.returncode == 1, text
+    [saved] = (out / "checkpoints").glob("*.json")
+    step = int(saved.stem.rpartition("-")[2])
+    assert 3 <= step < 4000
+    code, text = real(*args, f"max_steps={step + 5}", "--follow")
+    assert code == 0, text
+    assert f"{name}-2: submitted" in text
+    assert f"continuing from step {step}" in text
+    assert json.loads((out / "summary.json").read_text())["steps"] == step + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_head_asks_for_its_token(real: Head, tmp_path: Path):
+    for env, wanted in (
+        ({"RAY_AUTH_TOKEN": "wrong"}, "the cluster asks for another token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}, "the cluster asks for a token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "disabled"}, "the cluster asks for a token"),
+    ):
+        code, text = real("jobs", **env)
+        assert code == 2, text
+        [line] = text.strip().splitlines()
+        assert wanted in line

@@ -1,0 +1,62 @@
+"""The same run on Ray Train, with workers that are killed."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from helpers.processes import below
+from runs.test_pretrain import arguments, assert_same, start, wait_for_step, weights
+
+LONG = ["workers=2", "optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=9"]
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_worker_costs_nothing_but_time(small: Path, shards: Path, tmp_path: Path):
+    harmed, whole = tmp_path / "harmed", tmp_path / "whole"
+    process = start(arguments(small, shards, harmed, *LONG))
+    wait_for_step(harmed, 15, process)
+    workers = below(process, "RayTrainWorker")
+    assert len(workers) == 2
+    os.kill(workers[-1], signal.SIGKILL)
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
+    assert json.loads((harmed / "summary.json").read_text())["restarts"] == 1
+    assert "continuing from step" in text
+    process = start(arguments(small, shards, whole, *LONG))
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
+    assert_same(weights(harmed), weights(whole))
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    long = [*LONG, "workers=1"]
+    process = start(arguments(small, shards, killed, *long))
+    wait_for_step(killed, 15, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    time.sleep(0.5)
+    process = start(arguments(small, shards, killed, *long))
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
+    # One worker computes what this process does without Ray, to the bit, on as many threads.
+    process = start(arguments(small, shards, whole, *LONG, "workers=0"), OMP_NUM_THREADS=str(os.cpu_count()))
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, text
+    assert_same(weights(killed), weights(whole))
+
+
+def test_what_the_user_must_know_comes_back(small: Path, shards: Path, tmp_path: Path):
+    from eagleray.datasets.shards import Sample, write_shards
+
+    write_shards((Sample(f"{i}", "jpg", b"no image", 0) for i in range(40)), str(tmp_path / "bad"))
+    data = f"data.train=[{shards / 'train'}, {tmp_path / 'bad'}]"
+    process = start([str(small), data, f"out={tmp_path / 'out'}", "workers=1"])
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 2, text
+    assert text.splitlines()[-1].startswith("error: ")
+    assert "more than data.bad_limit=0.01 allows" in text.splitlines()[-1]

@@ -1,0 +1,278 @@
+"""Sets by name: from a source laid out as it is downloaded to shards with its images, labels and splits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets.test_sources import listed, reasons, refused
+from helpers.layouts import fill, run
+from helpers.pictures import picture
+from scipy.io import savemat
+
+from eagleray.cli import commands
+from eagleray.data.decode import decode
+from eagleray.data.index import open_index
+from eagleray.datasets.catalogue import DATASETS
+from eagleray.datasets.sources.imagenet_100 import CLASSES
+from eagleray.datasets.sources.known import DOMAINS, SOURCES
+
+Images = dict[str, tuple[Any, int]]  # bytes or pixels (H, W, 3), and the label, by key
+Make = Callable[[Path, str], Images]  # lays a folder out as a set is downloaded; what is in a split of it
+
+
+def cifar(folder: Path, split: str, *, fine: bool = False) -> Images:
+    """Both splits of the binary version, five images in each file, whose pixels are all different."""
+    place = folder / ("cifar-100-binary" if fine else "cifar-10-batches-bin")
+    place.mkdir(parents=True)
+    classes = 100 if fine else 10
+    words = "".join(f"class{i}\n" for i in range(classes)) + "\n"
+    (place / ("fine_label_names.txt" if fine else "batches.meta.txt")).write_text(words)
+    files = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
+    if fine:
+        files = {"train": ["train"], "test": ["test"]}
+    expected: Images = {}
+    for seed, (name, of) in enumerate((n, split) for split, names in files.items() for n in names):
+        images = [picture(10 * seed + i) for i in range(5)]
+        labels = [(7 * seed + 3 * i + 1) % classes for i in range(5)]
+        coarse = [bytes([19 - i])[: int(fine)] for i in range(5)]
+        records = zip(coarse, labels, images, strict=True)
+        (place / f"{name}.bin").write_bytes(
+            b"".join(c + bytes([y]) + x.transpose(2, 0, 1).tobytes() for c, y, x in records)
+        )
+        if of == split:
+            expected |= {f"{name}/{i:05d}": (x, y) for i, (x, y) in enumerate(zip(images, labels, strict=True))}
+    return expected
+
+
+def cifar_100(folder: Path, split: str) -> Images:
+    return cifar(folder, split, fine=True)
+
+
+def svhn(folder: Path, split: str) -> Images:
+    folder.mkdir()
+    expected: Images = {}
+    for seed, of in enumerate(("train", "test")):
+        images = [picture(20 * seed + i) for i in range(7)]
+        y = np.array([[10], [1], [9], [10], [5], [2], [3]], np.uint8)
+        pixels = np.stack(images, -1)
+        savemat(folder / f"{of}_32x32.mat", {"X": pixels, "y": y}, do_compression=True)
+        if of == split:
+            expected = {f"{of}/{i:06d}": (x, int(y[i, 0]) % 10) for i, x in enumerate(images)}
+    return expected
+
+
+def flowers(folder: Path, split: str) -> Images:
+    data = fill(folder / "jpg", [f"image_{i:05d}.jpg" for i in range(1, 10)])
+    labels = np.array([[102, 3, 1, 77, 3, 1, 50, 2, 9]], np.uint8)
+    savemat(folder / "imagelabels.mat", {"labels": labels})
+    ids = {"trnid": [5, 1, 2], "valid": [9, 3], "tstid": [8, 4, 6, 7]}
+    savemat(folder / "setid.mat", {k: np.array([v], np.uint16) for k, v in ids.items()})
+    wanted = {"trainval": [1, 2, 3, 5, 9], "test": [4, 6, 7, 8], "train": [1, 2, 5], "val": [3, 9]}[split]
+    return {f"image_{i:05d}": (data[f"image_{i:05d}.jpg"], int(labels[0, i - 1]) - 1) for i in wanted}
+
+
+def pets(folder: Path, split: str) -> Images:
+    lists = {"trainval": ["Abyssinian_1", "yorkshire_terrier_2"], "test": ["Abyssinian_12", "yorkshire_terrier_9"]}
+    data = fill(folder / "images", [f"{name}.jpg" for names in lists.values() for name in names])
+    (folder / "images" / "Abyssinian_100.mat").write_bytes(b"as it is in the archive")
+    (folder / "annotations").mkdir()
+    for of, names in lists.items():
+        lines = [f"{name} {1 + 36 * (name[0] == 'y')} {1 + (name[0] == 'y')} 1" for name in names]
+        (folder / "annotations" / f"{of}.txt").write_text(
+            "#Image CLASS-ID SPECIES BREED ID\n" + "\n".join(lines) + "\n"
+        )
+    return {name: (data[f"{name}.jpg"], 36 * (name[0] == "y")) for name in lists[split]}
+
+
+def domainnet(domain: str) -> Callable[[Path, str], Images]:
+    def make(folder: Path, split: str) -> Images:
+        paths = [
+            f"{domain}/{c}/{domain}_{i:03d}.jpg" for i, c in enumerate(("aircraft_carrier", "The_Eiffel_Tower") * 2)
+        ]
+        lists = {"train": {paths[0]: 0, paths[1]: 1, paths[2]: 0}, "test": {paths[3]: 1}}
+        data = fill(folder, paths)
+        for of, rows in lists.items():
+            (folder / f"{domain}_{of}.txt").write_text("".join(f"{path} {label}\n" for path, label in rows.items()))
+        return {p.removesuffix(".jpg"): (data[p], label) for p, label in lists[split].items()}
+
+    return make
+
+
+def imagenet_100(folder: Path, split: str) -> Images:
+    """A class more than there are in it, which comes first."""
+    names = {of: [f"{of}/{c}/{c}_{of}.JPEG" for c in ["n01440764", *reversed(CLASSES)]] for of in ("train", "val")}
+    data = fill(folder, names["train"] + names["val"])
+    return {f"{c}/{c}_{split}": (data[f"{split}/{c}/{c}_{split}.JPEG"], i) for i, c in enumerate(CLASSES)}
+
+
+SETS: dict[str, Make] = {
+    "cifar-10": cifar,
+    "cifar-100": cifar_100,
+    "svhn": svhn,
+    "flowers-102": flowers,
+    "pets": pets,
+    "imagenet-100": imagenet_100,
+    **{name: domainnet(name) for name in DOMAINS},
+}
+CASES = [(name, split) for name in SETS for split in DATASETS[name].splits]
+
+
+def same(data: bytes, expected: Any) -> bool:
+    if isinstance(expected, bytes):
+        return data == expected
+    return bool((decode(data).permute(1, 2, 0).numpy() == expected).all())
+
+
+def check_split(make: Make, name: str, split: str, folder: Path) -> None:
+    """What is found in a split is what was put there."""
+    expected = make(folder / "in", split)
+    found = listed(name, folder / "in", split=split)[1]
+    assert found.keys() == expected.keys()
+    for key, (data, item) in found.items():
+        assert same(data, expected[key][0]), key
+        assert item.label == expected[key][1], key
+    if split == next(iter(DATASETS[name].splits)):
+        assert listed(name, folder / "in")[1].keys() == expected.keys(), "the first split is the default"
+
+
+def check_shards(make: Make, name: str, form: str, folder: Path) -> None:
+    """Shards hold what the source holds, in the form that it is kept in."""
+    expected = make(folder / "in", "test")
+    card = run(name, folder / "in", folder / "out", split="test")
+    assert card["images"] == card["listed"] == len(expected)
+    assert not card["dropped"]
+    assert set(card["formats"]) == {form}
+    index = open_index(str(folder / "out"), folder)
+    assert sorted(index.label.tolist()) == sorted(label for _, label in expected.values())
+
+
+@pytest.mark.parametrize(("name", "split"), CASES)
+def test_every_split_has_its_images_and_labels(name: str, split: str, tmp_path: Path):
+    check_split(SETS[name], name, split, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "form"), [("cifar-10", "PNG"), ("svhn", "PNG"), ("pets", "JPEG")])
+def test_shards_hold_what_the_source_holds(name: str, form: str, tmp_path: Path):
+    check_shards(SETS[name], name, form, tmp_path)
+
+
+def test_classes_have_their_names(tmp_path: Path):
+    def names(name: str) -> list[str]:
+        SETS[name](tmp_path / name, next(iter(DATASETS[name].splits)))
+        return list(listed(name, tmp_path / name)[0].classes)
+
+    assert names("cifar-10") == [f"class{i}" for i in range(10)]
+    assert names("cifar-100") == [f"class{i}" for i in range(100)]
+    assert names("svhn") == list("0123456789")
+    assert names("pets") == ["Abyssinian", *[""] * 35, "yorkshire_terrier"]  # the list has no image of the others
+    assert names("sketch") == ["aircraft_carrier", "The_Eiffel_Tower"]
+    assert names("imagenet-100") == sorted(CLASSES)
+
+
+def test_pickles_are_refused(tmp_path: Path):
+    for name, file in {"cifar-10": "cifar-10-batches-py/data_batch_1", "cifar-100": "cifar-100-python/train"}.items():
+        place = tmp_path / name / file
+        place.parent.mkdir(parents=True)
+        place.write_bytes(b"\x80\x02}")
+        line = refused(name, tmp_path / name)
+        assert f"holds the Python version, pickles that could run any code; expected {name}-binary.tar.gz" in line
+
+
+def test_an_archive_must_be_unpacked(tmp_path: Path):
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
+    line = refused("cifar-10", tmp_path)
+    assert "expected data_batch_1.bin in it, as cifar-10-binary.tar.gz unpacks; " in line
+    assert line.endswith("; cifar-10-binary.tar.gz must be unpacked first")
+    assert "train_32x32.mat in it" in refused("svhn", tmp_path)
+
+
+def damaged(folder: Path, name: str, edit: Callable[[Path], None]) -> str:
+    SETS[name](folder, next(iter(DATASETS[name].splits)))
+    edit(folder)
+    return refused(name, folder)
+
+
+def write(path: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: [(folder / path).write_bytes(content), None][1]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize(("name", "file"), [("flowers-102", "imagelabels.mat"), ("svhn", "train_32x32.mat")])
+def test_a_download_that_was_cut_off_is_one_line(name: str, file: str, share: float, tmp_path: Path):
+    def cut(folder: Path) -> None:
+        data = (folder / file).read_bytes()
+        (folder / file).write_bytes(data[: int(share * len(data))])
+
+    assert f"{file}: expected a MATLAB file with" in damaged(tmp_path / "in", name, cut)
+
+
+def test_other_layouts_are_one_line(tmp_path: Path):
+    part = b"\0" * 3000
+    line = damaged(tmp_path / "a", "cifar-10", write("cifar-10-batches-bin/data_batch_2.bin", part))
+    assert "data_batch_2.bin: expected records of 3073 bytes with labels below 10" in line
+    line = damaged(tmp_path / "b", "cifar-10", write("cifar-10-batches-bin/data_batch_2.bin", b"\x0a" * 3073))
+    assert "labels below 10" in line
+    line = damaged(tmp_path / "c", "svhn", write("train_32x32.mat", b"no matrix" * 50))
+    assert "train_32x32.mat: expected a MATLAB file with y" in line
+    line = damaged(tmp_path / "d", "flowers-102", write("setid.mat", b"no matrix" * 50))
+    assert "setid.mat: expected a MATLAB file with trnid, valid" in line
+    line = damaged(tmp_path / "e", "pets", write("annotations/trainval.txt", b"Abyssinian_1 one\n"))
+    assert (
+        "trainval.txt: line 1: expected a name, its class from 1 on, species and breed, found 'Abyssinian_1 one'"
+        in line
+    )
+    line = damaged(tmp_path / "f", "real", write("real_train.txt", b"real/x.jpg\n"))
+    assert "real_train.txt: line 1: expected a path and a class number" in line
+    line = damaged(tmp_path / "g", "imagenet-100", lambda f: (f / f"train/{CLASSES[5]}").rename(f / f"../{CLASSES[5]}"))
+    assert f"1 of ImageNet-100's classes are not there: {CLASSES[5]}" in line
+    labels = {"trnid": [1], "valid": [12], "tstid": [2]}
+    mat = {k: np.array([v]) for k, v in labels.items()}
+    line = damaged(tmp_path / "h", "flowers-102", lambda f: savemat(f / "setid.mat", mat))
+    assert "setid.mat: image 12 is none of the 9 of imagelabels.mat" in line
+
+
+@pytest.mark.parametrize("name", ["flowers-102", "pets", "clipart"])
+def test_images_that_are_listed_and_missing_are_reported(name: str, tmp_path: Path):
+    expected = SETS[name](tmp_path, "test")
+    key = next(iter(expected))
+    next(p for p in tmp_path.rglob("*.jpg") if str(p.with_suffix("")).endswith(key)).unlink()
+    assert reasons(name, tmp_path, split="test") == {key: "listed, but not among the files"}
+
+
+def test_a_split_that_a_set_does_not_have_is_refused(tmp_path: Path):
+    assert refused("cifar-10", tmp_path, split="val") == "--split val: expected train, test"
+    assert refused("pets", tmp_path, split="train") == "--split train: expected trainval, test"
+
+
+def test_every_set_can_be_prepared():
+    others = {name for name in DATASETS if name.endswith("-small")} | {"pcam", "ucf101"}
+    assert DATASETS.keys() - others <= SOURCES.keys()
+    assert len({d.short for d in DATASETS.values()}) == len(DATASETS)
+
+
+def test_sets_are_listed():
+    listed = commands.catalogue("datasets")
+    assert listed.keys() == DATASETS.keys()
+    assert listed["svhn"].startswith("SVHN: 73,257 train, 26,032 test; 10 classes; classifier/top1; from ufldl")
+
+
+def test_sizes_are_those_of_drlocs_table_1():
+    table = {
+        "imagenet-100": (126_689, 5_000, 100),
+        "cifar-10": (50_000, 10_000, 10),
+        "cifar-100": (50_000, 10_000, 100),
+        "flowers-102": (2_040, 6_149, 102),
+        "svhn": (73_257, 26_032, 10),
+        "clipart": (33_525, 14_604, 345),
+        "infograph": (36_023, 15_582, 345),
+        "painting": (50_416, 21_850, 345),
+        "quickdraw": (120_750, 51_750, 345),
+        "real": (120_906, 52_041, 345),
+        "sketch": (48_212, 20_916, 345),
+    }
+    for name, sizes in table.items():
+        assert (*list(DATASETS[name].splits.values())[:2], DATASETS[name].classes) == sizes, name
+    f = DATASETS["flowers-102"].splits
+    assert f["train"] + f["val"] == f["trainval"]

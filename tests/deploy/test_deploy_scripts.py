@@ -1,0 +1,270 @@
+"""The shell scripts of deploy/, run: with stubs for the cloud and Slurm, and a real Ray and MLflow."""
+
+import base64
+import http.server
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from deploy.test_deploy import DEPLOY, TOOLS
+from helpers.s3.server import free_block
+
+STUB = "#!/usr/bin/env bash\n"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> dict[str, str]:
+    """An environment of our own, with bin/ first on the path."""
+    (tmp_path / "bin").mkdir()
+    path = f"{tmp_path / 'bin'}:{TOOLS}:/usr/local/bin:/usr/bin:/bin"
+    kept = {k: os.environ[k] for k in ("OMP_NUM_THREADS", "PYTHONPATH") if k in os.environ}
+    return {"PATH": path, "HOME": str(tmp_path), **kept}
+
+
+def stub(env: dict[str, str], name: str, text: str) -> None:
+    path = Path(env["PATH"].split(":")[0]) / name
+    path.write_text(STUB + text)
+    path.chmod(0o755)
+
+
+class Cloud(http.server.BaseHTTPRequestHandler):
+    """The metadata service of a spot machine: quiet at first, then the notice."""
+
+    kind = "aws"
+    asked = 0
+
+    def do_PUT(self) -> None:
+        self.answer(b"a-token" if self.kind == "aws" else None)
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        due = self.asked > 1
+        if self.kind == "aws":
+            assert self.headers["X-aws-ec2-metadata-token"] == "a-token"
+            self.answer(b'{"action": "terminate"}' if due else None)
+        else:
+            assert self.headers["Metadata-Flavor"] == "Google"
+            self.answer(b"TRUE" if due else b"FALSE")
+
+    def answer(self, body: bytes | None) -> None:
+        self.send_response(404 if body is None else 200)
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def cloud(kind: str) -> Iterator[str]:
+    handler = type("Kind", (Cloud,), {"kind": kind})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("aws", "110"), ("gcp", "25")])
+def test_a_spot_notice_drains_the_node(bench: dict[str, str], tmp_path: Path, kind: str, seconds: str):
+    stub(bench, "ray", f'echo "$RAY_ADDRESS $*" > {tmp_path}/told\n')
+    stub(bench, "sleep", "exec /bin/sleep 0.1\n")
+    with cloud(kind) as place:
+        env = {**bench, "METADATA": place}
+        subprocess.run([DEPLOY / "spot.sh", "10.0.0.5:6379"], env=env, check=True, timeout=60, capture_output=True)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("10.0.0.5:6379 drain-node --address 10.0.0.5:6379 --reason DRAIN_NODE_REASON_PREEMPTION")
+    assert told.split()[-2:] == ["--deadline-remaining-seconds", seconds]
+
+
+def test_a_machine_starts_ray_with_its_secrets(bench: dict[str, str], tmp_path: Path):
+    (tmp_path / ".eagleray.env").write_text("MLFLOW_TRACKING_PASSWORD='with space'\n")
+    stub(bench, "ray", f'echo "$MLFLOW_TRACKING_PASSWORD $MLFLOW_TRACKING_URI $*" >> {tmp_path}/told\n')
+    stub(bench, "hostname", "echo 10.0.0.5 172.17.0.1\n")
+    stub(bench, "serve.sh", f'echo "$MLFLOW_HOST" > {tmp_path}/mlflow\n')
+    stub(bench, "spot.sh", f'echo "$1" > {tmp_path}/spot\n')
+    for role, env in ("head", bench), ("worker", {**bench, "RAY_HEAD_IP": "10.0.0.5"}):
+        subprocess.run([DEPLOY / "node.sh", role], env=env, check=True, timeout=60)
+    head, worker = (tmp_path / "told").read_text().splitlines()
+    assert head.startswith("with space http://10.0.0.5:5000 start --head --num-cpus=0 --num-gpus=0")
+    assert "--dashboard-host=127.0.0.1" in head
+    assert "start --address=10.0.0.5:6379" in worker
+    wait_until(lambda: (tmp_path / "mlflow").exists() and (tmp_path / "spot").exists(), 10)
+    assert (tmp_path / "mlflow").read_text() == "10.0.0.5\n"
+    assert (tmp_path / "spot").read_text() == "10.0.0.5:6379\n"
+
+
+def wait_until(done: object, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.2)
+
+
+def test_scripts_name_what_is_wrong(bench: dict[str, str]):
+    def said(*command: str, **env: str) -> tuple[int, str]:
+        given = {**bench, **env}
+        done = subprocess.run(
+            [DEPLOY / command[0], *command[1:]], env=given, capture_output=True, text=True, timeout=60
+        )
+        [line] = done.stderr.splitlines()
+        return done.returncode, line
+
+    Path(bench["HOME"], ".eagleray.env").touch()
+    assert said("node.sh", "boss") == (2, "node.sh: got 'boss', expected head or worker")
+    status, line = said("mlflow/serve.sh", MLFLOW_BACKEND_STORE_URI="sqlite:////x")
+    assert status
+    assert "MLFLOW_ARTIFACTS_DESTINATION: expected" in line
+    status, line = said("slurm/eagleray.sbatch")
+    assert (status, line[:22]) == (2, "error: nothing to run;")
+    assert said("slurm/eagleray.sbatch", "pretrain") == (2, "error: no Slurm allocation; start it with sbatch")
+    status, line = said("slurm/eagleray.sbatch", "pretrain", PATH="/usr/bin:/bin", SLURM_JOB_ID="1")
+    assert (status, line[:35]) == (2, "error: eagleray is not on PATH; act")
+
+
+def ask(url: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as e:
+        return e.code
+    except OSError:
+        return 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
+    port = free_block(1)
+    env = {
+        **bench,
+        "MLFLOW_PORT": str(port),
+        "MLFLOW_WORKERS": "1",
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path}/m.db",
+        "MLFLOW_AUTH_DATABASE_URI": f"sqlite:///{tmp_path}/users%d.db",
+        "MLFLOW_ARTIFACTS_DESTINATION": str(tmp_path / "files"),
+        "MLFLOW_TRACKING_USERNAME": "someone",
+        "MLFLOW_TRACKING_PASSWORD": "not-to-be-seen-1",
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": "not-to-be-seen-2",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    url = f"http://127.0.0.1:{port}"
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([DEPLOY / "mlflow/serve.sh"], env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_until(lambda: server.poll() is not None or ask(f"{url}/health") == 200, 300)
+        assert server.poll() is None, (tmp_path / "log").read_text()
+        search = f"{url}/api/2.0/mlflow/experiments/search?max_results=1"
+        right = "Basic " + base64.b64encode(b"someone:not-to-be-seen-1").decode()
+        wrong = "Basic " + base64.b64encode(b"someone:else").decode()
+        assert ask(search) == 401
+        assert ask(search, Authorization=wrong) == 401
+        assert ask(search, Authorization=right) == 200
+        assert ask(search, Authorization=right, Host="evil.example.com") == 403
+        table = shown()
+        assert str(port) in table
+        assert "not-to-be-seen" not in table + (tmp_path / "log").read_text()
+        assert (tmp_path / "users%d.db").exists()
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+# Slurm without Slurm: a step runs here, and all nodes are this machine.
+SRUN = """
+while [ "$1" != bash ]; do shift; done
+set -m
+"$@" --object-store-memory=100000000 & step=$!
+trap 'kill -TERM -- -$step' TERM
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+"""
+
+
+@contextmanager
+def batch(env: dict[str, str], log: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("w") as out:
+        job = subprocess.Popen(
+            [DEPLOY / "slurm/eagleray.sbatch", *command], env=env, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            job.terminate()  # it ends Ray, whose steps are in process groups of their own
+            job.wait(300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_slurm_job_is_saved_requeued_and_continued(
+    bench: dict[str, str], small: Path, shards: Path, tmp_path: Path, free_job: int
+):
+    stub(bench, "srun", SRUN)
+    stub(bench, "scontrol", f'[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$*" > {tmp_path}/queue\n')
+    env = {
+        **bench,
+        "SLURM_JOB_ID": str(free_job),
+        "SLURM_JOB_NODELIST": "one,two",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    out = tmp_path / "out"
+    command = ["pretrain", str(small), f"data.train={shards / 'train'}", f"out={out}", "workers=2", "optim.epochs=60"]
+    command += ["evaluate.probe_epochs=0"]
+    metrics = out / "metrics.jsonl"
+    with batch(env, tmp_path / "first.log", *command) as job:  # starting takes a minute or two on two cores
+        wait_until(
+            lambda: job.poll() is not None or (metrics.exists() and len(metrics.read_text().splitlines()) > 3), 700
+        )
+        assert job.poll() is None, (tmp_path / "first.log").read_text()
+        [state] = tmp_path.glob(".eagleray-*")
+        assert (state / "token").stat().st_mode & 0o777 == 0o600
+        token = (state / "token").read_text()
+        table = shown()
+        assert len(token) == 64
+        assert token not in table
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(300) == 1
+    wait_until(lambda: f"/ray-{free_job}/" not in shown(), 200)  # as Slurm does before it starts the job again
+    text = (tmp_path / "first.log").read_text()
+    assert "Ray has 2 node(s)" in text
+    assert (tmp_path / "queue").read_text().split() == ["requeue", str(free_job)]
+    assert not state.exists()
+    assert list((out / "checkpoints").glob("*.json"))
+    taken = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    with batch(env, tmp_path / "second.log", *command, f"max_steps={taken + 5}") as job:
+        assert job.wait(700) == 0, (tmp_path / "second.log").read_text()
+    assert "continuing from step" in (tmp_path / "second.log").read_text() + (out / "train.log").read_text()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, taken + 6))
+    wait_until(lambda: f"/ray-{free_job}/" not in shown(), 200)
+
+
+def shown() -> str:
+    """Command lines of all processes."""
+    return subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def free_job() -> int:
+    """A job number whose ports nobody uses."""
+    import socket
+
+    for job in range(os.getpid() % 900, 1000):
+        try:
+            for port in range(20000 + job * 10, 20003 + job * 10):
+                with socket.socket() as s:
+                    s.bind(("", port))
+            return job
+        except OSError:
+            continue
+    raise AssertionError("no free ports")

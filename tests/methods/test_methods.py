@@ -1,0 +1,131 @@
+"""What every method promises, whatever it computes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import METHODS, Table, small_recipe
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.engine.loop import fit
+from eagleray.methods.method import Method
+from eagleray.runs import pretrain
+from eagleray.runs.monitor import exported
+from eagleray.runs.recipe import Recipe
+
+BATCH, IMAGES = 12, 40
+BACKBONES = {
+    "vit": [],
+    "swin": [
+        "backbone={name: swin_tiny_patch4_window7_224, options: {img_size: 64, embed_dim: 12, depths: [1, 1], "
+        "num_heads: [1, 2], window_size: 4}}"
+    ],
+    "resnet": ["backbone={name: resnet50, options: {layers: [1, 1, 1, 1], base_width: 16}}"],
+}
+
+
+def recipe_of(method: str, folder: Path, overrides: list[str] | None = None) -> Recipe:
+    (path := folder / f"{method}.yaml").write_text(small_recipe(method))
+    text = path.read_text()
+    if overrides and "swin" in overrides[0]:
+        path.write_text(text.replace("size: 16", "size: 64").replace("size: 8", "size: 32"))
+    if overrides:  # another backbone replaces the section, and does not merge with it
+        path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith("backbone:")))
+    return config.load(Recipe, path, ["data.train=none", *(overrides or [])])
+
+
+def batch_of(recipe: Recipe, step: int = 0) -> Batch:
+    g = torch.Generator().manual_seed(step)
+    views = [torch.randn(BATCH, 3, v.size, v.size, generator=g) for v in recipe.views for _ in range(v.count)]
+    index = torch.randperm(IMAGES, generator=g)[:BATCH]
+    return Batch(views, torch.empty(0), index, torch.arange(BATCH) % 10, (BATCH,))
+
+
+def build(recipe: Recipe) -> Method:
+    method = pretrain.build(recipe)
+    method.begin(IMAGES)
+    return method
+
+
+def gradient(recipe: Recipe, at: Progress) -> dict[str, torch.Tensor]:
+    method = build(recipe)
+    torch.manual_seed(1)
+    method(batch_of(recipe), at)["loss"].backward()
+    return {n: p.grad for n, p in method.named_parameters() if p.grad is not None}
+
+
+def test_every_method_is_tested():
+    assert sorted(METHODS) == config.parts("eagleray.methods")
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("method", METHODS)
+def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: Path):
+    recipe = recipe_of(method, tmp_path, BACKBONES[backbone])
+    m = build(recipe)
+    before = {n: p.detach().clone() for n, p in m.named_parameters() if p.requires_grad}
+    batches: Iterator[tuple[Progress, Batch]] = ((Progress(s, 4, 2), batch_of(recipe, s)) for s in (2, 3, 4, 5))
+    optimizer = pretrain.make_optimizer(recipe, m)
+    for taken in fit(m, batches, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+        assert torch.isfinite(taken.values["loss"])
+        assert not taken.values["skipped"]
+    still = [n for n, p in m.named_parameters() if n in before and torch.equal(p, before[n])]
+    assert not still, "parameters that nothing trains"
+    assert exported(m).backbone is m.watched()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_give_the_gradient_of_the_whole(method: str, tmp_path: Path, table: Table):
+    recipe = recipe_of(method, tmp_path)
+    at = Progress(5, 4, 2)
+    want = gradient(recipe, at)
+    ours = gradient(replace(recipe, optim=replace(recipe.optim, micro_batch=5)), at)
+    assert ours.keys() == want.keys()
+    away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
+    error = float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())
+    table.add(method, "micro-batches of 5 of 12", error)
+    assert error < 1e-5
+
+
+def test_micro_batches_hold_less_memory(tmp_path: Path):
+    """What the trunk keeps for the way back is that of one part."""
+    recipe = recipe_of("mocov3", tmp_path)
+
+    def kept(size: int | None) -> int:
+        m = build(replace(recipe, optim=replace(recipe.optim, micro_batch=size)))
+        held: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+            m.base_encoder.backbone.pooled(batch_of(recipe).views[0])
+        return sum(held)
+
+    assert kept(2) < kept(None) / 5
+
+
+@pytest.mark.parametrize("backbone", ["{name: resnet50}", "{name: vit_tiny_patch16_224, norm: batch}"])
+def test_micro_batches_are_refused_where_they_are_not_exact(backbone: str, tmp_path: Path):
+    with pytest.raises(UserError, match=r"optim.micro_batch=4: the batch norm of .* needs the whole batch"):
+        pretrain.build(recipe_of("byol", tmp_path, [f"backbone={backbone}", "optim.micro_batch=4"]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_holds_all_there_is(method: str, tmp_path: Path):
+    """Two steps, then two more: from the state in between they are the same."""
+    recipe = recipe_of(method, tmp_path)
+    steps = [(Progress(s, 4, 2), batch_of(recipe, s)) for s in range(4)]
+    settings = {"lr": lambda _: 1e-2, "weight_decay": lambda _: 0.0}
+    whole = build(recipe)
+    list(fit(whole, steps, pretrain.make_optimizer(recipe, whole), **settings))
+    first = build(recipe)
+    list(fit(first, steps[:2], optimizer := pretrain.make_optimizer(recipe, first), **settings))
+    second = build(replace(recipe, seed=7))
+    second.load_state_dict(first.state_dict())
+    again = pretrain.make_optimizer(recipe, second)
+    again.load_state_dict(optimizer.state_dict())
+    list(fit(second, steps[2:], again, **settings))
+    for name, want in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], want), name

@@ -1,0 +1,314 @@
+"""What a backbone takes over: every name that weights come under, tables resized, and other architectures refused."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_recipe
+from safetensors.torch import save_file
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.engine import checkpoint
+from eagleray.models.backbone import Backbone
+from eagleray.runs import pretrain, recipe, restore
+from eagleray.runs.restore import fill, read
+
+VIT: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+SWIN: dict[str, Any] = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 12, "depths": (1, 1)}
+SWIN |= {"num_heads": (2, 4)}
+RESNET: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (8, 8, 8, 8), "stem_width": 8}
+KINDS = {
+    "vit_tiny_patch16_224": VIT,
+    "swin_tiny_patch4_window7_224": SWIN,
+    "resnet50": RESNET,
+    "t2t_vit_14": {"embed_dim": 24, "depth": 1, "num_heads": 3, "token_dim": 16},
+    "cvt_13": {"dims": (8, 12, 16), "depths": (1, 1, 1), "heads": (1, 1, 2), "head_dim": 8},
+}
+
+
+def network(name: str = "vit_tiny_patch16_224", seed: int = 0, **keys: Any) -> Backbone:
+    torch.manual_seed(seed)
+    options = KINDS[name] | keys.pop("options", {})
+    return Backbone(name, **keys, options=options)
+
+
+def none(_: recipe.Recipe) -> Any:
+    raise AssertionError("no run of ours was named")
+
+
+def stored(folder: Path, state: Any, name: str = "weights.pth") -> str:
+    path = folder / name
+    save_file(state, path) if name.endswith(".safetensors") else torch.save(state, path)
+    return str(path)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, b.state_dict()[k]) for k, x in a.state_dict().items())
+
+
+def refused(source: str, backbone: Backbone) -> str:
+    before = {k: v.clone() for k, v in backbone.state_dict().items()}
+    with pytest.raises(UserError) as e:
+        fill(backbone, read(source, none))
+    assert "\n" not in str(e.value)
+    assert str(e.value).startswith(f"backbone.weights={source}: ")
+    assert all(torch.equal(v, before[k]) for k, v in backbone.state_dict().items()), "half a checkpoint was taken"
+    return str(e.value)
+
+
+def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + k: v for k, v in state.items()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_tensor_of_a_state_dict_is_taken(name: str, tmp_path: Path):
+    theirs, ours = network(name, seed=1), network(name)
+    report = fill(ours, read(stored(tmp_path, theirs.model.state_dict(), "w.safetensors"), none))
+    assert same(theirs, ours)
+    assert report.share == 1
+    assert not [*report.resized, *report.missing, *report.left]
+    assert sorted(report.matched) == sorted(ours.model.state_dict())
+
+
+WRAPPED = {
+    "plain": lambda s: s,
+    "distributed": lambda s: under("module.", s),
+    "compiled": lambda s: {"state_dict": under("_orig_mod.", s)},
+    "deit": lambda s: {"model": s, "args": argparse.Namespace(lr=1.0), "epoch": 3},
+    "swin ssl": lambda s: {"model": under("encoder.", s) | under("encoder_k.", {k: -v for k, v in s.items()})},
+    "dino": lambda s: {
+        "student": under("module.backbone.", {k: -v for k, v in s.items()}),
+        "teacher": under("backbone.", s) | {"head.mlp.0.weight": torch.ones(3)},
+        "args": argparse.Namespace(arch="vit_small"),
+    },
+    "moco v3": lambda s: {
+        "arch": "vit_small",
+        "state_dict": under("module.base_encoder.", s)
+        | under("module.momentum_encoder.", {k: -v for k, v in s.items()})
+        | {"module.predictor.0.weight": torch.ones(2), "module.base_encoder.head.0.weight": torch.ones(2)},
+    },
+    "moco v2": lambda s: {"state_dict": under("module.encoder_q.", s)},
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_names_of_public_checkpoints_are_understood(kind: str, tmp_path: Path):
+    theirs, ours = network(seed=1), network()
+    report = fill(ours, read(stored(tmp_path, WRAPPED[kind](theirs.model.state_dict())), none))
+    assert same(theirs, ours)
+    assert report.share == 1
+    head = {"dino": ["head.mlp.0.weight"], "moco v3": ["predictor.0.weight", "base_encoder.head.0.weight"]}
+    assert [k for k in report.left if "head" in k or "predictor" in k] == sorted(head.get(kind, []), reverse=True)
+
+
+def test_names_of_the_authors_become_timms(tmp_path: Path):
+    theirs, ours = network("swin_tiny_patch4_window7_224", seed=1), network("swin_tiny_patch4_window7_224")
+    state = {k.replace("layers.1.downsample", "layers.0.downsample"): v for k, v in theirs.model.state_dict().items()}
+    state |= {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(16, 16), "head.weight": torch.ones(5, 24)}
+    report = fill(ours, read(stored(tmp_path, {"model": state}), none))
+    assert same(theirs, ours)
+    assert len(report.left) == 2
+    theirs, ours = network("t2t_vit_14", seed=1), network("t2t_vit_14")
+    state = {k.replace("patch_embed", "tokens_to_token"): v for k, v in theirs.model.state_dict().items()}
+    report = fill(
+        ours, read(stored(tmp_path, {"state_dict_ema": 0, "state_dict": state | {"pos_embed": torch.ones(1)}}), none)
+    )
+    assert same(theirs, ours)
+    assert report.left == ["pos_embed"]
+
+
+@pytest.mark.parametrize(("averaged", "raw"), [("state_dict_ema", "state_dict"), ("model_ema", "model")])
+def test_an_average_comes_before_the_weights(averaged: str, raw: str, tmp_path: Path):
+    theirs, other, ours = network(seed=1), network(seed=2), network()
+    fill(ours, read(stored(tmp_path, {raw: other.model.state_dict(), averaged: theirs.model.state_dict()}), none))
+    assert same(theirs, ours)
+
+
+def test_a_position_table_is_resized_for_another_grid(tmp_path: Path):
+    theirs, ours = network(seed=1), network(options={"img_size": 32})
+    with torch.no_grad():
+        theirs.model.pos_embed.fill_(0.5)
+        theirs.model.pos_embed[:, 0] = -3.0  # of the class token, which is nowhere in the grid
+    report = fill(ours, read(stored(tmp_path, theirs.model.state_dict()), none))
+    assert report.resized == ["pos_embed 1x17x24 of 1x5x24"]
+    assert report.share == 1
+    torch.testing.assert_close(ours.model.pos_embed[:, 1:], torch.full((1, 16, 24), 0.5))
+    torch.testing.assert_close(ours.model.pos_embed[:, 0], torch.full((1, 24), -3.0))
+
+
+def test_tables_of_relative_positions_are_resized_for_another_window(tmp_path: Path):
+    name = "swin_tiny_patch4_window7_224"
+    theirs, ours = network(name, seed=1), network(name, options={"window_size": 8})
+    for k, v in theirs.model.state_dict().items():
+        if k.endswith(restore.TABLE):
+            v.copy_(torch.arange(v.shape[1]).expand_as(v) + 1.0)
+    report = fill(ours, read(stored(tmp_path, theirs.model.state_dict()), none))
+    assert report.resized == [
+        "layers.0.blocks.0.attn.relative_position_bias_table 225x2 of 49x2",
+        "layers.1.blocks.0.attn.relative_position_bias_table 225x4 of 49x4",
+    ]
+    table = ours.model.layers[0].blocks[0].attn.relative_position_bias_table
+    torch.testing.assert_close(table, torch.tensor([1.0, 2.0]).expand(225, 2))
+
+
+def test_the_report_names_every_key(tmp_path: Path):
+    state = network(seed=1, options={"img_size": 32}).model.state_dict()
+    del state["norm.bias"]
+    report = fill(network(), read(stored(tmp_path, state | {"head.weight": torch.ones(3)}), none))
+    lines = list(report.lines())
+    assert "1 resized, 1 missing, 1 left over; 99.9% of the backbone's parameters" in lines[0]
+    assert "resized    pos_embed 1x5x24 of 1x17x24" in lines
+    assert "missing    norm.bias" in lines
+    assert "left over  head.weight" in lines
+    keys = [line[11:].partition(" ")[0] for line in lines[1:]]
+    assert sorted(keys) == sorted([*network().model.state_dict(), "head.weight"])
+
+
+def test_another_architecture_is_refused(tmp_path: Path):
+    deeper, wider = network(options={"depth": 3}), network(options={"embed_dim": 48})
+    source = stored(tmp_path, network(seed=1).model.state_dict())
+    line = refused(source, deeper)
+    assert "of the backbone's parameters, expected 95% or more; missing: blocks.2.norm1.weight; " in line
+    line = refused(source, wider)
+    assert "has 0.0% of" in line
+    assert "cls_token 1x1x48, is 1x1x24; " in line
+    assert "expected 95% or more" in refused(source, network("resnet50"))
+    assert "expected 95% or more" in refused(source, network("swin_tiny_patch4_window7_224"))
+
+
+def test_the_same_shapes_of_another_architecture_are_refused(tmp_path: Path):
+    batch = network(norm="batch")
+    line = "norm2.norm is a batch norm there, and none here"
+    assert line in refused(stored(tmp_path, batch.model.state_dict()), network())
+    line = "norm2.norm is a batch norm here, and none there"
+    assert line in refused(stored(tmp_path, network().model.state_dict()), batch)
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path):
+    assert "no such run, checkpoint or file, and no model of timm" in refused(str(tmp_path / "none"), network())
+    (tmp_path / "text.pth").write_text("no weights")
+    assert "text.pth: " in refused(str(tmp_path / "text.pth"), network())
+    (tmp_path / "text.safetensors").write_text("no weights")
+    assert "cannot be read (SafetensorError)" in refused(str(tmp_path / "text.safetensors"), network())
+    assert "expected tensors by name, found a list" in refused(stored(tmp_path, [1, 2]), network())
+    assert "holds no tensors by name" in refused(stored(tmp_path, {"epoch": 3}), network())
+    assert "holds more than tensors" in refused(stored(tmp_path, {"model": network()}), network())
+
+
+class Touch:
+    """A pickle that would do something."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_runs_no_code(tmp_path: Path):
+    source = stored(tmp_path, {"model": Touch(tmp_path / "touched")})
+    assert "store its state dict alone" in refused(source, network())
+    assert not (tmp_path / "touched").exists()
+
+
+def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
+    """A checkpoint as a run leaves it, of weights that are those of no seed."""
+    (folder / "small.yaml").write_text(small_recipe(method))
+    r = recipe.load(str(folder / "small.yaml"), overrides)
+    trained = pretrain.build(r)
+    trained.begin(40)
+    torch.manual_seed(5)
+    for p in trained.parameters():
+        nn.init.normal_(p)
+    state = {"recipe": config.dump(r), "method": trained.state_dict(), "images": 40}
+    checkpoint.save(folder / "checkpoints", 3, state, keep=1)
+    return r
+
+
+@pytest.mark.parametrize("method", ["mocov3", "dino"])
+def test_a_run_gives_what_its_method_exports(method: str, tmp_path: Path):
+    r = run_of(tmp_path, method)
+    exported = restore.restored(str(tmp_path), pretrain.build)[1].export()
+    for source in (tmp_path, tmp_path / "checkpoints" / "step-000000003.pt"):
+        ours = pretrain.backbone(r)
+        report = fill(ours, read(str(source), pretrain.build))
+        assert report.share == 1
+        assert not report.left
+        assert same(exported, ours)
+    assert not same(exported, pretrain.build(r).export())
+
+
+def test_a_run_with_other_attention_heads_is_refused(tmp_path: Path):
+    r = run_of(tmp_path, "mocov3", "backbone.options.num_heads=2")
+    assert r.backbone.options["num_heads"] == 2
+    with pytest.raises(UserError, match=r"blocks\.0\.attn has 2 attention heads there, and 3 here"):
+        fill(network(), read(str(tmp_path), pretrain.build))
+
+
+def test_a_method_is_built_on_the_weights_and_its_copies_follow(tmp_path: Path):
+    theirs = network(seed=1)
+    (tmp_path / "small.yaml").write_text(small_recipe("mocov3"))
+    r = recipe.load(str(tmp_path / "small.yaml"))
+    fresh, method = (
+        pretrain.build(r),
+        pretrain.build(r, read(stored(tmp_path, theirs.model.state_dict()), pretrain.build)),
+    )
+    assert same(theirs, method.export())
+    assert same(theirs, method.momentum_encoder.backbone)
+    assert same(fresh.predictor, method.predictor), "what is not loaded starts as ever"
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> nn.Module:
+    """A model that timm has weights of, in a file."""
+    torch.manual_seed(1)
+    theirs = VisionTransformer(**VIT, num_classes=7)
+    file = stored(tmp_path, theirs.state_dict(), "timm.safetensors")
+    default_cfgs = generate_default_cfgs({"vit_of_tests.here": {"file": file, "classifier": "head", "num_classes": 7}})
+
+    def vit_of_tests(pretrained: bool = False, **options: Any) -> nn.Module:
+        return build_model_with_cfg(VisionTransformer, "vit_of_tests", pretrained, **VIT | options)
+
+    vit_of_tests.__module__ = __name__
+    globals()["default_cfgs"] = default_cfgs
+    register_model(vit_of_tests)
+    return theirs
+
+
+@pytest.mark.filterwarnings("ignore:Overwriting")
+def test_timms_weights(pretrained: nn.Module):
+    assert restore.absolute("vit_of_tests.here") == "timm:vit_of_tests.here"
+    ours = network()
+    report = fill(ours, read("timm:vit_of_tests.here", none))
+    assert report.left == ["head.weight", "head.bias"]
+    assert report.share == 1
+    assert all(torch.equal(v, pretrained.state_dict()[k]) for k, v in ours.model.state_dict().items())
+    line = refused("timm:vit_of_tests.here", network(options={"num_heads": 2}))
+    assert "blocks.0.attn has 3 attention heads there, and 2 here" in line
+
+
+def test_a_name_without_weights_is_refused():
+    assert "timm has no weights of this name; did you mean" in refused("timm:vit_base_patch16_224.none", network())
+    assert "timm has no weights of this name" in refused(restore.absolute("cvt_13"), network())
+
+
+def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert restore.absolute("s3://bucket/runs/a") == "s3://bucket/runs/a"
+    assert restore.absolute("runs/a") == str(tmp_path / "runs" / "a")
+    (tmp_path / "resnet50").mkdir()
+    assert restore.absolute("resnet50") == str(tmp_path / "resnet50")
+    assert restore.absolute("resnet18") == "timm:resnet18"
+
+
+def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
+    """Those of a version that did not write down how many images there were."""
+    checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
+    with pytest.raises(UserError, match="is not a checkpoint of this program: expected images, method, recipe in it"):
+        restore.restored(str(tmp_path), pretrain.build)

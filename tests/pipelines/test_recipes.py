@@ -1,0 +1,410 @@
+"""The recipes of pipelines/ as a collection: no two alike, none longer than it need be, all of them in the docs."""
+
+import importlib.util
+import itertools
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from eagleray import config
+from eagleray.datasets.catalogue import DATASETS
+from eagleray.models.backbone import Backbone
+from eagleray.runs import pretrain, recipe
+
+ROOT = Path(__file__).parents[2]
+NAMES = recipe.names()
+DATA = ("in1k", "in10", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
+NAME = (
+    r"(?P<method>[a-z0-9_]+?)_(?P<backbone>vit(?P<size>xs|[sblh])(?P<patch>\d+)(?P<kind>[a-z]*)|[a-z0-9]+)"
+    r"_(?P<data>" + "|".join(DATA) + r")_(?:(?P<length>ep|ft)(?P<epochs>\d+)|demo)(?P<variant>_.+)?"
+)
+SIZES = {"xs": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
+KINDS = {"": ("timm", "timm"), "bn": ("batch", "timm"), "conv": ("timm", "conv")}
+
+
+class Row(NamedTuple):
+    """A pretraining in a paper's table: what is printed of it, and million parameters where that is a column."""
+
+    recipe: str
+    printed: str
+    params: int | None = None
+
+
+# Every row that is a pretraining of ours. Left out, as we lack them: SimCLR-v2 with selective kernels, iGPT and masked
+# patches on JFT-300M (table 1), DetCo (12), and what is supervised.
+ESVIT = {
+    1: [
+        Row("swav_resnet50w5_in1k_ep400", "78.5 67.1", 586),
+        Row("byol_resnet200w2_in1k_ep1000", "79.6 73.9", 250),
+        Row("dino_vits8_in1k_ep800", "79.7 78.3", 21),
+        Row("dino_vitb8_in1k_ep300", "80.1 77.4", 85),
+        Row("mocov3_vitb7bn_in1k_ep600", "79.5", 85),
+        Row("mocov3_vitl7bn_in1k_ep300", "81.0", 304),
+        Row("esvit_swint14_in1k_ep300", "78.7 77.0", 28),
+        Row("dino_swint14_in1k_ep300", "77.9 75.5", 28),
+        Row("esvit_swins14_in1k_ep300", "80.8 79.1", 49),
+        Row("dino_swins14_in1k_ep300", "79.4 77.3", 49),
+        Row("esvit_swinb14_in1k_ep300", "81.3 79.3", 87),
+        Row("dino_swinb14_in1k_ep300", "80.5 78.3", 87),
+        Row("dino_vits16_in1k_ep800", "77.0 74.5", 21),
+        Row("dino_vitb16_in1k_ep400", "78.2 76.1", 85),
+        Row("mocov3_vitb16_in1k_ep600", "76.7", 85),
+        Row("mocov3_vith14bn_in1k_ep300", "79.1", 632),
+        Row("moby_swint_in1k_ep300", "75.1", 28),
+        Row("esvit_swint_in1k_ep300", "78.1 75.7", 28),
+        Row("dino_swint_in1k_ep300", "77.0 74.2", 28),
+        Row("esvit_swins_in1k_ep300", "79.5 77.7", 49),
+        Row("dino_swins_in1k_ep300", "79.2 76.8", 49),
+        Row("esvit_swinb_in1k_ep300", "80.4 78.9", 87),
+        Row("dino_swinb_in1k_ep300", "79.6 77.7", 87),
+    ],
+    3: [
+        Row("esvit_swint_in1k_ep300", "78.0 75.7 80.66"),
+        Row("dino_swint_in1k_ep300_bs1024", "77.1 73.7"),
+        Row("esvit_swint_webvision_ep150_bs1024", "75.9 71.2 80.00"),
+        Row("dino_swint_webvision_ep150_bs1024", "75.4 69.4"),
+        Row("esvit_swint_openimages_ep50_bs1024", "70.6 62.0 77.97"),
+        Row("dino_swint_openimages_ep50_bs1024", "69.6 60.3"),
+        Row("esvit_swint_in22k_ep30_bs1024", "75.0 67.9 81.03"),
+        Row("dino_swint_in22k_ep30_bs1024", "73.5 66.1"),
+    ],
+    4: [
+        Row("dino_vits16_in1k_ep300_bs1024", "75.9 73.2", 21),
+        Row("dino_resnet50_in1k_ep800", "75.3 67.5", 24),
+        Row("dino_resnet50_in1k_ep300_bs1024", "75.0 69.3", 24),
+        Row("esvit_resnet50_in1k_ep300_bs1024", "75.7 71.2", 24),
+        Row("dino_swint_in1k_ep300_bs1024", "77.1 73.7", 28),
+        Row("esvit_swint_in1k_ep300_bs1024", "77.6 75.4", 28),
+        Row("dino_vil_in1k_ep300_bs1024", "77.3 73.9", 28),
+        Row("esvit_vil_in1k_ep300_bs1024", "77.5 74.5", 28),
+        Row("dino_cvt_in1k_ep300_bs1024", "77.6 74.8", 29),
+        Row("esvit_cvt_in1k_ep300_bs1024", "78.5 76.7", 29),
+        Row("dino_pvt_in1k_ep300_bs1024", "75.4 72.0", 24),
+        Row("esvit_pvt_in1k_ep300_bs1024", "76.3 72.9", 24),
+    ],
+    5: [
+        Row("moco_resnet50_in1k_ep200", "67.5 55.6 38.7 33.9"),
+        Row("densecl_resnet50_in1k_ep200", "63.6 48.6 39.1 34.2"),
+        Row("dino_resnet50_in1k_ep200_2crops", "69.2 59.9 37.8 33.1"),
+        Row("esvit_resnet50_in1k_ep200_2crops", "69.9 61.7 38.0 33.2"),
+    ],
+    12: [
+        Row("moco_resnet50_in1k_ep200", "67.5"),
+        Row("densecl_resnet50_in1k_ep200", "63.6"),
+        Row("dino_resnet50_in1k_ep200_2crops", "69.2"),
+        Row("esvit_resnet50_in1k_ep200_2crops", "69.9"),
+        Row("moco_resnet50_in1k_ep800_v2plus", "72.2"),
+        Row("swav_resnet50_in1k_ep800", "75.3"),
+        Row("barlow_twins_resnet50_in1k_ep1000", "73.2"),
+        Row("vicreg_resnet50_in1k_ep1000", "73.2"),
+        Row("simsiam_resnet50_in1k_ep800", "71.3"),
+        Row("byol_resnet50_in1k_ep1000", "74.3"),
+        Row("dino_resnet50_in1k_ep300_bs1024", "75.0"),
+        Row("esvit_resnet50_in1k_ep300_bs1024", "75.7"),
+    ],
+}
+# Heads, window and number of the blocks, as table 6 draws them; of ViL what the authors' code has.
+TABLE_6 = {
+    "swint": [(3, 7, 2), (6, 7, 2), (12, 7, 6), (24, 7, 2)],
+    "swins": [(3, 7, 2), (6, 7, 2), (12, 7, 18), (24, 7, 2)],
+    "swinb": [(4, 7, 2), (8, 7, 2), (16, 7, 18), (32, 7, 2)],
+    "swint14": [(3, 14, 2), (6, 14, 2), (12, 14, 6), (24, 7, 2)],
+    "swins14": [(3, 14, 2), (6, 14, 2), (12, 14, 18), (24, 7, 2)],
+    "vil": [(3, 7, 2), (6, 7, 2), (12, None, 6), (24, None, 2)],
+    "cvt": [(1, 7, 2), (3, 7, 2), (6, 7, 6), (12, 7, 2)],
+}
+TABLE_13 = {"in1k": (300, 10), "openimages": (50, 2), "in22k": (30, 1)}  # epochs, of which warm-up
+SELFPATCH = {  # of the supplement
+    1: [Row("dino_vits16_in1k_ep300_vissl", "38.3 42.3"), Row("selfpatch_vits16_in1k_ep200", "41.2 43.2")],
+    2: [
+        Row("mocov3_vits16_in1k_ep300", "73.2"),
+        Row("moby_deits16_in1k_ep300", "72.8"),
+        Row("dino_vits16_in1k_ep300_vissl", "75.1"),
+        Row("selfpatch_vits16_in1k_ep300", "75.6"),
+    ],
+    3: [
+        Row("dino_vitxs16_coco_ep200", "28.0 26.9 24.9 55.1"),
+        Row("selfpatch_vitxs16_coco_ep200", "30.7 28.6 29.5 57.0"),
+        Row("esvit_vitxs16_coco_ep200", "27.9 26.9 26.0 53.5"),
+    ],
+    4: [
+        Row("dino_vitxs16_coco_ep200", "55.1"),
+        Row("selfpatch_vitxs16_coco_ep200", "57.0"),
+        Row("dino_vitxs16_coco_ep200_nopos", "51.7"),
+        Row("selfpatch_vitxs16_coco_ep200_nopos", "52.9"),
+    ],
+    5: [
+        Row("dino_vitxs32_in10_ep200", "24.9 76.0"),
+        Row("dino_vitxs16_coco_ep200", "37.6 83.8"),
+        Row("dino_vitxs8_in10_ep200", "48.7 85.0"),
+        Row("selfpatch_vitxs32_in10_ep200_k1", "34.9 80.0"),
+        Row("selfpatch_vitxs16_in10_ep200_k1", "46.5 85.0"),
+        Row("selfpatch_vitxs8_in10_ep200_k1", "50.6 87.0"),
+        Row("selfpatch_vitxs32_in10_ep200_k2", "36.5 80.2"),
+        Row("selfpatch_vitxs16_in10_ep200_k2", "52.9 86.0"),
+        Row("selfpatch_vitxs8_in10_ep200_k2", "57.3 88.0"),
+        Row("selfpatch_vitxs32_in10_ep200", "36.3 75.0"),
+        Row("selfpatch_vitxs16_coco_ep200", "53.1 85.8"),
+        Row("selfpatch_vitxs8_in10_ep200", "61.7 88.4"),
+        Row("selfpatch_vitxs32_in10_ep200_k6", "36.3 75.6"),
+        Row("selfpatch_vitxs16_in10_ep200_k6", "52.6 85.0"),
+        Row("selfpatch_vitxs8_in10_ep200_k6", "62.0 87.4"),
+        Row("selfpatch_vitxs32_in10_ep200_k8", "33.2 75.2"),
+        Row("selfpatch_vitxs16_in10_ep200_k8", "50.4 82.6"),
+        Row("selfpatch_vitxs8_in10_ep200_k8", "60.4 87.2"),
+    ],
+}
+SETS = ("cifar10", "cifar100", "flowers", "svhn", *("clipart", "infograph", "painting", "quickdraw", "real", "sketch"))
+DRLOC_3 = {  # 100 epochs from scratch, one column for each of the ten sets
+    "supervised_cvt13": "89.02 73.50 54.29 91.47 60.34 19.39 54.79 70.10 76.33 56.98",
+    "drloc_cvt13": "90.30 74.51 56.29 95.36 60.64 20.05 55.26 70.36 77.05 57.56",
+    "supervised_swint": "59.47 53.28 34.51 71.60 38.05 8.20 35.92 24.08 73.47 11.97",
+    "drloc_swint": "83.89 66.23 39.37 94.23 47.47 10.16 41.86 69.41 75.59 38.55",
+    "supervised_t2t14": "84.19 65.16 31.73 95.36 43.55 6.89 34.24 69.83 73.93 31.51",
+    "drloc_t2t14": "87.56 68.03 34.35 96.49 52.36 9.51 42.78 70.16 74.63 51.95",
+}
+DRLOC_4 = {  # fine-tuned from ImageNet-1k
+    "supervised_swint": "97.95 88.22 98.03 96.10 73.51 41.07 72.99 75.81 85.48 72.37",
+    "drloc_swint": "98.37 88.40 98.21 97.87 79.51 46.10 73.28 76.01 85.61 72.86",
+    "supervised_t2t14": "98.37 87.33 97.98 97.03 74.59 38.53 72.29 74.16 84.56 72.18",
+    "drloc_t2t14": "98.52 87.65 98.08 98.20 78.22 45.69 72.42 74.27 84.57 72.29",
+}
+
+
+def columns(of: dict[str, str], sets: tuple[str, ...], length: str) -> list[Row]:
+    """A row for each column of a table."""
+    named = ((name, short, n) for name, line in of.items() for short, n in zip(sets, line.split(), strict=True))
+    return [Row(f"{name}_{short}_{length}", printed) for name, short, printed in named]
+
+
+DRLOC = {
+    1: [
+        Row("supervised_swint_in100_ep100", "82.76"),
+        Row("drloc_swint_in100_ep100", "84.02"),
+        Row("drloc_swint_in100_ep100_signed", "83.14"),
+        Row("drloc_swint_in100_ep100_ce", "83.86"),
+        Row("drloc_swint_in100_ep100_reg", "83.24"),
+        Row("drloc_swint_in100_ep100_all", "81.88"),
+    ],
+    2: [
+        Row("supervised_swint_cifar100_ep100", "53.28"),
+        Row("drloc_swint_cifar100_ep100", "66.23"),
+        Row("supervised_cvt13_in100_ep100", "85.62"),
+        Row("drloc_cvt13_in100_ep100", "85.98"),
+        Row("supervised_swint_in100_ep100", "82.76"),
+        Row("drloc_swint_in100_ep100", "84.02"),
+        Row("supervised_t2t14_in100_ep100", "82.74"),
+        Row("drloc_t2t14_in100_ep100", "83.90"),
+        Row("supervised_cvt13_in100_ep300", "90.16"),
+        Row("drloc_cvt13_in100_ep300", "90.28"),
+        Row("supervised_swint_in100_ep300", "89.68"),
+        Row("drloc_swint_in100_ep300", "90.32"),
+        Row("supervised_t2t14_in100_ep300", "87.76"),
+        Row("drloc_t2t14_in100_ep300", "88.16"),
+    ],
+    3: columns(DRLOC_3, SETS, "ep100"),
+    4: columns(DRLOC_4, SETS, "ft100"),
+    7: [Row("drloc_swint_cifar100_ep100", "66.23"), Row("drloc_swint_cifar100_ep100_exhaustive", "64.40")],
+}
+TRANSFER = ("cifar10", "cifar100", "flowers", "pets")
+SLIDES = {  # of MoCo v3: fine-tuning
+    5: [Row(f"supervised_vit{size}16_in1k_ft50", n) for size, n in (("s", "81.4"), ("b", "83.2"), ("l", "84.1"))],
+    6: columns({"supervised_vitb16": "98.9 90.5 97.7 93.2"}, TRANSFER, "ft100")
+    + columns({"supervised_vitb16": "77.8 48.5 54.4 40.1"}, TRANSFER, "ft100")
+    + columns({"supervised_vitl16": "99.1 91.1 98.6 93.7"}, TRANSFER, "ft100")
+    + columns({"supervised_vitl16": "77.1 48.3 54.3 42.8"}, TRANSFER, "ft100")
+    + columns({"supervised_vith14": "99.1 91.2 98.8 94.2"}, TRANSFER, "ft100")
+    + columns({"supervised_vith14": "75.9 48.0 52.8 40.4"}, TRANSFER, "ft100"),
+}
+PAPERS = {"esvit": ESVIT, "selfpatch": SELFPATCH, "drloc": DRLOC, "moco v3": SLIDES}
+ROWS = [(paper, n, row) for paper, of in PAPERS.items() for n in of for row in of[n]]
+
+
+def docs() -> ModuleType:
+    """docs/recipes.py, which is a script and no module of the package."""
+    spec = importlib.util.spec_from_file_location("docs_recipes", ROOT / "docs" / "recipes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tree(name: str) -> dict[str, Any]:
+    return yaml.safe_load(recipe.find(name).read_text())
+
+
+def test_no_two_recipes_are_the_same_experiment():
+    seen: dict[str, str] = {}
+    for name in NAMES:
+        digest = recipe.digest(recipe.load(name))
+        assert digest not in seen, f"{name} and {seen[digest]}"
+        seen[digest] = name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "base" in tree(name)])
+def test_a_recipe_repeats_nothing_of_its_base(name: str):
+    own = tree(name)
+    base = config.flat(config.read(recipe.find(Path(own.pop("base")).stem)))
+    assert not [key for key, value in config.flat(own).items() if key in base and base[key] == value]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_says_what_is_in_the_recipe(name: str):
+    r, said = recipe.load(name), re.fullmatch(NAME, name)
+    assert said, "<method>_<backbone>_<data>_<length>[_<variant>]"
+    assert r.method.name == said["method"]
+    assert said["epochs"] in (str(r.optim.epochs), None)
+    if said["size"]:
+        assert r.backbone.name.startswith(f"vit_{SIZES[said['size']]}_patch")
+        drawn_for = re.search(r"patch(\d+)", r.backbone.name)
+        assert drawn_for
+        assert int(said["patch"]) == r.backbone.options.get("patch_size", int(drawn_for[1]))
+        assert (r.backbone.norm, r.backbone.stem) == KINDS[said["kind"]]
+    variant = dict(re.findall(r"_(lr|bs)([\de-]+)", said["variant"] or ""))
+    assert float(variant.get("lr", r.optim.lr.value)) == r.optim.lr.value
+    assert int(variant.get("bs", r.optim.batch)) == r.optim.batch
+
+
+def test_the_study_of_moco_v3_freezes_the_patch_projection_unless_the_name_says_learned():
+    for name in NAMES:
+        if re.match(r"(mocov3|simclr|byol|swav)_vit[sblh]\d+(bn)?_in1k", name):
+            assert recipe.load(name).backbone.freeze_patch != ("_learned" in name), name
+
+
+def test_every_method_has_a_recipe_for_two_cores():
+    small = {recipe.load(name).method.name for name in NAMES if name.endswith("_cifar10_ep2")}
+    assert small == set(config.parts("eagleray.methods"))
+
+
+def test_the_page_of_recipes_is_up_to_date():
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert docs().page(text) == text, "run `python docs/recipes.py`"
+    assert text.count("<!--") == 1
+    for name in NAMES:
+        assert text.count(f"\n| `{name}` |") == 1
+
+
+LABELLED = [name for name in NAMES if recipe.load(name).method.name in ("supervised", "drloc")]
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_recipes_with_labels_fit_their_sets(name: str):
+    """Classes and places are those of the set in the name; what is fine-tuned says from what."""
+    said = re.fullmatch(NAME, name)
+    assert said
+    r = recipe.load(name)
+    dataset, short = next((n, d) for n, d in DATASETS.items() if d.short == said["data"])
+    assert r.method.args["classes"] == short.classes
+    train, test = list(short.splits)[:2]
+    assert r.data.train
+    assert r.data.test
+    assert (r.data.train[0].url, r.data.test[0].url) == (f"data/{dataset}/{train}", f"data/{dataset}/{test}")
+    assert (r.backbone.weights is not None) == (said["length"] == "ft")
+    if r.backbone.weights and r.backbone.weights.startswith("runs/"):  # where such a run is left
+        source = recipe.load(r.backbone.weights.removeprefix("runs/"))
+        assert structure(source) == structure(r)
+
+
+def structure(r: recipe.Recipe) -> tuple[dict[str, torch.Size], list[int]]:
+    """Of its backbone: shapes of tensors, and attention heads, which they do not tell."""
+    with torch.device("meta"):
+        model = pretrain.backbone(r).model
+    heads = [m.num_heads for m in model.modules() if hasattr(m, "num_heads")]
+    return {k: v.shape for k, v in model.state_dict().items()}, heads
+
+
+@pytest.mark.parametrize("name", [name for name in LABELLED if name.startswith("drloc_")])
+def test_drloc_differs_from_its_twin_in_the_method_alone(name: str):
+    said = re.fullmatch(NAME, name)
+    assert said
+    twin = name.replace("drloc_", "supervised_").removesuffix(said["variant"] or "")
+    here, there = (recipe.identity(recipe.load(n)) for n in (name, twin))
+    differ = {k for k in here.keys() | there.keys() if here.get(k) != there.get(k)}
+    shared = {f"method.{key}" for key in recipe.load(twin).method.args}
+    assert all(k.startswith("method.") for k in differ)
+    assert not differ & shared
+
+
+@pytest.mark.parametrize("missing", ["Published", "Cost", "Ours"])
+def test_a_header_without_a_label_is_an_error(missing: str, tmp_path: Path):
+    def header(text: str) -> list[str]:
+        (tmp_path / "run.yaml").write_text(text)
+        return docs().header(tmp_path / "run.yaml")
+
+    text = "# A run.\n# Published: linear 1.5 % (table 2).\n# Cost: 3 hours on\n# 4 GPUs.\n# Ours: not run.\nbase: x\n"
+    assert header(text) == ["linear 1.5 % (table 2)", "3 hours on 4 GPUs", "not run"]
+    with pytest.raises(ValueError, match=missing):
+        header(text.replace(f"{missing}:", "About:"))
+    with pytest.raises(ValueError, match="A run"):
+        header(text.replace(f"# {missing}:", f"base: x\n# {missing}:"))
+
+
+@pytest.mark.parametrize(("paper", "table", "row"), ROWS, ids=lambda of: getattr(of, "recipe", str(of)))
+def test_a_recipe_says_what_a_table_prints_of_it(paper: str, table: int, row: Row):
+    """Its numbers beside that table's, and the paper's name unless the method is its own."""
+    published = docs().header(recipe.find(row.recipe))[0]
+    said = re.findall(r"\d+\.\d+|\d+", published)
+    assert not [number for number in row.printed.split() if number not in said], published
+    assert re.search(rf"\btables? [\d, and]*\b{table}\b", published), published
+    own = recipe.load(row.recipe).method.name == paper
+    assert own or paper in published.lower(), published
+
+
+def test_backbones_have_the_sizes_that_tables_print():
+    """Which are rounded or cut off, and of MoCo v3's ViT-H with the classifier of ImageNet."""
+    printed: dict[str, set[int]] = {}
+    for _, _, row in ROWS:
+        if row.params:
+            b = recipe.load(row.recipe).backbone
+            printed.setdefault(json.dumps([b.name, b.norm, b.options]), set()).add(row.params)
+    for key, sizes in printed.items():
+        name, norm, options = json.loads(key)
+        with torch.device("meta"):
+            millions = sum(p.numel() for p in Backbone(name, norm=norm, options=options).parameters()) / 1e6
+        assert [millions] * len(sizes) == pytest.approx(sorted(sizes), abs=1, rel=0.01), key
+
+
+@pytest.mark.parametrize("drawn", TABLE_6)
+@pytest.mark.parametrize("method", ["dino", "esvit"])
+def test_backbones_of_esvit_are_those_of_its_table_6(method: str, drawn: str):
+    name = next(n for n in NAMES if re.fullmatch(rf"{method}_{drawn}_in1k_ep300(_bs1024)?", n))
+    with torch.device("meta"):
+        model = Backbone(recipe.load(name).backbone.name).model
+    blocks = [attention(m) for m in model.modules() if type(m).__name__.endswith("Attention")]
+    assert [(*block, len([*same])) for block, same in itertools.groupby(blocks)] == TABLE_6[drawn]
+
+
+def attention(layer: Any) -> tuple[int, int | None]:
+    """Its heads, and the side of its windows; none where every token sees all."""
+    heads = getattr(layer, "num_heads", None) or layer.heads
+    window = getattr(layer, "window_size", None) or getattr(layer, "window", None)
+    return heads, window[0] if isinstance(window, tuple) else window
+
+
+@pytest.mark.parametrize("data", TABLE_13)
+@pytest.mark.parametrize("method", ["dino", "esvit"])
+def test_runs_of_esvit_on_other_data_are_as_long_as_in_its_table_13(method: str, data: str):
+    name = next(n for n in NAMES if re.fullmatch(rf"{method}_swint_{data}_ep\d+(_bs1024)?", n))
+    optim = recipe.load(name).optim
+    assert (optim.epochs, optim.lr.warmup) == TABLE_13[data]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_line_of_a_recipe_is_a_sentence(name: str):
+    """`eagleray list recipes` begins with it."""
+    assert re.fullmatch(r"# .+\.", recipe.find(name).read_text().splitlines()[0])
+
+
+def test_the_list_of_recipes_has_the_published_numbers():
+    from eagleray.cli import commands
+
+    listed = commands.catalogue("recipes")
+    assert set(listed) == set(NAMES)
+    assert all("Published: " in line for line in listed.values())

@@ -1,0 +1,65 @@
+"""Protocols on features and on small shards."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eagleray.data.index import open_index
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.features import Labelled, extract, labelled, some
+from eagleray.protocols.knn import knn
+from eagleray.protocols.linear import probe
+from eagleray.protocols.registry import Sets
+
+
+def clusters(n: int, *, spread: float, seed: int) -> Labelled:
+    """Five gaussian classes in 16 dimensions."""
+    g = torch.Generator().manual_seed(seed)
+    centres = torch.randn(5, 16, generator=torch.Generator().manual_seed(9))
+    y = torch.arange(n) % 5
+    return Labelled(centres[y] + spread * torch.randn(n, 16, generator=g), y)
+
+
+@pytest.mark.parametrize("protocol", [
+    lambda a, b: knn(a, b, k=10, temperature=0.07)["knn/top1"],
+    lambda a, b: probe(a, b, epochs=20)["linear/top1"],
+])  # fmt: skip
+def test_classes_that_are_apart_are_told_apart(protocol):
+    assert protocol(clusters(500, spread=0.1, seed=0), clusters(100, spread=0.1, seed=1)) == 100
+    noise = protocol(clusters(500, spread=100.0, seed=0), clusters(1000, spread=100.0, seed=1))
+    assert 10 < noise < 30
+
+
+def test_the_probe_picks_its_rate_without_the_test_set():
+    train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
+    flipped = Labelled(test.x, (test.y + 1) % 5)
+    assert probe(train, test, epochs=5)["linear/lr"] == probe(train, flipped, epochs=5)["linear/lr"]
+
+
+def test_a_part_of_the_samples_keeps_every_class():
+    samples = np.arange(2000)  # classes taking turns: every k-th sample would be of a few classes only
+    part = some(samples, 200)
+    assert len(part) == 200
+    assert (np.diff(part) > 0).all()
+    assert len(set((part % 20).tolist())) == 20
+    assert (part == some(samples, 200)).all()
+
+
+def test_without_a_test_set_a_tenth_is_held_out(shards: Path):
+    index = open_index(str(shards / "train"))
+    sets = Sets.of(index, None, None)
+    assert sets is not None
+    assert len(sets.test_samples) == len(index) // 10
+    assert sorted([*sets.test_samples, *sets.bank_samples]) == labelled(index).tolist()
+
+
+def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path):
+    index = open_index(str(shards / "test"))
+    backbone = Backbone("vit_tiny_patch16_224", options={"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1})
+    whole = extract(backbone, index, labelled(index), size=16, resize=16)
+    few = extract(backbone, index, labelled(index)[7:9], size=16, resize=16)
+    torch.testing.assert_close(whole.x[7:9], few.x)
+    assert whole.y.tolist() == index.label.tolist()
+    assert backbone.training

@@ -1,0 +1,199 @@
+"""What is seen of a run from outside."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import METHODS, small_recipe
+
+from eagleray import config
+from eagleray.runs import pretrain
+from eagleray.data.batch import Batch
+from eagleray.protocols.features import Labelled
+from eagleray.protocols.knn import knn
+from eagleray.methods.method import Method
+from eagleray.runs.monitor import ROWS, Bank, Monitor, layers
+from eagleray.runs.recipe import Recipe
+from eagleray.config.schedule import Progress
+from eagleray.engine.loop import Step, fit
+
+BATCH = 64
+ONE_VIEW = ("instdisc", "densecl")  # reaches the encoder that is exported
+
+
+def train(recipe: Recipe, steps: int, **settings: Any) -> tuple[Method, Monitor, list[Step]]:
+    """A method after some steps on noise with labels, its monitor, and the steps."""
+    method = pretrain.build(recipe)
+    method.begin(BATCH * steps)
+    optimizer = pretrain.make_optimizer(recipe, method)
+    monitor = Monitor(method, optimizer, **settings)
+    taken = []
+    for step in fit(method, batches(recipe, steps), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+        monitor.watch(step)
+        taken.append(step)
+    return method, monitor, taken
+
+
+def batches(recipe: Recipe, steps: int):
+    g = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        views = [torch.randn(BATCH, 3, v.size, v.size, generator=g) for v in recipe.views for _ in range(v.count)]
+        index, label = torch.arange(BATCH) + BATCH * step, torch.randint(5, (BATCH,), generator=g)
+        yield Progress(step, 100, 2), Batch(views, torch.empty(0), index, label, (BATCH,))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return named("mocov3", tmp_path)
+
+
+def named(method: str, folder: Path) -> Recipe:
+    (path := folder / f"{method}.yaml").write_text(small_recipe(method))
+    return config.load(Recipe, path, ["data.train=none"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_seen_whole(method: str, tmp_path: Path):
+    m, monitor, taken = train(named(method, tmp_path), 2, every=2)
+    values, norms = monitor.flush()
+    assert len(norms) == len(taken)
+    assert all(torch.isfinite(torch.tensor(v)) for v in values.values())
+    seen = {n.removeprefix("health/") for n in values if n.startswith("health/")}
+    assert ("same_views" in seen) == (method != "instdisc")
+    assert ("alignment" in seen) == (method not in ONE_VIEW)
+    assert ("ema_distance" in seen) == any(not p.requires_grad for p in m.parameters())
+    assert {"patch_embed", "blocks.00", "blocks.01", "trunk", "heads"} == {
+        n.removeprefix("grad/") for n in values if n.startswith("grad/")
+    }
+
+
+def test_a_monitor_changes_nothing(recipe: Recipe):
+    watched, _, _ = train(recipe, 3, every=1)
+    plain = pretrain.build(recipe)
+    plain.begin(3 * BATCH)
+    optimizer = pretrain.make_optimizer(recipe, plain)
+    list(fit(plain, batches(recipe, 3), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(watched.state_dict()[name], value), name
+
+
+def test_the_bank_holds_what_the_encoder_made_of_the_first_view(recipe: Recipe):
+    _, monitor, taken = train(recipe, 1, every=1)
+    again = pretrain.build(recipe)  # as the weights were in that step
+    want = torch.nn.functional.normalize(again.export()(taken[0].batch.views[0]).pooled, dim=1)
+    newest = monitor.bank.newest(BATCH)
+    torch.testing.assert_close(newest.features, want.flip(0))
+    assert newest.images.tolist() == taken[0].batch.index.flip(0).tolist()
+
+
+def test_no_forward_is_added(recipe: Recipe):
+    calls = []
+    method = pretrain.build(recipe)
+    method.export().model.register_forward_hook(lambda *_: calls.append(1))
+    before = method.export()._pooled
+    method.export()._pooled = lambda x: calls.append(len(x)) or before(x)
+    optimizer = pretrain.make_optimizer(recipe, method)
+    monitor = Monitor(method, optimizer, every=1, labelled=True)
+    for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+        monitor.watch(step)
+    assert calls == [BATCH] * 4  # two views, two steps
+
+
+def test_first_in_first_out():
+    bank = Bank(10, 2, torch.device("cpu"))
+    for start in range(0, 24, 6):
+        rows = torch.arange(start, start + 6)
+        bank.push(torch.stack([rows, rows], 1).float(), rows % 3, rows)
+    assert bank.filled == 10
+    assert bank.newest(100).images.tolist() == list(range(23, 13, -1))
+    assert bank.newest(3, skip=2).images.tolist() == [21, 20, 19]
+    assert bank.newest(3).features[:, 0].tolist() == [23, 22, 21]
+    other = Bank(10, 2, torch.device("cpu"))
+    other.load_state_dict(bank.state_dict())
+    assert torch.equal(other.newest(10).features, bank.newest(10).features)
+
+
+def filled(recipe: Recipe, rows: int, labels: torch.Tensor, images: torch.Tensor) -> Monitor:
+    method = pretrain.build(recipe)
+    monitor = Monitor(method, pretrain.make_optimizer(recipe, method), bank=rows, labelled=True, k=20)
+    g = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.one_hot(labels, 24).float() + 0.4 * torch.randn(rows, 24, generator=g)
+    monitor.bank.push(torch.nn.functional.normalize(x, dim=1), labels, images)
+    return monitor
+
+
+def test_knn_is_that_of_the_evaluation(recipe: Recipe):
+    rows = 2 * ROWS
+    labels = torch.randint(10, (rows,), generator=torch.Generator().manual_seed(1))
+    monitor = filled(recipe, rows, labels, torch.arange(rows))
+    new, old = monitor.bank.newest(rows // 4), monitor.bank.newest(rows, skip=rows // 4)
+    want = knn(Labelled(old.features, old.labels), Labelled(new.features, new.labels), k=20, temperature=0.07)
+    assert monitor.knn().item() == pytest.approx(want["knn/top1"], abs=0.5)
+    assert 20 < want["knn/top1"] < 95
+
+
+def test_an_image_is_no_neighbour_of_itself(recipe: Recipe):
+    """The newest crops are of images that the bank has already, under labels that nothing else tells."""
+    rows, g = 2 * ROWS, torch.Generator().manual_seed(1)
+    labels = torch.randint(10, (rows,), generator=g)
+    monitor = filled(recipe, rows, labels, torch.arange(rows))
+    bank = monitor.bank
+    bank.features.copy_(torch.nn.functional.normalize(torch.randn(rows, 24, generator=g), dim=1))
+    half = rows // 2
+    for part in (bank.features, bank.labels, bank.images):
+        part[half:] = part[:half].clone()
+    assert monitor.knn().item() < 25  # by chance 10
+    bank.images.copy_(torch.arange(rows))
+    assert monitor.knn().item() > 60
+
+
+def test_layers_are_named_in_order():
+    names = [
+        *("encoder.backbone.model.patch_embed.proj.weight", "encoder.backbone.model.blocks.10.mlp.fc1.weight"),
+        *("encoder.backbone.model.blocks.2.norm1.bias", "encoder.backbone.model.norm.weight", "encoder.head.0.weight"),
+        *("predictor.0.weight", "encoder.backbone.model.cls_token"),
+    ]
+    order, of = layers(names)
+    assert order == ["patch_embed", "blocks.02", "blocks.10", "heads", "trunk"]
+    assert [order[i] for i in of] == ["patch_embed", "blocks.10", "blocks.02", "trunk", "heads", "heads", "trunk"]
+    swin = [f"student.backbone.model.layers.{i}.blocks.{j}.attn.qkv.weight" for i in range(2) for j in range(2)]
+    assert layers(swin)[0] == [f"layers.0{i}.blocks.0{j}" for i in range(2) for j in range(2)]
+    resnet = ["f_q.backbone.model.layer2.1.conv1.weight", "f_q.backbone.model.conv1.weight"]
+    assert layers(resnet)[0] == ["conv1", "layer2"]
+
+
+def test_norms_by_layer_are_those_of_the_gradient(recipe: Recipe):
+    _, monitor, taken = train(recipe, 3, every=50)
+    _, norms = monitor.flush()
+    want = [float(step.values["grad_norm"]) for step in taken]
+    assert [sum(x**2 for x in row) ** 0.5 for row in norms] == pytest.approx(want, rel=1e-5)
+
+
+def test_update_is_what_the_optimiser_did(recipe: Recipe):
+    method = pretrain.build(recipe)
+    optimizer = pretrain.make_optimizer(recipe, method)
+    monitor = Monitor(method, optimizer, every=1)
+    trunk = [p for n, p in method.base_encoder.backbone.named_parameters() if p.requires_grad and p.ndim > 1]
+    before = torch.cat([p.detach().flatten() for p in trunk])
+    for step in fit(method, batches(recipe, 1), optimizer, lr=lambda _: 1e-2, weight_decay=lambda _: 0.0):
+        monitor.watch(step)
+    after = torch.cat([p.detach().flatten() for p in trunk])
+    values, _ = monitor.flush()
+    assert values["health/update"] == pytest.approx(float((after - before).norm() / after.norm()), rel=1e-4)
+    assert values["health/growth"] == pytest.approx(float(after.norm() / before.norm()), rel=1e-4)
+
+
+def test_what_overflows_stays_out_of_the_bank(recipe: Recipe):
+    method = pretrain.build(recipe)
+    optimizer = pretrain.make_optimizer(recipe, method)
+    monitor = Monitor(method, optimizer, every=1)
+
+    def spoilt():
+        for at, batch in batches(recipe, 2):
+            yield at, replace(batch, views=[v * (float("nan") if at.step == 0 else 1) for v in batch.views])
+
+    for step in fit(method, spoilt(), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+        monitor.watch(step)
+    assert torch.isfinite(monitor.bank.features).all()

@@ -1,0 +1,153 @@
+"""Runs that are kept in a store: whichever machine goes on, it finds all of them there."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.s3.server import Swift, store_of
+from runs.test_pretrain import assert_same, start, weights
+
+from eagleray.engine import checkpoint
+from eagleray.evaluation import evaluate
+from eagleray.runs import remote, pretrain
+from eagleray.storage import store
+from eagleray.base.errors import UserError
+from eagleray.evaluation import results
+from eagleray.base.files import read_lines
+from eagleray.runs.restore import restored
+
+
+@pytest.fixture(scope="module")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
+    with store_of(tmp_path_factory.mktemp("s3"), "runs") as server:
+        yield server
+
+
+@pytest.fixture
+def out(swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine0"))
+    return f"s3://runs/{tmp_path.name}"
+
+
+def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Path):
+    copy, file = remote.Copy(out, tmp_path / "here"), tmp_path / "here" / "metrics.jsonl"
+    remote.put(out, "metrics.jsonl", "one\n")
+    copy.fetch()
+    with file.open() as reader:
+        reader.read()
+        remote.put(out, "metrics.jsonl", "one\ntwo\n")
+        copy.fetch()
+        assert reader.read() == "two\n"
+    file.write_text("one\ntwo\nthree\n")  # the machine that wrote them is ahead of what it has sent
+    remote.Copy(out, tmp_path / "here").fetch()
+    assert file.read_text() == "one\ntwo\nthree\n"
+    remote.put(out, "metrics.jsonl", "one\nother\n")  # another machine went on from before
+    copy.fetch()
+    assert file.read_text() == "one\nother\n"
+
+
+def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
+    for name in ("train.log", "export/backbone.json", ".stop", "checkpoints/step-000000001.pt"):
+        remote.put(out, name, name)
+    remote.Copy(out, tmp_path / "here").fetch()
+    found = {str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*") if p.is_file()}
+    assert found == {"train.log", "export/backbone.json"}
+
+
+def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "DEAD", 3.0)
+    monkeypatch.setattr(remote, "BEAT", 0.5)
+    monkeypatch.setattr(remote, "SECONDS", 0.2)
+    remote.work(out).mkdir(parents=True)
+    first = remote.Mirror(out, "first")
+    again = remote.Mirror(out, "first")  # Ray's restarted worker: the same command
+    again.close()
+    first._beat()
+    with pytest.raises(UserError, match="another command is running there"):
+        remote.Mirror(out, "second")
+    first.ended.set()  # as if killed: it says nothing more
+    first.join()
+    began = time.monotonic()
+    remote.Mirror(out, "second").close()
+    assert time.monotonic() - began < 6
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tmp_path: Path, out: str):
+    keys = [str(small), f"data.train={shards / 'train'}", "evaluate.probe_epochs=0", "optim.epochs=40", "max_steps=60"]
+    keys += ["checkpoint.steps=9", "data.workers=0", "workers=0"]
+    process = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine1"))
+    step = wait_until_saved(out, 18)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    owner = json.loads(remote.get(out, ".owner") or "{}")
+    remote.put(out, ".owner", json.dumps(owner | {"time": owner["time"] - remote.DEAD}))  # rather than wait for it
+    process = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine2"))
+    text = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, text
+    assert f"continuing from step {step}" in text
+    assert str(tmp_path / "machine2") in text.split("load it")[1]
+    process = start([*keys, f"out={tmp_path / 'whole'}"])
+    text = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, text
+    state = checkpoint.newest(f"{out}/checkpoints", tmp_path / "machine3")
+    assert state is not None
+    assert_same(state["method"], weights(tmp_path / "whole"))
+    remote.Copy(out, tmp_path / "machine3").fetch()
+    lines = read_lines(tmp_path / "machine3" / "metrics.jsonl")
+    assert [r["step"] for r in lines] == list(range(1, 61))
+    summary = json.loads((tmp_path / "machine3" / "summary.json").read_text())
+    assert summary["restarts"] == 1
+    assert 0 < summary["goodput"] < 1
+    assert (tmp_path / "machine3" / "export" / "backbone.safetensors").exists()
+    assert not remote.get(out, ".owner")
+    text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
+    assert "done already" in text
+    recipe, _, _ = restored(out, pretrain.build)
+    assert recipe.out == out
+    asked = evaluate.Request(out, ["knn", "components"], str(shards / "train"))
+    found = evaluate.evaluate(replace(asked, settings={"components.size": "32", "images": "2"}))
+    assert not found.refused
+    assert found.folder == out
+    assert results.load(out)[0].numbers["knn/top1"] == summary["knn/top1"]
+    [picture] = results.load(out)[1].pictures
+    assert store.store(out).get(f"{out}/{picture}").startswith(b"\x89PNG")
+
+
+def wait_until_saved(out: str, step: int) -> int:
+    """The newest checkpoint that counts, once it is of this step or a later one."""
+    for _ in range(600):
+        names = checkpoint.manifests(f"{out}/checkpoints")
+        if names and int(names[0].removeprefix("step-")) >= step:
+            return int(names[0].removeprefix("step-"))
+        time.sleep(0.2)
+    raise AssertionError(f"no checkpoint of step {step}")
+
+
+def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: Path, out: str):
+    keys = [str(small), f"data.train={shards / 'train'}", f"out={out}", "optim.epochs=4000", "workers=0"]
+    process = start([*keys, "checkpoint.steps=9"])
+    wait_until_saved(out, 9)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=100)[0]
+    assert process.returncode == 1, text
+    assert "the same command continues" in text
+    steps = [r["step"] for r in read_lines(remote.work(out) / "metrics.jsonl")]
+    assert int(checkpoint.manifests(f"{out}/checkpoints")[0].removeprefix("step-")) == steps[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("s3://no-such-bucket/run", "no-such-bucket"), ("gs://b/run", "gs://b/run")]
+)
+def test_a_place_that_cannot_be_written_is_said_in_one_line(
+    swift: Swift, small: Path, shards: Path, given: str, said: str
+):
+    process = start([str(small), f"data.train={shards / 'train'}", f"out={given}", "workers=0"])
+    text = process.communicate(timeout=100)[0]
+    assert process.returncode == 2, text
+    assert text.splitlines()[-1].startswith("error: out=")
+    assert said in text.splitlines()[-1]

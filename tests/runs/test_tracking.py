@@ -1,0 +1,510 @@
+"""What MLflow is told: every step once, whatever happens to its server or to the run, and nobody waits for it."""
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from helpers import mlflow_server
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from helpers.processes import free_port
+
+from eagleray.runs import tracking as track
+from eagleray.runs.mlflow_db import make_database
+from eagleray.base.errors import Outage
+from eagleray.base.files import JsonLines, read_lines
+from eagleray.runs.system_metrics import Machine
+from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing, shown
+
+AWAY = 20  # seconds for which a server is away
+BLOCKED = 0.010  # seconds that a step may be held up
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 1 / step, "lr": 0.1} | ({"knn/top1": 50.0} if step % 3 == 0 else {})
+
+
+# A server in memory that fails when it is told to, before or after it has done what it was asked.
+
+
+class Memory:
+    """What survives of an MLflow server."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.failing = lambda: False
+        self.clients = 0
+
+    def client(self, uri: str) -> "Client":
+        self.clients += 1
+        return Client(self)
+
+    def count(self) -> dict[tuple[str, int], int]:
+        [run] = self.runs.values()
+        steps = [(m.key, m.step) for m in run["metrics"]]
+        return {s: steps.count(s) for s in steps}
+
+
+class Client:
+    """The few calls of MlflowClient that are made."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def __getattr__(self, name: str) -> Any:
+        memory, call = self.memory, object.__getattribute__(self, f"_{name}")
+
+        def failing(*args: Any, **more: Any) -> Any:
+            if memory.failing():
+                raise MlflowException("refused")
+            reply = call(memory, *args, **more)
+            if memory.failing():
+                raise MlflowException("no reply")
+            return reply
+
+        return failing
+
+    def _get_experiment_by_name(self, memory: Memory, name: str) -> Any:
+        return type("E", (), {"experiment_id": "1"})
+
+    def _create_run(self, memory: Memory, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
+        id = uuid.uuid4().hex
+        memory.runs[id] = {"name": run_name, "tags": tags, "metrics": [], "params": {}, "status": "RUNNING"}
+        return self._get_run(memory, id)
+
+    def _search_runs(self, memory: Memory, experiments: list[str], query: str) -> list[Any]:
+        key = query.split("'")[1]
+        return [self._get_run(memory, i) for i, r in memory.runs.items() if r["tags"]["eagleray.key"] == key]
+
+    def _get_run(self, memory: Memory, id: str) -> Any:
+        if id not in memory.runs:
+            raise MlflowException(f"Run with id={id} not found", RESOURCE_DOES_NOT_EXIST)
+        run = memory.runs[id]
+        last = {m.key: m for m in sorted(run["metrics"], key=lambda m: m.step)}
+        data = {"params": run["params"], "_metric_objs": list(last.values()), "metrics": {}}
+        info = {"run_id": id, "lifecycle_stage": "active"}
+        return type("R", (), {"info": type("I", (), info), "data": type("D", (), data)})
+
+    def _log_batch(self, memory: Memory, id: str, metrics: tuple[Metric, ...] = (), params: Any = ()) -> None:
+        assert len(metrics) <= 1000
+        assert len(params) <= 100
+        known = {(m.key, m.timestamp, m.step, m.value) for m in memory.runs[id]["metrics"]}
+        new = [m for m in metrics if (m.key, m.timestamp, m.step, m.value) not in known]  # as the real one
+        memory.runs[id]["metrics"] += new
+        memory.runs[id]["params"] |= {p.key: p.value for p in params}
+
+    def _update_run(self, memory: Memory, id: str, status: str) -> None:
+        memory.runs[id]["status"] = status
+
+    _set_terminated = _update_run
+
+    def _log_artifact(self, memory: Memory, id: str, path: str) -> None:
+        memory.runs[id].setdefault("files", []).append(Path(path).name)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr("mlflow.MlflowClient", memory.client)
+    for name, value in {"GATHER": 0.01, "PAUSE": 0.02, "PATIENCE": 1.0, "BRIEF": 0.5, "LOOK": 0.05}.items():
+        monkeypatch.setattr(track, name, value)
+    return memory
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_step_once_through_any_sequence_of_failures(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+):
+    """The server fails one call in three, there is little memory, and the run is killed and goes back to a
+    checkpoint."""
+    monkeypatch.setattr(track, "KEPT", 5)
+    monkeypatch.setattr(track, "PATIENCE", 60.0)
+    chance = random.Random(seed)
+    memory.failing = lambda: chance.random() < 0.18
+    step, begun = 0, 0
+    while step < 60:
+        lines, begun = JsonLines(tmp_path / "metrics.jsonl", step=step), step
+        history = MLflow(tmp_path, Tracking("http://server"), {f"key{i}": i for i in range(150)})
+        for _ in range(chance.randint(1, 30)):
+            step = min(step + 1, 60)
+            if step <= 60:
+                lines.log(record(step))
+                history.log(record(step))
+            time.sleep(chance.choice([0, 0, 0.03]))
+            if step == 60:
+                break
+        if step < 60:  # killed: the thread stops in the middle of what it does, nothing is closed
+            history.given_up.set()
+            history.thread.join()
+            step = chance.randint(begun, step)
+    memory.failing = lambda: False
+    history.log({"step": 61, "wall_seconds": 1.0, "recipe": "no number"})
+    history.close("FINISHED", [])
+    assert not history.thread.is_alive()
+    [run] = memory.runs.values()
+    assert run["status"] == "FINISHED"
+    assert run["params"] == {f"key{i}": str(i) for i in range(150)}
+    expected = {(k, s) for s in range(1, 61) for k in record(s) if k != "step"} | {("wall_seconds", 61)}
+    count = {k: n for k, n in memory.count().items() if not k[0].startswith("system/")}
+    assert count == dict.fromkeys(expected, 1)
+
+
+@pytest.mark.parametrize("away", [3, 20])
+def test_nothing_is_missed_in_the_middle(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int):
+    """As much as memory holds, and more."""
+    monkeypatch.setattr(track, "KEPT", 5)
+    monkeypatch.setattr(track, "PATIENCE", 60.0)
+    lines = JsonLines(tmp_path / "metrics.jsonl", step=0)
+    history = MLflow(tmp_path, Tracking("http://server"), {})
+    logged(history, range(1, 3), 0, lines)
+    wait_for(lambda: memory.runs and ("loss", 2) in memory.count())
+    memory.failing = lambda: True
+    logged(history, range(3, 3 + away), 0.02, lines)
+    time.sleep(0.3)
+    memory.failing = lambda: False
+    logged(history, range(3 + away, 6 + away), 0, lines)
+    history.close("FINISHED", [])
+    assert {s: n for (k, s), n in memory.count().items() if k == "loss"} == dict.fromkeys(range(1, 6 + away), 1)
+
+
+def test_an_unreachable_server_makes_no_second_run(memory: Memory, tmp_path: Path):
+    for begin in (0, 10, 20):
+        lines = JsonLines(tmp_path / "metrics.jsonl", step=begin)
+        memory.failing = lambda at=begin: at == 10  # away for the whole of the second start
+        history = MLflow(tmp_path, Tracking("http://server"), {})
+        for step in range(begin + 1, begin + 11):
+            lines.log(record(step))
+            history.log(record(step))
+        history.close("KILLED", [])
+    [run] = memory.runs.values()
+    assert [m.step for m in run["metrics"] if m.key == "loss"] == list(range(1, 31))
+
+
+def test_a_run_that_was_deleted_there_is_told_again_in_another(memory: Memory, tmp_path: Path):
+    for begin in (0, 2):
+        lines = JsonLines(tmp_path / "metrics.jsonl", step=begin)
+        history = MLflow(tmp_path, Tracking("http://server"), {})
+        for step in (begin + 1, begin + 2):
+            lines.log(record(step))
+            history.log(record(step))
+        history.close("KILLED", [])
+        there = dict(memory.runs)
+        memory.runs.clear()
+    [run] = there.values()
+    assert [m.step for m in run["metrics"] if m.key == "loss"] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_sends_what_is_missing_and_then_asks_nothing(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    memory.failing = lambda: True
+    lines = JsonLines(tmp_path / "metrics.jsonl", step=0)
+    (tmp_path / "recipe.yaml").write_text("seed: 0")
+    history = MLflow(tmp_path, Tracking("http://me:hidden@server"), {})
+    for step in range(1, 5):
+        lines.log(record(step))
+        history.log(record(step))
+    began = time.monotonic()
+    history.close("FINISHED", [tmp_path / "recipe.yaml"])
+    assert 0.9 < time.monotonic() - began < 10
+    assert "MLflow at http://server does not answer and has no step after 0, nor recipe.yaml" in caplog.text
+    assert "the same command sends what is missing" in caplog.text
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 4, "linear/top1": 9.0, "health": []}))
+    memory.failing = lambda: False
+    send_missing(tmp_path, Tracking("http://me:hidden@server"), {"seed": 0})
+    assert "hidden" not in caplog.text + (tmp_path / "mlflow.json").read_text()
+    [run] = memory.runs.values()
+    assert run["status"] == "FINISHED"
+    assert run["files"] == ["recipe.yaml", "summary.json"]
+    assert memory.count()["loss", 4] == memory.count()["linear/top1", 5] == 1
+    before = len(run["metrics"])
+    asked = memory.clients
+    send_missing(tmp_path, Tracking("http://server"), {"seed": 0})
+    send_missing(tmp_path, Tracking("http://another"), {"seed": 0})
+    assert memory.clients == asked
+    assert len(run["metrics"]) == before
+
+
+def test_the_machine_is_watched(memory: Memory, tmp_path: Path):
+    history = MLflow(tmp_path, Tracking("http://server"), {})
+    history.log(record(7))
+    time.sleep(0.5)
+    history.close("KILLED", [])
+    [run] = memory.runs.values()
+    seen = {m.key: m for m in run["metrics"] if m.key.startswith("system/")}
+    assert {"system/cpu_utilization_percentage", "system/disk_usage_percentage"} <= seen.keys()
+    assert 0 < seen["system/system_memory_usage_percentage"].value < 100
+    assert 0 <= seen["system/cpu_utilization_percentage"].value <= 100
+    assert seen["system/system_memory_usage_percentage"].step == 7
+
+
+def test_gpus_are_watched_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second is split and does not tell all."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '35, 1000, 2000, 120.5'\necho '[N/A], 500, 2000, [N/A]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    seen = Machine(tmp_path).look()
+    assert {k: v for k, v in seen.items() if "gpu" in k} == {
+        "system/gpu_0_utilization_percentage": 35,
+        "system/gpu_0_power_usage_watts": 120.5,
+        "system/gpu_0_memory_usage_megabytes": 1048.58,
+        "system/gpu_0_memory_usage_percentage": 50,
+        "system/gpu_1_memory_usage_megabytes": 524.29,
+        "system/gpu_1_memory_usage_percentage": 25,
+    }
+    program.write_text("#!/bin/sh\nexit 9\n")
+    machine = Machine(tmp_path)
+    assert not any("gpu" in k for k in machine.look() | machine.look())
+
+
+def test_an_address_that_is_none_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    history = MLflow(tmp_path, Tracking("none"), {})
+    history.log(record(1))
+    began = time.monotonic()
+    history.close("FINISHED", [])
+    assert time.monotonic() - began < 20
+    [warning] = caplog.messages
+    assert warning.startswith("MLflow at none cannot be used, metrics go to metrics.jsonl alone: ")
+
+
+def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its maker may be killed, and several may make it at once: half of it would be of no use to anybody."""
+    uri, path = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "search_experiments", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            make_database(uri)
+    assert not path.exists()
+    command = [sys.executable, "-c", f"from eagleray.database import make_database; make_database({uri!r})"]
+    makers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "platform"}) for _ in range(2)]
+    assert [m.wait() for m in makers] == [0, 0]
+    assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]
+    client = MlflowClient(uri)
+    made = client.create_run(client.create_experiment("one")).info.run_id
+    make_database(uri)
+    assert client.get_run(made).info.run_id == made
+
+
+def test_parent_and_child(memory: Memory, tmp_path: Path):
+    tracking = Tracking("http://server", experiment="sweeps")
+    parent = parent_run(tracking, tmp_path / "parent.json", "lr", {"trials": 8})
+    assert parent == parent_run(tracking, tmp_path / "parent.json", "lr", {"trials": 8})
+    child = Tracking("http://server", parent=parent, name="lr=0.1", tags={"trial": "a1"})
+    (tmp_path / "trial").mkdir()
+    MLflow(tmp_path / "trial", child, {}).close("FINISHED", [])
+    first, second = memory.runs.values()
+    assert first["name"] == "lr"
+    assert second["name"] == "lr=0.1"
+    assert second["tags"].items() >= {"mlflow.parentRunId": parent, "trial": "a1"}.items()
+    finish(tracking, parent, "FINISHED", {"best": 0.5}, [tmp_path / "parent.json"])
+    assert first["status"] == "FINISHED"
+    assert [(m.key, m.value) for m in first["metrics"]] == [("best", 0.5)]
+    memory.failing = lambda: True
+    with pytest.raises(Outage, match="MLflow at http://server: refused; the same command continues"):
+        finish(tracking, parent, "FINISHED", {"best": 0.5}, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://me:secret@host:5000/x", "http://host:5000/x"),
+        ("request to https://me:p@ss@host/api failed", "request to https://host/api failed"),
+        ("postgresql+psycopg2://me:secret@host/db", "postgresql+psycopg2://host/db"),
+        ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=...&x=1"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+        ("http://host/a@b", "http://host/a@b"),
+    ],
+)
+def test_addresses_are_shown_without_passwords(text: str, expected: str):
+    assert shown(text) == expected
+    assert "secret" not in repr(Tracking("http://me:secret@host"))
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """The address of a server that accepts and never answers."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen(100)
+        kept = []
+        threading.Thread(target=lambda: [kept.append(s.accept()) for _ in range(1000)], daemon=True).start()
+        yield f"http://127.0.0.1:{s.getsockname()[1]}"
+
+
+def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
+    hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name, value in {"REPLY": 2, "STORED": 2, "PATIENCE": 3.0}.items():
+        monkeypatch.setattr(track, name, value)
+    for uri, why in ((hanging, "Read timed out"), (f"http://127.0.0.1:{free_port()}", "refused")):
+        caplog.clear()
+        history = MLflow(tmp_path, Tracking(uri), {})
+        held = logged(history, range(1, 300), 0.01)
+        assert held < BLOCKED
+        began = time.monotonic()
+        history.close("FINISHED", [])
+        assert time.monotonic() - began < 10
+        said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        first, last = (m for m in said if uri in m)  # threads of other tests may still say something
+        assert why in first
+        assert "does not answer" in last
+
+
+def logged(history: MLflow, steps: range, pause: float, lines: JsonLines | None = None) -> float:
+    """Log steps one after the other. Returns the longest that one call took on this thread's clock."""
+    longest = 0.0
+    for step in steps:
+        if lines:
+            lines.log(record(step))
+        given = record(step)
+        began = time.perf_counter()
+        history.log(given)
+        longest = max(longest, time.perf_counter() - began)
+        time.sleep(pause)
+    return longest
+
+
+# Real servers.
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[mlflow_server.Server]:
+    root = tmp_path_factory.mktemp(request.param)
+    if request.param == "sqlite":
+        with mlflow_server.running(root) as server:
+            yield server
+    else:
+        with mlflow_server.postgres() as database, mlflow_server.running(root, database) as server:
+            yield server
+
+
+def steps_there(server: mlflow_server.Server, out: Path) -> list[int]:
+    """The steps of the loss, in order of their logging, of the only run of that name."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server.uri)
+    found = client.search_runs(
+        [client.get_experiment_by_name("eagleray").experiment_id], f"attributes.run_name = '{out.name}'"
+    )
+    [run] = found
+    return [m.step for m in client.get_metric_history(run.info.run_id, "loss")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_server_that_is_away_for_a_while_misses_nothing(
+    server: mlflow_server.Server, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+):
+    out = tmp_path / f"away-{how}-{time.time():.0f}"
+    out.mkdir()
+    caplog.set_level(logging.INFO)
+    lines = JsonLines(out / "metrics.jsonl", step=0)
+    history = MLflow(out, Tracking(server.uri), {"seed": 0})
+    held = [logged(history, range(1, 51), 0.05, lines)]
+    server.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    held.append(logged(history, range(51, 51 + AWAY * 20), 0.05, lines))
+    if how == "killed":
+        server.start()
+    else:
+        server.signal(signal.SIGCONT)
+    held.append(logged(history, range(51 + AWAY * 20, 551), 0.05, lines))
+    history.close("FINISHED", [out / "metrics.jsonl"])
+    assert not history.thread.is_alive()
+    assert sorted(steps_there(server, out)) == list(range(1, 551))
+    assert "what it misses is sent later" in caplog.text
+    assert "answers again" in caplog.text
+    assert max(held) < BLOCKED, held
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+from eagleray.files import JsonLines
+from eagleray.track import MLflow, Tracking
+out, uri, begin, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+lines = JsonLines(out / "metrics.jsonl", step=begin)
+history = MLflow(out, Tracking(uri), {})
+for step in range(begin + 1, end + 1):
+    lines.log({"step": step, "loss": 1 / step})
+    history.log({"step": step, "loss": 1 / step})
+    time.sleep(0.05)
+history.close("KILLED", [])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_the_server_was_away_loses_nothing(server: mlflow_server.Server, tmp_path: Path):
+    out = tmp_path / f"lost-{time.time():.0f}"
+    out.mkdir()
+    command = [sys.executable, "-c", RUN, str(out), server.uri]
+    environment = os.environ | {"PYTHONPATH": str(Path(track.__file__).parents[2])}
+    process = subprocess.Popen([*command, "0", "100000"], env=environment)
+    wait_for(lambda: (out / "mlflow.json").exists() and "run_id" in (out / "mlflow.json").read_text())
+    server.signal(signal.SIGKILL)
+    here = len(read_lines(out / "metrics.jsonl"))
+    wait_for(lambda: len(read_lines(out / "metrics.jsonl")) > here + 100)
+    process.kill()
+    process.wait()
+    last = read_lines(out / "metrics.jsonl")[-1]["step"]
+    server.start()
+    assert max(steps_there(server, out), default=0) < last - 50
+    done = subprocess.run([*command, str(last - 20), str(last + 20)], env=environment, timeout=300, check=False)
+    assert done.returncode == 0
+    assert sorted(steps_there(server, out)) == list(range(1, last + 21))
+
+
+def wait_for(true: Any) -> None:
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_what_a_server_missed_at_the_end_is_sent_by_the_next_command(
+    server: mlflow_server.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Under a parent, with files."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(track, "PATIENCE", 3.0)
+    out = tmp_path / f"end-{time.time():.0f}"
+    (out / "export").mkdir(parents=True)
+    for name in ("recipe.yaml", "summary.json", "export/backbone.json"):
+        (out / name).write_text(json.dumps({"steps": 30, "linear/top1": 9.0}))
+    parent = parent_run(Tracking(server.uri), tmp_path / "parent.json", "sweep", {"trials": 1})
+    tracking = Tracking(server.uri, parent=parent, tags={"trial": "a1"})
+    lines = JsonLines(out / "metrics.jsonl", step=0)
+    history = MLflow(out, tracking, {"seed": 0})
+    logged(history, range(1, 21), 0.1, lines)
+    server.signal(signal.SIGKILL)
+    logged(history, range(21, 31), 0.1, lines)
+    history.close("FINISHED", [out / "export"])
+    assert history.thread.is_alive()
+    server.start()
+    send_missing(out, tracking, {"seed": 0})
+    assert sorted(steps_there(server, out)) == list(range(1, 31))
+    run = MlflowClient(server.uri).get_run(history.run.id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"seed": "0"}
+    assert run.data.metrics["linear/top1"] == 9.0
+    assert run.data.tags.items() >= {"mlflow.parentRunId": parent, "trial": "a1"}.items()
+    files = MlflowClient(server.uri).list_artifacts(history.run.id)
+    assert {f.path for f in files} == {"recipe.yaml", "summary.json", "export"}
+    finish(Tracking(server.uri), parent, "FINISHED", {"best": 9.0}, [tmp_path / "parent.json"])
+    assert MlflowClient(server.uri).get_run(parent).info.status == "FINISHED"

@@ -1,0 +1,37 @@
+"""Memory of blocks is used again, and never while somebody looks at it."""
+
+import gc
+
+import pytest
+
+from eagleray.storage import blob
+from eagleray.storage.blob import SMALL, UNIT, room
+
+
+@pytest.fixture(autouse=True)
+def nothing_spare() -> None:
+    gc.collect()
+    blob._spare.clear()
+
+
+def test_a_block_that_nobody_holds_is_used_again_and_one_with_a_reader_is_not() -> None:
+    first = room(5 * SMALL)
+    first[7] = 42
+    part = first[5:10]
+    del first
+    other = room(5 * SMALL)
+    other[7] = 1
+    assert part[2] == 42
+    del part
+    again = room(16 * SMALL - 3)
+    assert again[7] == 42  # the first one's bytes
+    assert len(again) == 16 * SMALL - 3
+
+
+def test_memory_that_is_kept_is_bounded_and_fits() -> None:
+    held = [room(2 * SMALL) for _ in range(3 * blob.SPARE)]
+    del held
+    assert len(blob._spare) == blob.SPARE
+    large = room(9 * UNIT)
+    assert len(large) == 9 * UNIT
+    assert len(room(100)) == 100

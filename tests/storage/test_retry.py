@@ -1,0 +1,85 @@
+"""What may pass is tried again, less and less often, and not for ever."""
+
+import itertools
+
+import pytest
+
+from eagleray.base.errors import Outage, UserError
+from eagleray.storage import retry
+from eagleray.storage.retry import Transient, insist
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.pauses = 0.0, [0.0][:0]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    return clock
+
+
+def failing(times: int) -> tuple[list[int], object]:
+    """What fails so often and then returns 7."""
+    count = itertools.count(1)
+    made: list[int] = []
+
+    def attempt() -> int:
+        made.append(next(count))
+        if len(made) <= times:
+            raise Transient("SlowDown")
+        return 7
+
+    return made, attempt
+
+
+def test_it_is_tried_until_it_works_with_growing_pauses_that_differ(clock: Clock) -> None:
+    for _ in range(2):
+        made, attempt = failing(12)
+        assert insist("u", attempt, patience=600) == 7  # type: ignore[arg-type]
+        assert len(made) == 13
+    first, second = clock.pauses[:12], clock.pauses[12:]
+    assert first != second
+    for i, pause in enumerate(first):
+        full = min(retry.FIRST * 2**i, retry.LONGEST)
+        assert full / 2 <= pause <= full
+
+
+def test_it_is_given_up_within_its_time_with_one_line(clock: Clock) -> None:
+    made, attempt = failing(10**9)
+    with pytest.raises(Outage) as caught:
+        insist("s3://b/x.tar", attempt, patience=60)  # type: ignore[arg-type]
+    assert 60 - retry.LONGEST <= clock.now <= 60
+    assert str(caught.value) == f"s3://b/x.tar: SlowDown; given up after {len(made)} attempts in {clock.now:.0f} s"
+
+
+def test_somebody_is_told_of_a_long_wait_and_not_at_every_attempt(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    insist("u", failing(3)[1], patience=600)  # type: ignore[arg-type]
+    assert not caplog.records
+    with pytest.raises(Outage):
+        insist("u", failing(10**9)[1], patience=600)  # type: ignore[arg-type]
+    assert 2 <= len(caplog.records) <= 10
+    assert "u: SlowDown; tried" in caplog.text
+
+
+@pytest.mark.parametrize("error", [UserError("no"), KeyError("bug")])
+def test_what_does_not_pass_is_not_tried_again(clock: Clock, error: Exception) -> None:
+    def attempt() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        insist("u", attempt, patience=600)
+    assert not clock.pauses

@@ -1,0 +1,269 @@
+"""What a sweep is: its trials as a function of seed and number, and one line for whatever is wrong with it."""
+
+import csv
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import SMALL
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.runs import recipe as recipes
+from eagleray.runs.recipe import Recipe
+from eagleray.tune import plots, run, study
+from eagleray.tune.study import Book
+from eagleray.tune.sweep import Sweep, corners, count, load, recipe_of, suggest
+
+SWEEP: dict[str, Any] = {
+    "recipe": "small.yaml",
+    "space": {"optim.lr.value": {"log": [1e-4, 1e-2]}, "method.momentum.value": {"uniform": [0.5, 0.99]}},
+    "objective": {"key": "monitor/knn"},
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    (folder / "small.yaml").write_text(SMALL)
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP | changes, sort_keys=False))
+    return str(folder / "sweep.yaml")
+
+
+def wrong(folder: Path, *overrides: str, **changes: Any) -> str:
+    with pytest.raises(UserError) as e:
+        run.check_objective(load(write(folder, **changes), overrides))
+    [line] = str(e.value).splitlines()
+    return line
+
+
+def test_a_trial_is_a_function_of_seed_and_number(tmp_path: Path):
+    sweep = load(write(tmp_path))
+    drawn = [suggest(sweep, n, []) for n in range(50)]
+    assert drawn == [suggest(sweep, n, [{"anything": 1}]) for n in range(50)]
+    assert len({str(d) for d in drawn}) == 50
+    assert drawn != [suggest(load(write(tmp_path), ["sweep.seed=1"]), n, []) for n in range(50)]
+
+
+def test_values_are_drawn_as_said(tmp_path: Path):
+    space = {
+        "optim.lr.value": {"log": [1e-4, 1e-2]},
+        "optim.weight_decay.value": {"uniform": [0.1, 0.3]},
+        "method.dim": {"integer": [8, 11]},
+        "optim.name": {"choice": ["adamw", "lars"]},
+    }
+    sweep = load(write(tmp_path, space=space))
+    drawn = [suggest(sweep, n, [])[1] for n in range(2000)]
+    rates = [d["optim.lr.value"] for d in drawn]
+    assert all(1e-4 <= x <= 1e-2 for x in rates)
+    assert sum(x < 1e-3 for x in rates) / len(rates) == pytest.approx(0.5, abs=0.05)  # even in the logarithm
+    decays = [d["optim.weight_decay.value"] for d in drawn]
+    assert sum(decays) / len(decays) == pytest.approx(0.2, abs=0.01)
+    assert set(Counter(d["method.dim"] for d in drawn)) == {8, 9, 10, 11}
+    assert set(Counter(d["optim.name"] for d in drawn)) == {"adamw", "lars"}
+
+
+def test_a_grid_is_every_point_once(tmp_path: Path):
+    space = {"optim.lr.value": {"grid": [1e-3, 1e-2]}, "method.momentum.value": {"grid": [0.0, 0.9, 0.99]}}
+    sweep = load(write(tmp_path, space=space, search="grid", scheduler="none"))
+    assert count(sweep) == 6
+    points = {tuple(suggest(sweep, n, [])[1].values()) for n in range(6)}
+    assert points == {(lr, m) for lr in (1e-3, 1e-2) for m in (0.0, 0.9, 0.99)}
+
+
+def test_alternatives_have_their_own_recipes_and_spaces(tmp_path: Path):
+    (tmp_path / "other.yaml").write_text(SMALL.replace("name: mocov3", "name: byol"))
+    own = {
+        "mocov3": {"space": {"method.temperature": {"choice": [0.1, 0.2]}}},
+        "byol": {"recipe": "other.yaml", "fixed": {"optim.batch": 64}},
+    }
+    sweep = load(write(tmp_path, alternatives=own, fixed={"optim": {"epochs": 3}}))
+    drawn = [suggest(sweep, n, []) for n in range(8)]
+    assert Counter(name for name, _ in drawn) == {"mocov3": 4, "byol": 4}
+    for name, values in drawn:
+        r = recipe_of(sweep, name, values, name)
+        assert r.method.name == name
+        assert ("method.temperature" in values) == (name == "mocov3")
+        assert r.optim.batch == (64 if name == "byol" else 32)
+        assert r.optim.epochs == 3
+        assert r.optim.lr.value == values["optim.lr.value"]
+
+
+def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
+    sweep = load(write(tmp_path), ["optim.lr.value=0.5", "sweep.trials=3", "out=here"])
+    name, values = suggest(sweep, 0, [])
+    assert list(values) == ["method.momentum.value"]
+    assert recipe_of(sweep, name, values, "").optim.lr.value == 0.5
+    assert (count(sweep), sweep.out) == (3, "here")
+    assert "nothing to vary" in wrong(tmp_path, "optim.lr.value=0.5", "method.momentum.value=0.5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"space": {"optim.lrr": {"log": [1, 2]}}}, "unknown key; did you mean 'lr'?"),
+        ({"space": {"method.momentun.value": {"choice": [1]}}}, "did you mean 'momentum'?"),
+        ({"space": {"optim.momentum": {"uniform": [0.5, 1.5]}}}, "less than or equal to 1"),
+        ({"space": {"optim.momentum": {"uniform": [0.9, 0.5]}}}, "low 0.9 is above high 0.5"),
+        ({"space": {"optim.momentum": {"log": [0, 0.5]}}}, "low 0 is not above 0"),
+        ({"space": {"optim.momentum": {"choice": []}}}, "a list of values that is not empty"),
+        ({"space": {"optim.momentum": {"normal": [0, 1]}}}, "expected one of choice, grid, uniform, log, integer"),
+        ({"space": {"optim.momentum": {"uniform": [0, "much"]}}}, "expected two numbers"),
+        ({"space": {"optim.momentum": {"grid": [0.9]}}}, "grid values cannot be searched by search=random"),
+        ({"space": {"out": {"choice": ["a"]}}}, "is the same for all trials"),
+        ({"scheduler": "asah"}, "'asha', 'hyperband', 'pbt' or 'none'"),
+        ({"search": "grid"}, "expected scheduler=none, not asha"),
+        ({"search": "grid", "scheduler": "none", "trials": 3}, "a grid says itself how many there are"),
+        ({"recipe": "nowhere"}, "no recipe of this name"),
+        ({"recipe": None}, "recipe: missing"),
+        ({"objective": {"key": "monitor/knm"}}, "no run reports this; did you mean 'monitor/knn'?"),
+        ({"objective": {"key": "linear/top1"}}, "expected scheduler=none"),
+        ({"objective": {"key": "knn/top1"}}, "with evaluate.every=0 it is known at a trial's end only"),
+        ({"objective": {"key": "classifier/top1"}}, "mocov3 has no classifier"),
+        ({"objective": {"mode": "most"}}, "'max' or 'min'"),
+        ({"trails": 3}, "trails: unknown key; did you mean 'trials'?"),
+        ({"space": {"data.workers": {"choice": [0, 16]}}}, "data.workers=16 data.lanes=8"),
+    ],
+)
+def test_what_is_wrong_is_one_line(changes: dict[str, Any], said: str, tmp_path: Path):
+    assert said in wrong(tmp_path, **changes)
+
+
+def test_a_classifier_is_an_objective_where_there_is_one(tmp_path: Path):
+    space = {"optim.lr.value": {"log": [1e-4, 1e-2]}}
+    text = SMALL.replace("{name: mocov3, dim: 16, hidden: 32}", "{name: supervised, classes: 20}")
+    for key, more, said in (
+        ("knn/top1", "", "supervised is judged by its classifier"),
+        ("classifier/top1", "", "needs data.test"),
+        ("classifier/top1", ", test: shards", "with evaluate.every=0"),
+        ("accuracy", "", None),
+    ):
+        path = write(tmp_path, objective={"key": key}, space=space)
+        (tmp_path / "small.yaml").write_text(text.replace("workers: 0}", f"workers: 0{more}}}"))
+        if said is None:
+            run.check_objective(load(path))
+        else:
+            with pytest.raises(UserError, match=said):
+                run.check_objective(load(path))
+
+
+def test_every_value_is_tried_before_anything_starts(tmp_path: Path):
+    sweep = load(write(tmp_path))
+    seen = [c["optim.lr.value"] for c in corners(sweep.alternatives[""].space)]
+    assert set(seen) == {1e-4, 1e-2}
+    middle = {"optim.name": {"choice": ["adamw", "adam", "lars"]}}  # neither the first nor the last
+    assert "optim.name" in wrong(tmp_path, space=middle)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Book:
+    sweep = load(write(tmp_path, trials=6))
+    (tmp_path / "out").mkdir()
+    return Book(sweep, tmp_path / "out")
+
+
+def fill(book: Book) -> None:
+    """Six trials, of which the second failed and the third was stopped."""
+    for n in range(6):
+        row = book.next()
+        assert row is not None
+        book.set(row["id"], state="running")
+        for percent in (30, 100):
+            if (n, percent) not in ((1, 100), (2, 100)):
+                book.report(row["id"], percent, 100, percent, 10 + n * percent / 100)
+        book.set(row["id"], state={1: "failed", 2: "stopped"}.get(n, "finished"), why="it had to be" * (n == 1))
+
+
+def test_a_book_outlives_its_process(book: Book):
+    for _ in range(3):
+        row = book.next()
+        assert row is not None
+        book.set(row["id"], state="running")
+    book.report("001", 5, 10, 50.0, 3.5)
+    book.set("001", state="finished")
+    values = [r["values"] for r in book.rows.values()]
+    again = Book(book.sweep, book.folder)
+    again.wait_again()
+    assert [r["state"] for r in again.rows.values()] == ["waiting", "finished", "waiting"]
+    assert [r["values"] for r in again.rows.values()] == values
+    assert again.open_trials() == 5
+    handed = []
+    while row := again.next():
+        again.set(row["id"], state="running")
+        handed.append(row["id"])
+    assert handed == ["000", "002", "003", "004", "005"]
+
+
+def test_the_best_is_one_that_took_all_its_steps(book: Book):
+    fill(book)
+    best = book.best()
+    assert best is not None
+    assert best["id"] == "005"
+    book.rows["002"]["metric"] = 1000.0  # stopped
+    assert book.best() == best
+    path = study.write_best(book, recipe_of(book.sweep, "", best["values"], ""), best, workers=0)
+    again = recipes.load(str(path))
+    assert again.optim.lr.value == best["values"]["optim.lr.value"]
+    assert again.out == str(book.folder / "best")
+
+
+def test_the_table_has_every_trial_once(book: Book):
+    fill(book)
+    with study.write_table(book).open() as f:
+        rows = list(csv.DictReader(f))
+    assert [r["id"] for r in rows] == [f"{n:03d}" for n in range(6)]
+    assert rows[1]["state"] == "failed"
+    assert rows[1]["why"] == "it had to be"
+    assert float(rows[5]["metric"]) == book.rows["005"]["metric"]
+
+
+def test_another_sweep_in_the_folder_is_refused(book: Book, tmp_path: Path):
+    study.begin(book.sweep, book.folder)
+    study.begin(load(write(tmp_path, trials=9)), book.folder)  # more trials continue it
+    with pytest.raises(UserError, match=r"seed is 0 there and 4 here; give another out="):
+        study.begin(load(write(tmp_path, seed=4)), book.folder)
+    with pytest.raises(UserError, match=r"optim.epochs is 2 there and 7 here"):
+        study.begin(load(write(tmp_path), ["optim.epochs=7"]), book.folder)
+
+
+def test_pictures_are_drawn_of_any_sweep(book: Book):
+    assert plots.draw(book) == []
+    fill(book)
+    assert [p.name for p in plots.draw(book)] == ["keys.png", "parallel.png", "curves.png"]
+    assert all((book.folder / n).stat().st_size > 10_000 for n in ("keys.png", "parallel.png", "curves.png"))
+
+
+def test_a_search_that_learns_looks_at_what_others_found(tmp_path: Path):
+    pytest.importorskip("optuna")
+    sweep = load(write(tmp_path, search="optuna"))
+
+    def told(better: float) -> list[dict[str, Any]]:
+        """Fifty trials, the better the closer their rates were to one."""
+        rows = []
+        for n in range(50):
+            name, values = suggest(sweep, n, [])
+            metric = -abs(math.log(values["optim.lr.value"] / better))
+            rows.append({"alternative": name, "values": values, "metric": metric, "state": "finished", "step": 1})
+        return rows
+
+    low = [suggest(sweep, n, told(2e-4))[1]["optim.lr.value"] for n in range(60, 70)]
+    high = [suggest(sweep, n, told(5e-3))[1]["optim.lr.value"] for n in range(60, 70)]
+    assert sorted(low)[5] < 1e-3 < sorted(high)[5]
+    assert suggest(sweep, 60, told(2e-4)) == suggest(sweep, 60, told(2e-4))
+
+
+@pytest.mark.parametrize("name", recipes.names("sweep"))
+def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_path: Path):
+    path = recipes.bundled("tune") / f"{name}.yaml"
+    assert path.read_text().startswith("# ")
+    sweep = load(name)
+    run.check_objective(sweep)
+    again = tmp_path / "again.yaml"
+    again.write_text(config.dump(sweep))
+    assert config.load(Sweep, again) == sweep
+    for n in range(min(count(sweep), 12)):
+        branch, values = suggest(sweep, n, [])
+        assert isinstance(recipe_of(sweep, branch, values, name), Recipe)
+    assert json.dumps(config.plain(sweep))
