@@ -27,6 +27,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.cli.demo import pictures
+from eagleray.config import bundled
 from eagleray.data.batch import Batch
 from eagleray.datasets.shards import write_shards
 from eagleray.engine.world import local
@@ -102,7 +103,7 @@ def spoiled(how: str) -> Iterator[None]:
 
 def cases() -> dict[str, Fault]:
     """All there are by name, the healthy runs of all methods last."""
-    methods = [name.removesuffix(SMALL) for name in recipe.names() if name.endswith(SMALL)]
+    methods = [name.removesuffix(SMALL) for name in bundled.names() if name.endswith(SMALL)]
     return FAULTS | {f"healthy {method}": Fault(method, ()) for method in methods}
 
 

@@ -26,6 +26,7 @@ import common
 import torch
 from clock import PARTS, Clock, patched
 
+from eagleray.config import bundled
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
@@ -64,7 +65,7 @@ def choose(args: argparse.Namespace, out: str) -> tuple[str, Recipe]:
 
 
 def usual() -> str:
-    return USUAL if USUAL in recipe.names() else recipe.names()[0]
+    return USUAL if USUAL in bundled.names() else bundled.names()[0]
 
 
 def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import itertools
 import re
 from pathlib import Path
 
+from eagleray.config import bundled
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.runs import recipe
 
@@ -25,7 +26,7 @@ DATA = {
 def page(written: str) -> str:
     """What people wrote of the page, then a table for each method."""
     out = written.partition(MARK)[0] + MARK
-    for method, names in itertools.groupby(recipe.names(), key=lambda name: recipe.load(name).method.name):
+    for method, names in itertools.groupby(bundled.names(), key=lambda name: recipe.load(name).method.name):
         out += f"\n### `{method}`\n\n" + row(*COLUMNS) + row(*["---"] * len(COLUMNS))
         out += "".join(row(*cells(name)) for name in names)
     return out
@@ -38,12 +39,12 @@ def row(*cells: object) -> str:
 def cells(name: str) -> list[object]:
     r, data = recipe.load(name), next(title for short, title in DATA.items() if f"_{short}_" in name)
     numbers = [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch]
-    return [*numbers, *header(recipe.find(name))]
+    return [*numbers, *header(bundled.find(name))]
 
 
 def header(path: Path) -> list[str]:
     """What the comment that a recipe begins with says under each label. Raises ValueError for a missing label."""
-    words = " ".join(recipe.header(path))
+    words = " ".join(bundled.header(path))
     found = re.search(" ".join(rf"\b{label}: (.+)\." for label in LABELS) + "$", words)
     if not found:
         raise ValueError(f"{words!r}: expected it to end with {' '.join(f'{label}: ...' for label in LABELS)}")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from eagleray import config
+from eagleray.config import bundled
 from eagleray.runs import pretrain, recipe
 
 ROOT = Path(__file__).parent.parent
@@ -135,11 +136,11 @@ def test_files_and_functions_are_short():
                 assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name}"
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", bundled.names())
 def test_every_recipe_loads_says_what_it_is_and_builds(name: str, tmp_path: Path):
     import torch
 
-    text = recipe.find(name).read_text()
+    text = bundled.find(name).read_text()
     assert text.startswith("# ")
     header = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
     for label in ("Published:", "Cost:", "Ours:"):
@@ -161,7 +162,7 @@ def test_no_setting_is_without_use():
     files = [p for folder in folders for p in folder.rglob("*.*") if p.suffix in (".yaml", ".py", ".md", ".sh")]
     texts = [p.read_text() for p in files]
     everything = "\n".join(texts)
-    keys = {k.rpartition(".")[2] for k in recipe.identity(recipe.load(recipe.names()[0]))}
+    keys = {k.rpartition(".")[2] for k in recipe.identity(recipe.load(bundled.names()[0]))}
     assert not [k for k in keys if k not in everything]
 
 
@@ -206,12 +207,12 @@ def test_the_wheel_carries_the_recipes(tmp_path: Path):
         [sys.executable, "-c", code, str(tmp_path / "site")], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.stdout.split()[0].startswith(str(tmp_path))
-    assert done.stdout.split()[1:] == recipe.names()
+    assert done.stdout.split()[1:] == bundled.names()
 
 
 def test_yaml_is_plain():
-    for name in recipe.names():
-        assert isinstance(yaml.safe_load(recipe.find(name).read_text()), dict)
+    for name in bundled.names():
+        assert isinstance(yaml.safe_load(bundled.find(name).read_text()), dict)
 
 
 def test_documented_commands_name_what_there_is():
@@ -220,5 +221,5 @@ def test_documented_commands_name_what_there_is():
     text = "\n".join(page.read_text() for page in pages)
     for commands, kind, many in (("pretrain|submit|show", "recipe", 3), ("tune", "sweep", 3)):
         named = set(re.findall(rf"eagleray(?:\.sbatch)? (?:{commands}) ([a-z]\w+)(?=[ `\n])", text))
-        assert named <= set(recipe.names(kind)), named - set(recipe.names(kind))
+        assert named <= set(bundled.names(kind)), named - set(bundled.names(kind))
         assert len(named) >= many, named

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cli import commands, main
+from eagleray.config import bundled
 from eagleray.data.index import open_index
 from eagleray.datasets.shapes import image
 from eagleray.datasets.shards import Sample, encode, write_shards
@@ -27,15 +28,16 @@ from eagleray.evaluation.extraction import Task, joined
 from eagleray.evaluation.results import Result
 from eagleray.evaluation.target import Subject, expect, subject
 from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import data_digest
 from eagleray.protocols.features import Labelled, extract, extracted, labelled
 from eagleray.protocols.knn import knn, neighbours
 from eagleray.protocols.linear import linear, probe
 from eagleray.protocols.registry import PROTOCOLS
+from eagleray.protocols.settings import Evaluate
 from eagleray.runs import pretrain, recipe
 from eagleray.runs import tracking as track
-from eagleray.runs.recipe import Evaluate, Network
 from eagleray.views.photometric import MEAN, STD
 
 APPEND = track.append
@@ -417,7 +419,7 @@ def test_tables_hold_every_number():
     ],
 )
 def test_published_numbers_are_read_from_headers(name: str, found: dict[str, float]):
-    assert results.printed(recipe.header(recipe.find(name))) == found
+    assert results.printed(bundled.header(bundled.find(name))) == found
 
 
 def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():

@@ -22,8 +22,8 @@ from eagleray.methods.selfpatch import SelfPatch
 from eagleray.methods.selfpatch_moby import SelfPatchMoBY
 from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated, Aggregation
+from eagleray.models.network import Network
 from eagleray.models.patch_neighbors import likest, neighbours
-from eagleray.runs.recipe import Network
 
 AT = Progress(step=15, steps_per_epoch=10, epochs=4)
 GRIDS = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (5, 3), (7, 7)]

@@ -9,7 +9,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine.export import to_timm
 from eagleray.models.backbone import TESTED, Backbone
 from eagleray.models.ema import ema_copy
-from eagleray.runs.recipe import Network
+from eagleray.models.network import Network
 
 STRIDE_16 = ("vit", "deit", "cvt_13", "t2t")
 

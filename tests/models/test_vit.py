@@ -12,8 +12,8 @@ from torch import nn
 from eagleray.base.errors import UserError
 from eagleray.engine.export import load, snippet, to_timm
 from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
 from eagleray.models.sync_bn import CPUSyncBatchNorm, synchronised
-from eagleray.runs.recipe import Network
 
 NAME = "vit_small_patch16_224"
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}

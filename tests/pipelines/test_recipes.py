@@ -13,12 +13,13 @@ import torch
 import yaml
 
 from eagleray import config
+from eagleray.config import bundled
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone
 from eagleray.runs import pretrain, recipe
 
 ROOT = Path(__file__).parents[2]
-NAMES = recipe.names()
+NAMES = bundled.names()
 DATA = ("in1k", "in10", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
 NAME = (
     r"(?P<method>[a-z0-9_]+?)_(?P<backbone>vit(?P<size>xs|[sblh])(?P<patch>\d+)(?P<kind>[a-z]*)|[a-z0-9]+)"
@@ -237,7 +238,7 @@ def docs() -> ModuleType:
 
 
 def tree(name: str) -> dict[str, Any]:
-    return yaml.safe_load(recipe.find(name).read_text())
+    return yaml.safe_load(bundled.find(name).read_text())
 
 
 def test_no_two_recipes_are_the_same_experiment():
@@ -251,7 +252,7 @@ def test_no_two_recipes_are_the_same_experiment():
 @pytest.mark.parametrize("name", [name for name in NAMES if "base" in tree(name)])
 def test_a_recipe_repeats_nothing_of_its_base(name: str):
     own = tree(name)
-    base = config.flat(config.read(recipe.find(Path(own.pop("base")).stem)))
+    base = config.flat(config.read(bundled.find(Path(own.pop("base")).stem)))
     assert not [key for key, value in config.flat(own).items() if key in base and base[key] == value]
 
 
@@ -349,7 +350,7 @@ def test_a_header_without_a_label_is_an_error(missing: str, tmp_path: Path):
 @pytest.mark.parametrize(("paper", "table", "row"), ROWS, ids=lambda of: getattr(of, "recipe", str(of)))
 def test_a_recipe_says_what_a_table_prints_of_it(paper: str, table: int, row: Row):
     """Its numbers beside that table's, and the paper's name unless the method is its own."""
-    published = docs().header(recipe.find(row.recipe))[0]
+    published = docs().header(bundled.find(row.recipe))[0]
     said = re.findall(r"\d+\.\d+|\d+", published)
     assert not [number for number in row.printed.split() if number not in said], published
     assert re.search(rf"\btables? [\d, and]*\b{table}\b", published), published
@@ -399,7 +400,7 @@ def test_runs_of_esvit_on_other_data_are_as_long_as_in_its_table_13(method: str,
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_line_of_a_recipe_is_a_sentence(name: str):
     """`eagleray list recipes` begins with it."""
-    assert re.fullmatch(r"# .+\.", recipe.find(name).read_text().splitlines()[0])
+    assert re.fullmatch(r"# .+\.", bundled.find(name).read_text().splitlines()[0])
 
 
 def test_the_list_of_recipes_has_the_published_numbers():

@@ -18,9 +18,10 @@ from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.evaluation import evaluate
 from eagleray.evaluation.target import Subject
 from eagleray.models.backbone import Backbone, Features
+from eagleray.models.network import Network
 from eagleray.protocols import correspondence as module
 from eagleray.protocols.correspondence import correspondence, matches, scores, views
-from eagleray.runs.recipe import Evaluate, Network
+from eagleray.protocols.settings import Evaluate
 from eagleray.views.photometric import per_channel
 
 GRIDS = [(7, 7), (4, 4), (3, 8), (8, 3), (1, 5), (5, 1)]

@@ -13,6 +13,7 @@ from conftest import SMALL
 
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 from eagleray.tune import plots, run, study
@@ -254,9 +255,9 @@ def test_a_search_that_learns_looks_at_what_others_found(tmp_path: Path):
     assert suggest(sweep, 60, told(2e-4)) == suggest(sweep, 60, told(2e-4))
 
 
-@pytest.mark.parametrize("name", recipes.names("sweep"))
+@pytest.mark.parametrize("name", bundled.names("sweep"))
 def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_path: Path):
-    path = recipes.bundled("tune") / f"{name}.yaml"
+    path = bundled.folder("tune") / f"{name}.yaml"
     assert path.read_text().startswith("# ")
     sweep = load(name)
     run.check_objective(sweep)

@@ -23,6 +23,7 @@ from eagleray.base.console import Follow, out, stoppable
 from eagleray.base.errors import UserError
 from eagleray.base.progress import Ticks
 from eagleray.cluster.ray_map import ray_map
+from eagleray.config import bundled
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.catalogue import DATASETS
@@ -185,12 +186,12 @@ def catalogue(kind: str) -> dict[str, str]:
         classes = {n: config.part(package, n) for n in config.parts(package)}
         return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
     if kind == "sweeps":
-        return {n: recipes.header(recipes.find(n, "sweep"))[0] for n in recipes.names("sweep")}
+        return {n: bundled.header(bundled.find(n, "sweep"))[0] for n in bundled.names("sweep")}
     if kind == "datasets":
         return {name: str(d) for name, d in DATASETS.items()}
     if kind == "protocols":
         return {name: str(p) for name, p in PROTOCOLS.items()}
-    return {n: headline(recipes.header(recipes.find(n))) for n in recipes.names()}
+    return {n: headline(bundled.header(bundled.find(n))) for n in bundled.names()}
 
 
 def headline(lines: Sequence[str]) -> str:

@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError, create_model
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
 from pydantic_core import ArgsKwargs
 
 from eagleray.base.errors import UserError
 
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
-
-
-def _bytes(value: Any) -> Any:
-    """The bytes that `200GiB` or `1.5 TB` stands for."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
-    return int(float(match[1]) * UNITS[match[2]]) if match else value
-
-
-Size = Annotated[int, Field(gt=0), BeforeValidator(_bytes)]
 
 
 class RecipeError(UserError):

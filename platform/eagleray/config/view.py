@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
+from eagleray.config.types import Share
 
 
 def ordered(ends: tuple[float, float]) -> tuple[float, float]:
@@ -23,7 +24,6 @@ def known(policy: str) -> str:
 
 Range = Annotated[tuple[float, float], AfterValidator(ordered)]
 Policy = Annotated[str, AfterValidator(known)]
-Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,15 +35,15 @@ class View:
     scale: Range = (0.08, 1.0)  # share of the image area
     ratio: Range = (3 / 4, 4 / 3)  # width over height
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
-    flip: Probability = 0.5
+    flip: Share = 0.5
     randaugment: Policy | None = None  # timm's, such as rand-m9-mstd0.5-inc1; jitter is to be 0 then, as in timm
-    jitter: Probability = 0.8
+    jitter: Share = 0.8
     strength: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)  # brightness, contrast, saturation, hue
-    gray: Probability = 0.2
-    blur: Probability = 0.0
+    gray: Share = 0.2
+    blur: Share = 0.0
     sigma: Range = (0.1, 2.0)  # pixels
-    solarize: Probability = 0.0  # pixels of 128 and more of 255 are inverted
-    erasing: Probability = 0.0  # a box becomes noise
+    solarize: Share = 0.0  # pixels of 128 and more of 255 are inverted
+    erasing: Share = 0.0  # a box becomes noise
 
     def __post_init__(self) -> None:
         if self.scale[1] > 1:

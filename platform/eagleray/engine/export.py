@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm
 import torch
@@ -16,9 +16,7 @@ from safetensors.torch import load_file, save_file
 from eagleray.base.errors import UserError
 from eagleray.models import vit
 from eagleray.models.backbone import Backbone
-
-if TYPE_CHECKING:
-    from eagleray.runs.recipe import Network
+from eagleray.models.network import Network
 
 TOLERANCE = 1e-4  # relative to the largest output
 
@@ -35,7 +33,7 @@ with torch.inference_mode():
 """
 
 
-def to_timm(backbone: Backbone, network: "Network", folder: Path) -> Path:
+def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
     """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. A fresh process loads it as
     `snippet` says, with plain timm wherever timm can build it, and must get the same outputs. Raises UserError when it
     does not."""
@@ -54,7 +52,7 @@ def to_timm(backbone: Backbone, network: "Network", folder: Path) -> Path:
     return path
 
 
-def describe(network: "Network") -> dict[str, Any]:
+def describe(network: Network) -> dict[str, Any]:
     """A `timm` model's name and options, or what `load` needs for a network that timm has no name for."""
     ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
     if network.norm == network.stem == "timm" and not ours:

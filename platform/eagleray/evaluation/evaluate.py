@@ -23,10 +23,11 @@ from eagleray.engine import world
 from eagleray.evaluation import results
 from eagleray.evaluation.extraction import Task, features
 from eagleray.evaluation.results import UNTRAINED, Result, Row
-from eagleray.evaluation.target import Subject, check_images, check_patches, subject
+from eagleray.evaluation.target import Subject, subject
 from eagleray.protocols import feature_types
 from eagleray.protocols import registry as protocols
 from eagleray.protocols.digests import data_digest, digest, tree_digest
+from eagleray.protocols.eval_mode import check_images, check_patches
 from eagleray.protocols.features import Labelled, labelled
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.registry import PROTOCOLS, Protocol, Sets

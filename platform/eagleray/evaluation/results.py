@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.base.files import alone
+from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs import remote as place
 from eagleray.runs.recipe import Recipe
@@ -95,10 +96,10 @@ def add(folder: str, result: Result) -> None:
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
     """What the header of the recipe says that a run's command names, if its own, a plain tree, differs from that in
     nothing but where the data lies and how it is read."""
-    name = next((word for word in command if word in recipes.names()), None)
+    name = next((word for word in command if word in bundled.names()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
-    return printed(recipes.header(recipes.find(name)))
+    return printed(bundled.header(bundled.find(name)))
 
 
 def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from eagleray.base.errors import UserError
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
 from eagleray.protocols.digests import digest, weights_digest
-from eagleray.protocols.eval_mode import NOT_FINITE, trying
+from eagleray.protocols.settings import Evaluate
 from eagleray.runs import remote as place
 from eagleray.runs import restore
-from eagleray.runs.recipe import Evaluate, Network, Recipe
+from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import TIMM, Build
 from eagleray.storage.store import remote
 from eagleray.views.photometric import MEAN, STD
@@ -115,23 +116,3 @@ def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> N
         return (args[0] * (s0 / s1) + (m0 - m1) / s1, *args[1:])
 
     first.register_forward_pre_hook(again)
-
-
-@torch.inference_mode()
-def check_images(backbone: Backbone, size: int) -> None:
-    """Raises UserError when the backbone cannot take images of this size."""
-    with trying(backbone, f"cannot take images of --size {size}"):
-        found = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
-        if not found.isfinite().all():
-            raise ValueError(NOT_FINITE)
-
-
-@torch.inference_mode()
-def check_patches(backbone: Backbone, size: int) -> None:
-    """Raises UserError when the backbone has no patch tokens on a grid."""
-    with trying(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
-        found = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
-        if found.patches.shape[1] != found.grid[0] * found.grid[1]:
-            raise ValueError("their number is not that of a grid")
-        if not found.patches.isfinite().all():
-            raise ValueError(NOT_FINITE)

@@ -1,12 +1,13 @@
 """Barlow Twins: Zbontar, Jing, Misra, LeCun and Deny 2021, arXiv:2103.03230, algorithm 1."""
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
 
@@ -20,8 +21,8 @@ class BarlowTwins(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 8192,
-        hidden: Positive = 8192,
+        dim: PositiveInt = 8192,
+        hidden: PositiveInt = 8192,
         off_diagonal: PositiveFloat = 0.0051,  # lambda of the authors' code; the paper rounds it to 0.005
     ) -> None:
         super().__init__()

@@ -2,11 +2,12 @@
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method, Positive
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
@@ -21,8 +22,8 @@ class BYOL(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 256,
-        hidden: Positive = 4096,
+        dim: PositiveInt = 256,
+        hidden: PositiveInt = 4096,
         momentum: Schedule = Schedule(value=0.996, end=1.0),
     ) -> None:
         super().__init__()

@@ -3,13 +3,15 @@ arXiv:2006.07733, algorithm 1."""
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import match
 from eagleray.losses.regions import RegionLoss, Side, follow, region_loss, side
-from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder, Features
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, mlp
@@ -25,12 +27,12 @@ class BYOLRegions(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 256,
-        hidden: Positive = 4096,
+        dim: PositiveInt = 256,
+        hidden: PositiveInt = 4096,
         momentum: Schedule = Schedule(value=0.996, end=1.0),
-        prototypes: Positive = 65536,
-        region_hidden: Positive = 2048,
-        bottleneck: Positive = 256,
+        prototypes: PositiveInt = 65536,
+        region_hidden: PositiveInt = 2048,
+        bottleneck: PositiveInt = 256,
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         center_momentum: Share = 0.9,

@@ -4,13 +4,15 @@ import math
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
-from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
@@ -27,13 +29,13 @@ class DenseCL(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 128,
-        hidden: Positive = 2048,
+        dim: PositiveInt = 128,
+        hidden: PositiveInt = 2048,
         temperature: PositiveFloat = 0.2,
-        queue: Positive = 65536,
+        queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         dense_weight: Share = 0.5,  # of the patches' loss; the pooled vectors' has the rest
-        norm_group: Positive | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.norm_group = temperature, momentum, norm_group

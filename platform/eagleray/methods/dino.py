@@ -1,12 +1,14 @@
 """DINO, self-distillation with no labels: Caron et al. 2021, arXiv:2104.14294, algorithm 1."""
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
-from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
@@ -22,9 +24,9 @@ class DINO(Method):
         self,
         backbone: Backbone,
         *,
-        prototypes: Positive = 65536,
-        hidden: Positive = 2048,
-        bottleneck: Positive = 256,
+        prototypes: PositiveInt = 65536,
+        hidden: PositiveInt = 2048,
+        bottleneck: PositiveInt = 256,
         free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Classes, Share
 from eagleray.data.batch import Batch
 from eagleray.losses.relative_location import (
     Localiser,
@@ -20,7 +22,7 @@ from eagleray.losses.relative_location import (
     exhaustive_pairs,
     random_pairs,
 )
-from eagleray.methods.method import Classes, Classifier, NotNegative, Positive, Share, judged
+from eagleray.methods.method import Classifier, judged
 from eagleray.models.backbone import Backbone
 
 
@@ -33,10 +35,10 @@ class DRLoc(Classifier):
         *,
         classes: Classes,
         smoothing: Share = 0.1,
-        mixup: NotNegative = 0.8,
-        cutmix: NotNegative = 1.0,
+        mixup: NonNegativeFloat = 0.8,
+        cutmix: NonNegativeFloat = 1.0,
         ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies
-        pairs: Positive = 64,  # of an image, m
+        pairs: PositiveInt = 64,  # of an image, m
         # Lambda. The paper has it constant, 0.5 for Swin and 0.1 for T2T and CvT.
         weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
         mode: Mode = "l1",
@@ -44,7 +46,7 @@ class DRLoc(Classifier):
         pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner, whatever m
         stages: Literal["last", "all"] = "last",  # all: an MLP for each, on its own grid (L_all)
         # Tokens on a side, k. A last grid of twice as many and more is pooled to fewer than that; it sets the classes.
-        grid: Positive = 7,
+        grid: PositiveInt = 7,
         pool: Pool = "3x3",  # 2x2 is the paper's
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)

@@ -5,13 +5,15 @@ from itertools import groupby
 from typing import Literal
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import choices, match
 from eagleray.losses.regions import MATCHINGS, RegionLoss, Side, follow, region_loss, sampled, side, softmax_loss
-from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
@@ -29,9 +31,9 @@ class EsViT(Method):
         self,
         backbone: Backbone,
         *,
-        prototypes: Positive = 65536,
-        hidden: Positive = 2048,
-        bottleneck: Positive = 256,
+        prototypes: PositiveInt = 65536,
+        hidden: PositiveInt = 2048,
+        bottleneck: PositiveInt = 256,
         free_scale: bool = True,  # train the prototypes' lengths
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
@@ -44,7 +46,7 @@ class EsViT(Method):
         region_from: float = 0.0,  # epochs in which it is DINO, L_V alone at full weight
         region_loss: RegionLoss = "softmax",
         matching: Literal["argmax", "sinkhorn"] = "argmax",
-        tokens: Positive | None = None,  # sampled of a view that has more (DeiT in the paper); None: all
+        tokens: PositiveInt | None = None,  # sampled of a view that has more (DeiT in the paper); None: all
     ) -> None:
         super().__init__()
         self.student_temp, self.teacher_temp = student_temp, teacher_temp

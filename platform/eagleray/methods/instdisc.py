@@ -2,12 +2,14 @@
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Count, Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.queue import Bank
 
@@ -23,10 +25,10 @@ class InstDisc(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 128,
+        dim: PositiveInt = 128,
         temperature: PositiveFloat = 0.07,
         momentum: Share = 0.5,  # of a remembered vector; the paper replaces it (0), the released code does not
-        negatives: Count = 4096,  # 0: a softmax over all images
+        negatives: NonNegativeInt = 4096,  # 0: a softmax over all images
         proximal: float = 0.0,  # lambda of equation 10, which the released code does not have
     ) -> None:
         super().__init__()

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
@@ -15,14 +13,6 @@ from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import average, ema_copy
 from eagleray.views.mixing import Mixing
-
-# Ranges of what a method's recipe section may hold.
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
-Classes = Annotated[int, Field(ge=2)]
 
 
 class Method(nn.Module):

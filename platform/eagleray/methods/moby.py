@@ -4,13 +4,14 @@ import math
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
-from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
@@ -27,10 +28,10 @@ class MoBY(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 256,
-        hidden: Positive = 4096,
+        dim: PositiveInt = 256,
+        hidden: PositiveInt = 4096,
         temperature: PositiveFloat = 0.2,
-        queue: Positive = 4096,
+        queue: PositiveInt = 4096,
         momentum: Schedule = Schedule(value=0.99, end=1.0),
     ) -> None:
         super().__init__()

@@ -5,13 +5,14 @@ import math
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
-from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
@@ -29,13 +30,13 @@ class MoCo(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 128,
-        hidden: Positive | None = 2048,  # None: the head is one linear layer (v1)
+        dim: PositiveInt = 128,
+        hidden: PositiveInt | None = 2048,  # None: the head is one linear layer (v1)
         temperature: PositiveFloat = 0.2,
-        queue: Positive = 65536,
+        queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         symmetric: bool = False,  # both directions, each with its own queue (v2+)
-        norm_group: Positive | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.symmetric, self.norm_group = temperature, momentum, symmetric, norm_group

@@ -5,12 +5,13 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
@@ -25,8 +26,8 @@ class MoCoV3(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 256,
-        hidden: Positive = 4096,
+        dim: PositiveInt = 256,
+        hidden: PositiveInt = 4096,
         # The authors' code gives a ResNet a projector of two layers and a predictor without norm at its end, where the
         # paper says three layers and norms everywhere; a key, as no backbone's name says which heads are meant.
         heads: Literal["vit", "r50"] = "vit",

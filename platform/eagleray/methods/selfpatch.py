@@ -3,14 +3,15 @@
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss
 from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
-from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated
 from eagleray.models.ema import ema_copy, ema_update
@@ -29,11 +30,11 @@ class SelfPatch(Method):
         self,
         backbone: Backbone,
         *,
-        prototypes: Positive = 65536,
-        patch_prototypes: Positive = 4096,
-        hidden: Positive = 2048,
-        bottleneck: Positive = 256,
-        heads: Positive = 6,  # of the class attention: as many as the backbone's
+        prototypes: PositiveInt = 65536,
+        patch_prototypes: PositiveInt = 4096,
+        hidden: PositiveInt = 2048,
+        bottleneck: PositiveInt = 256,
+        heads: PositiveInt = 6,  # of the class attention: as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
         # A patch at the border has those at the opposite one for neighbours: the authors' code, not the paper's text.
         wrap: bool = True,

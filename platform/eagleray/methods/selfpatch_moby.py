@@ -6,16 +6,17 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss, rows
 from eagleray.losses.prototypes import choices
-from eagleray.methods.method import Method, Positive, PositiveFloat, Share
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.class_attention import Aggregated
 from eagleray.models.ema import ema_copy, ema_update
@@ -34,15 +35,15 @@ class SelfPatchMoBY(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 256,
-        hidden: Positive = 4096,
+        dim: PositiveInt = 256,
+        hidden: PositiveInt = 4096,
         temperature: PositiveFloat = 0.2,
-        queue: Positive = 4096,
+        queue: PositiveInt = 4096,
         momentum: Schedule = Schedule(value=0.99, end=1.0),
-        patch_prototypes: Positive = 4096,
-        patch_hidden: Positive = 2048,
-        bottleneck: Positive = 256,
-        heads: Positive = 3,  # of the class attention: as many as the backbone's
+        patch_prototypes: PositiveInt = 4096,
+        patch_hidden: PositiveInt = 2048,
+        bottleneck: PositiveInt = 256,
+        heads: PositiveInt = 3,  # of the class attention: as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
         wrap: bool = True,  # neighbours across the image's border
         patch_weight: PositiveFloat = 0.1,

@@ -4,12 +4,13 @@ import math
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
 
@@ -23,9 +24,9 @@ class SimCLR(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 128,
-        hidden: Positive = 2048,
-        layers: Positive = 2,  # linear ones in the projector
+        dim: PositiveInt = 128,
+        hidden: PositiveInt = 2048,
+        layers: PositiveInt = 2,  # linear ones in the projector
         temperature: PositiveFloat = 0.1,
     ) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
 """SimSiam: Chen and He 2021, arXiv:2011.10566, algorithm 1."""
 
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method, Positive
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
 
@@ -19,8 +20,8 @@ class SimSiam(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 2048,
-        hidden: Positive = 512,  # of the predictor, a bottleneck
+        dim: PositiveInt = 2048,
+        hidden: PositiveInt = 512,  # of the predictor, a bottleneck
     ) -> None:
         super().__init__()
         # The projector is as wide as the backbone, as in the authors' code: 2048, the paper's number, for ResNet-50.

@@ -2,11 +2,13 @@
 arXiv:2012.12877)."""
 
 import torch
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from eagleray.config.schedule import Progress
+from eagleray.config.types import Classes, Share
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Classes, Classifier, NotNegative, Share, judged
+from eagleray.methods.method import Classifier, judged
 from eagleray.models.backbone import Backbone
 
 
@@ -19,8 +21,8 @@ class Supervised(Classifier):
         *,
         classes: Classes,
         smoothing: Share = 0.1,
-        mixup: NotNegative = 0.8,
-        cutmix: NotNegative = 1.0,
+        mixup: NonNegativeFloat = 0.8,
+        cutmix: NonNegativeFloat = 1.0,
         ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)

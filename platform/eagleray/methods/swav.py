@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
@@ -11,7 +12,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.losses.entropy import entropy, usage
 from eagleray.losses.sinkhorn import sinkhorn
-from eagleray.methods.method import Count, Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import drop_gradients, mlp
 from eagleray.models.queue import Queue
@@ -27,16 +28,16 @@ class SwAV(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 128,
-        hidden: Positive = 2048,
+        dim: PositiveInt = 128,
+        hidden: PositiveInt = 2048,
         norm: bool = True,  # batch norm in the projector; MoCo v3's study of ViTs does best without
-        prototypes: Positive = 3000,
+        prototypes: PositiveInt = 3000,
         temperature: PositiveFloat = 0.1,
         epsilon: PositiveFloat = 0.05,
-        iterations: Positive = 3,
-        queue: Count = 0,  # features kept of either full-resolution crop
+        iterations: PositiveInt = 3,
+        queue: NonNegativeInt = 0,  # features kept of either full-resolution crop
         queue_start: float = 15.0,  # epochs
-        freeze_prototypes: Count = 313,  # steps: the paper's first epoch, of 4096 images a step
+        freeze_prototypes: NonNegativeInt = 313,  # steps: the paper's first epoch, of 4096 images a step
     ) -> None:
         super().__init__()
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations

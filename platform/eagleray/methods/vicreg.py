@@ -2,12 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Method, Positive, PositiveFloat
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
 
@@ -21,8 +22,8 @@ class VICReg(Method):
         self,
         backbone: Backbone,
         *,
-        dim: Positive = 8192,
-        hidden: Positive = 8192,
+        dim: PositiveInt = 8192,
+        hidden: PositiveInt = 8192,
         # Weights as in the authors' code, which the published numbers come from: it has means over channels and over
         # views where the paper's equations 5 and 6 have sums.
         invariance: PositiveFloat = 25.0,

@@ -14,6 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.models import vit
 from eagleray.models.micro_batch import by_parts
 from eagleray.models.stages import handed_on, stages, widths
+from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
 
 Head = TypeVar("Head", bound=nn.Module)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
@@ -15,7 +16,6 @@ from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import evaluating
 from eagleray.protocols.features import batches, some, undecoded
-from eagleray.runs.recipe import Positive
 from eagleray.views import photometric, sampling
 
 PAIRS = 10  # of an image, the most alike, that count
@@ -55,7 +55,7 @@ def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int
 @torch.inference_mode()
 @evaluating
 def correspondence(
-    backbone: Backbone, index: Index, *, size: Positive, resize: Positive, limit: Positive = IMAGES
+    backbone: Backbone, index: Index, *, size: PositiveInt, resize: PositiveInt, limit: PositiveInt = IMAGES
 ) -> dict[str, float]:
     """Means over at most `limit` images, those that do not decode left out: accuracy as a share, error in pixels; the
     same on every rank and each time. Raises UserError when no image decodes."""

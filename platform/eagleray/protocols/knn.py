@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.protocols.features import Labelled
 from eagleray.protocols.outcome import Outcome
-from eagleray.runs.recipe import Positive
 
 CHUNK = 1024  # test images at a time
 
@@ -18,8 +17,8 @@ def neighbours(
     train: Labelled,
     test: Labelled,
     *,
-    k: Positive = 20,
-    ks: tuple[Positive, ...] = (10, 20, 100, 200),
+    k: PositiveInt = 20,
+    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200),
     temperature: PositiveFloat = 0.07,
 ) -> Outcome:
     """Top-1 and top-5 in percent for k neighbours, and top-1 for each of `ks`: DINO looks at four."""

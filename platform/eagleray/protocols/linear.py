@@ -12,12 +12,11 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.protocols.features import Labelled
 from eagleray.protocols.outcome import Outcome
-from eagleray.runs.recipe import Count, Positive
 
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # for a batch of 256, scaled linearly
 BATCH = 1024
@@ -35,11 +34,11 @@ def linear(
     train: Labelled,
     test: Labelled,
     *,
-    epochs: Positive = 100,
-    batch: Positive = BATCH,
+    epochs: PositiveInt = 100,
+    batch: PositiveInt = BATCH,
     rates: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = RATES,
     scaled: bool = True,
-    seed: Count = 0,
+    seed: NonNegativeInt = 0,
 ) -> Outcome:
     """Top-1 in percent after the last epoch, as `probe`, and the best of all epochs on the test set, which is what the
     papers' scripts print. `rates` are for 256 images; `scaled` centres features and divides by one scale."""

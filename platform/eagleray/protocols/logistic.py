@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import NonNegativeInt
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
@@ -19,7 +20,6 @@ from eagleray.base.errors import UserError
 from eagleray.protocols.classification_scores import METRICS, Array
 from eagleray.protocols.features import Labelled
 from eagleray.protocols.outcome import Outcome
-from eagleray.runs.recipe import Count
 
 STEPS, PER_DECADE, LOWEST = 96, 8, -6  # lambda is 10^-6 to 10^6
 COARSE = 2 * PER_DECADE  # steps between the seven values that a search begins with
@@ -109,7 +109,7 @@ def logistic(
     test: Labelled,
     *,
     metric: Literal["top1", "mean_per_class", "roc_auc"] = "top1",
-    seed: Count = 0,
+    seed: NonNegativeInt = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Of images of one class each, whose labels may be any numbers; a fifth of each class finds lambda."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import yaml
 from numpy.typing import NDArray
-from pydantic import PydanticUserError, TypeAdapter, ValidationError, create_model
+from pydantic import PositiveInt, PydanticUserError, TypeAdapter, ValidationError, create_model
 
 from eagleray import config
 from eagleray.base import dist
@@ -22,7 +22,8 @@ from eagleray.protocols.features import Labelled, extract, labelled, some
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import VARIANTS, probe
 from eagleray.protocols.outcome import Outcome
-from eagleray.runs.recipe import Evaluate, Positive, Recipe
+from eagleray.protocols.settings import Evaluate
+from eagleray.runs.recipe import Recipe
 
 LABELLED = ("knn", "linear")  # those that a run computes at its end; they need labels
 HELD = 10  # one labelled sample in so many is held out where there is no test set
@@ -80,7 +81,7 @@ class Protocol:
 
 
 # Settings of features that are extracted once.
-FROZEN: dict[str, Any] = {"size": Positive, "resize": Positive, "features": str}
+FROZEN: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}
 # What the needs are called on the command line.
 OPTIONS = {
     "labels": "--train URL of labelled shards",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import NonNegativeInt
 
 from eagleray.base.errors import UserError
 from eagleray.datasets import multilabel
@@ -12,7 +13,6 @@ from eagleray.datasets.sources import files
 from eagleray.protocols.features import Labelled
 from eagleray.protocols.logistic import probe
 from eagleray.protocols.outcome import Outcome
-from eagleray.runs.recipe import Count
 from eagleray.storage import store
 
 
@@ -52,7 +52,7 @@ def suite(
     root: str,
     reference: Mapping[str, float] = SUPERVISED,
     *,
-    seed: Count = 0,
+    seed: NonNegativeInt = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """The logistic probe on every set that is there as shards ROOT/NAME/SPLIT, whose `features` are asked for by URL.

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagleray.base.errors import UserError
-from eagleray.evaluation.target import check_images
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.eval_mode import check_images
 from eagleray.protocols.outcome import Outcome
-from eagleray.runs.recipe import Positive
 
 MIB = 2**20
 
@@ -27,9 +27,9 @@ MIB = 2**20
 def throughput(
     backbone: Backbone,
     *,
-    size: Positive,
-    batch: Positive | None = None,
-    rounds: Positive = 10,
+    size: PositiveInt,
+    batch: PositiveInt | None = None,
+    rounds: PositiveInt = 10,
     out: Path | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Outcome:

@@ -8,15 +8,15 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import STRICT
+from eagleray.config import STRICT, bundled
+from eagleray.config.types import Share
 from eagleray.data.loader import rows as shares
-from eagleray.runs import recipe as recipes
-from eagleray.runs.recipe import Count, Positive, Recipe, Share, span
+from eagleray.runs.recipe import Recipe, span
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
@@ -102,9 +102,9 @@ class Sweep(Branch):
     grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of its steps that a trial gets before it is compared
     reduction: Annotated[float, Field(gt=1)] = 3.0  # asha, hyperband: one in so many goes on
     interval: Annotated[Share, Field(gt=0)] = 0.2  # pbt: share of the steps between two exchanges
-    trials: Positive | None = None  # None: 16, or all of a grid
-    seed: Count = 0  # of the search; a trial's own is a key of its recipe
-    cpus: Positive = 1  # threads of each trial, or of each of its workers
+    trials: PositiveInt | None = None  # None: 16, or all of a grid
+    seed: NonNegativeInt = 0  # of the search; a trial's own is a key of its recipe
+    cpus: PositiveInt = 1  # threads of each trial, or of each of its workers
     hours: Annotated[float, Field(gt=0)] | None = None  # after which what still trains is saved and stopped
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
 
@@ -122,7 +122,7 @@ class Sweep(Branch):
 def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
     """The sweep with its recipes read in and one alternative at least. Overrides are keys of the recipes, which are
     then no longer varied; `out`; and keys of the sweep after `sweep.`. Raises UserError."""
-    path = recipes.find(name, "sweep")
+    path = bundled.find(name, "sweep")
     pinned: dict[str, Any] = {}
     tree = config.read(path)
     for item in overrides:
@@ -149,7 +149,7 @@ def _join(sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, wher
     if not name:
         raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
     beside = path.parent / name
-    tree = config.read(beside if beside.is_file() else recipes.find(name))
+    tree = config.read(beside if beside.is_file() else bundled.find(name))
     for fixed in (sweep.fixed, own.fixed, pinned):
         tree = put(tree, fixed)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import STRICT
+from eagleray.config import STRICT, bundled
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
 from eagleray.protocols.fine_tuning import Tuned, fine_tune
-from eagleray.runs.recipe import Count, Positive, Share, bundled
 from eagleray.storage.ordered_map import ahead
 
 FOLDER = "pipelines/detection"
@@ -31,27 +31,27 @@ class Schedules:
     """A file of pipelines/detection."""
 
     cascade: bool = False  # three stages of heads, not one
-    epochs: Positive = 12
-    batch: Positive = 16
+    epochs: PositiveInt = 12
+    batch: PositiveInt = 16
     lr: Schedule = Schedule(value=1e-4, warmup_from=1e-7, warmup=0.14, drops=(8, 11))
     weight_decay: float = 0.05
     drop_path: Share = 0.05
-    sizes: tuple[Positive, ...] = (800,)  # of the short side, pixels: one is drawn in training, the last one tests
-    longest: Positive = 1333  # of the long side
-    channels: Positive = 256  # of the maps of the pyramid
-    regions: Positive = 512  # of an image that are learnt from
+    sizes: tuple[PositiveInt, ...] = (800,)  # of the short side, pixels: one is drawn in training, the last one tests
+    longest: PositiveInt = 1333  # of the long side
+    channels: PositiveInt = 256  # of the maps of the pyramid
+    regions: PositiveInt = 512  # of an image that are learnt from
     anchor: PositiveFloat = 8.0  # cells that an anchor is wide
-    seed: Count = 0
+    seed: NonNegativeInt = 0
 
 
 def named(name: str) -> Schedules:
     """That of a file, or of a bundled name such as 1x. Raises UserError."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        known = sorted(p.stem for p in bundled(FOLDER).glob("*.yaml"))
+        known = sorted(p.stem for p in bundled.folder(FOLDER).glob("*.yaml"))
         if name not in known:
             raise UserError(f"--schedule {name}: no such schedule of detection{config.nearest(name, known)}")
-        path = bundled(FOLDER) / f"{name}.yaml"
+        path = bundled.folder(FOLDER) / f"{name}.yaml"
     return config.load(Schedules, path)
 
 

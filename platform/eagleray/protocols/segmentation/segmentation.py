@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from eagleray.base.errors import UserError
@@ -30,7 +30,6 @@ from eagleray.protocols.segmentation import scores as scoring
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, fitted
 from eagleray.protocols.segmentation.heads import SemanticFPN, UPerNet
 from eagleray.protocols.segmentation.picture import Shown, draw, table
-from eagleray.runs.recipe import Count
 from eagleray.storage.ordered_map import ahead
 
 WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
@@ -71,7 +70,7 @@ def segmentation(
     weight_decay: NonNegativeFloat = 0.01,
     width: int | None = None,
     multi_scale: bool = False,
-    seed: Count = 0,
+    seed: NonNegativeInt = 0,
 ) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder` and score it on the validation images: mIoU,
     mAcc and aAcc in percent, with `multi_scale` also as means over six sizes and mirrored images. `size` is that of the

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from eagleray.base.errors import UserError
@@ -23,7 +24,6 @@ from eagleray.protocols.eval_mode import evaluating, trying
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.video.measures import boundary, region
 from eagleray.protocols.visual import draw
-from eagleray.runs.recipe import Count, Positive
 from eagleray.views.photometric import normalise_
 
 LISTS = ("2017", "2016", "480p")  # folders of ImageSets; what is not 2017's has one object, the foreground
@@ -55,10 +55,10 @@ def davis(
     out: Path,
     note: Callable[[str], None] = print,
     split: str = "val",
-    size: Positive = 480,
-    n_last_frames: Count = 7,
-    topk: Positive = 5,
-    size_mask_neighborhood: Count = 12,
+    size: PositiveInt = 480,
+    n_last_frames: NonNegativeInt = 7,
+    topk: PositiveInt = 5,
+    size_mask_neighborhood: NonNegativeInt = 12,
 ) -> Outcome:
     """J, F and J&F in percent, per sequence and as means over objects, beside those of colour histograms in the
     backbone's place, and a picture of each sequence. `size` is the frames' short side in pixels. Raises UserError."""

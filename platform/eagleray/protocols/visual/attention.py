@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
+from eagleray.config.types import Share
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import evaluating
 from eagleray.protocols.features import batches, some, undecoded
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
-from eagleray.runs.recipe import Positive, Share
 from eagleray.views.photometric import normalised
 
 MASS = 0.6  # share of the attention that the kept patches hold
@@ -44,8 +45,8 @@ def attention(
     *,
     out: Path,
     note: Callable[[str], None] = print,
-    size: Positive = 480,
-    limit: Positive = IMAGES,
+    size: PositiveInt = 480,
+    limit: PositiveInt = IMAGES,
     mass: Share = MASS,
 ) -> Outcome:
     """Entropy in bits of every head, means over patches as queries and over images, and the share of patches that hold

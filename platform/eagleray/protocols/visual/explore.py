@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.base.errors import UserError
@@ -20,7 +21,6 @@ from eagleray.protocols.eval_mode import evaluating
 from eagleray.protocols.features import batches, image, some, undecoded
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
-from eagleray.runs.recipe import Positive
 from eagleray.views import photometric
 from eagleray.views import sampling as drawing
 from eagleray.views.crop import crop
@@ -39,7 +39,7 @@ class Nearest(NamedTuple):
 
 @torch.inference_mode()
 def components(
-    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: Positive = 448, images: Positive = 6
+    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: PositiveInt = 448, images: PositiveInt = 6
 ) -> Outcome:
     """The first principal component of the patches of several images together, and the first three of those that it
     puts in the foreground, as red, green and blue: the same colour means the same in all images. Numbers are the share
@@ -103,10 +103,10 @@ def neighbours(
     *,
     out: Path,
     note: Note = print,
-    size: Positive = 224,
-    limit: Positive = 1000,
-    queries: Positive = 8,
-    k: Positive = 8,
+    size: PositiveInt = 224,
+    limit: PositiveInt = 1000,
+    queries: PositiveInt = 8,
+    k: PositiveInt = 8,
 ) -> Outcome:
     """A sheet of some images and, beside each, the k that are nearest by the cosine of pooled features; with labels,
     the percent of those that are of the query's class, green where they are. Raises UserError."""
@@ -163,9 +163,9 @@ def pairs(
     *,
     out: Path,
     note: Note = print,
-    size: Positive = 224,
-    images: Positive = 3,
-    limit: Positive = 64,
+    size: PositiveInt = 224,
+    images: PositiveInt = 3,
+    limit: PositiveInt = 64,
 ) -> Outcome:
     """The ten likest patches of an image and another view of it, a smaller and recoloured crop, and of an image and the
     one that is nearest to it among `limit`. Of two views, a match is right where its ends are at most a patch apart;

@@ -1,0 +1,19 @@
+"""Number types of recipes that pydantic has no name for."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _bytes(value: Any) -> Any:
+    """Turn a size such as `200GiB` or `1.5 TB` into bytes, and leave everything else to pydantic."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
+    return int(float(match[1]) * UNITS[match[2]]) if match else value
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Classes = Annotated[int, Field(ge=2)]
+Bytes = Annotated[int, Field(gt=0), BeforeValidator(_bytes)]
