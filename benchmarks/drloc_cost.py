@@ -49,7 +49,7 @@ def main() -> None:
     device = common.device()
     images = torch.randn(args.batch, 3, args.size, args.size, device=device)
     labels = torch.arange(args.batch, device=device) % args.classes
-    batch = Batch([images], torch.empty(0), torch.arange(args.batch), labels, (args.batch,))
+    batch = Batch([images], torch.arange(args.batch), labels, (args.batch,))
     name, options = BACKBONES[args.backbone]
     methods: dict[str, Classifier] = {}
     for which, kind in (("supervised", Supervised), ("drloc", DRLoc)):

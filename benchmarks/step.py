@@ -132,8 +132,7 @@ def made_up(r: Recipe, device: torch.device) -> Batch:
     b, sizes = r.optim.batch, [v.size for v in Views.of(r.views).views]
     pixels = [torch.randint(0, 256, (b, 3, s, s), dtype=torch.uint8, device=device) for s in sizes]
     views = [photometric.normalise_(p.float() / 255) for p in pixels]
-    boxes, index = torch.zeros(len(sizes), b, 4, device=device), torch.arange(b)
-    return Batch(views, boxes, index, torch.full((b,), -1, device=device), (b,))
+    return Batch(views, torch.arange(b), torch.full((b,), -1, device=device), (b,))
 
 
 def memory(device: torch.device) -> float:

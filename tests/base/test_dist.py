@@ -47,7 +47,7 @@ def train(rank: int, rows: tuple[int, ...], recipe: Recipe) -> dict[str, Any]:
             views = [v[mine] for v in global_batch(step, recipe)]
             index = torch.arange(BATCH)[mine] + step
             label = (torch.arange(BATCH) * 7 % 10)[mine]
-            yield pretrain.Progress(step, 10, 2), Batch(views, torch.empty(0), index, label, rows)
+            yield pretrain.Progress(step, 10, 2), Batch(views, index, label, rows)
 
     first: dict[str, torch.Tensor] = {}
     own = method.before_step

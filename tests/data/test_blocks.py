@@ -220,8 +220,8 @@ def test_a_sample_of_a_repeated_source_is_read_as_often_with_other_crops(tmp_pat
     parts = list(islice(stream.parts(range(2), start=0), stream.steps_per_epoch))
     order = torch.cat([p.index for p in parts])
     assert np.bincount(order).tolist() == [1] * 24 + [3] * 8
-    boxes = torch.cat([p.boxes[0] for p in parts])
+    params = torch.cat([p.params[0] for p in parts])
     for sample in range(24, 32):
-        assert len(boxes[order == sample].unique(dim=0)) == 3
+        assert len(params[order == sample].unique(dim=0)) == 3
     alone = list(islice(stream.parts(range(1, 2), start=5), 9))
     assert all(torch.equal(a.index, p.index[2:]) for a, p in zip(alone, parts[5:], strict=False))

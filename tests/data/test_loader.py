@@ -53,11 +53,10 @@ def read(s: Stream, *, ranks: int, workers: int, start: int, steps: int) -> list
 def join(shares: tuple[Step, ...]) -> Step:
     batches = [batch for batch, _ in shares]
     for rank, b in enumerate(batches):
-        assert len(b.index) == len(b.label) == b.boxes.shape[1] == b.rows[rank]
+        assert len(b.index) == len(b.label) == b.rows[rank]
         assert b.rows == batches[0].rows
     whole = Batch(
         views=[torch.cat(v) for v in zip(*[b.views for b in batches], strict=True)],
-        boxes=torch.cat([b.boxes for b in batches], 1),
         index=torch.cat([b.index for b in batches]),
         label=torch.cat([b.label for b in batches]),
         rows=batches[0].rows,
@@ -70,7 +69,6 @@ def assert_same(ours: list[Step], theirs: list[Step], *, tolerance: float) -> No
     for (a, bad), (b, expected) in zip(ours, theirs, strict=True):
         assert torch.equal(a.index, b.index)
         assert torch.equal(a.label, b.label)
-        assert torch.equal(a.boxes, b.boxes)
         assert bad == expected
         for x, y in zip(a.views, b.views, strict=True):
             assert x.shape == y.shape
@@ -102,7 +100,6 @@ def test_a_batch_holds_what_the_stream_gives(folder: Path) -> None:
     pixels = [view for group in part.pixels for view in group]
     for view, raw, params in zip(batch.views, pixels, part.params, strict=True):
         assert (view - photometric.apply(raw, params)).abs().max() <= 2e-5
-    assert torch.equal(batch.boxes, part.boxes)
     assert torch.equal(batch.index, part.index)
 
 

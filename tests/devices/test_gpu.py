@@ -78,10 +78,9 @@ def test_loader_gives_the_batches_of_a_single_reader_on_a_cpu(device: torch.devi
     for (a, _), (b, bad) in itertools.islice(zip(expected, got, strict=False), 5):  # over the end of the epoch
         assert bad == []
         assert a.rows == b.rows
-        assert all(v.device == device for v in (*b.views, b.boxes, b.index, b.label))
+        assert all(v.device == device for v in (*b.views, b.index, b.label))
         assert torch.equal(a.index, b.index.cpu())
         assert torch.equal(a.label, b.label.cpu())
-        torch.testing.assert_close(b.boxes.cpu(), a.boxes, atol=0, rtol=0)
         torch.testing.assert_close([v.cpu() for v in b.views], a.views, atol=1e-5, rtol=0)
 
 
@@ -102,7 +101,7 @@ def made_up(r: Recipe, device: torch.device) -> Batch:
     b, generator = r.optim.batch, torch.Generator().manual_seed(0)
     views = [torch.randn(b, 3, v.size, v.size, generator=generator).to(device) for v in Views.of(r.views).views]
     label = torch.full((b,), -1, device=device)
-    return Batch(views, torch.zeros(len(views), b, 4, device=device), torch.arange(b), label, (b,))
+    return Batch(views, torch.arange(b), label, (b,))
 
 
 def steps(r: Recipe, device: torch.device, count: int) -> Iterator[tuple[Method, dict[str, torch.Tensor]]]:

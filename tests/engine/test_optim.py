@@ -184,7 +184,7 @@ def test_fit_leaves_the_rate_of_a_constant_part(name: str):
         before = {n: p.detach().clone() for n, p in method.named_parameters()}
         optimizer = optim.make(name, method, decay="all", constant=("predictor",), constant_lr=0.1)
         torch.manual_seed(1)
-        batches = [(Progress(0, 1, 1), Batch([torch.randn(8, 5)], none, none, none, (8,)))]
+        batches = [(Progress(0, 1, 1), Batch([torch.randn(8, 5)], none, none, (8,)))]
         for _ in fit(method, batches, optimizer, lr=lr, weight_decay=lambda _: 0.0):
             pass
         return {n: (p - before[n]).norm().item() for n, p in method.named_parameters()}
@@ -259,7 +259,7 @@ def test_a_layer_learns_at_its_share_of_the_rate():
     method = One()
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
     optimizer = optim.make("sgd", method, decay="all", momentum=0.0, layer_decay=0.5)
-    batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(0), torch.empty(2), torch.empty(2), (2,))
+    batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(2), torch.empty(2), (2,))
     method(batch, Progress(0, 1, 1))["loss"].backward()
     grads = {n: p.grad.clone() for n, p in method.named_parameters()}
     method.zero_grad()

@@ -31,7 +31,7 @@ def batch(same: bool = False) -> Batch:
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(4, 3, 16, 16, generator=g) for _ in range(2)]
     none = torch.empty(0)
-    return Batch([x[0], x[0] if same else x[1]], boxes=none, index=none, label=none, rows=(4,))
+    return Batch([x[0], x[0] if same else x[1]], index=none, label=none, rows=(4,))
 
 
 def test_views_lose_what_they_lose_in_byol() -> None:

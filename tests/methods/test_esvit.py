@@ -31,7 +31,7 @@ def batch(step: int = 0, rows: int = 4, sizes: tuple[int, ...] = SIZES) -> Batch
     g = torch.Generator().manual_seed(step)
     none = torch.empty(0)
     crops = [torch.randn(rows, 3, size, size, generator=g) for size in sizes]
-    return Batch(crops, boxes=none, index=none, label=none, rows=(rows,))
+    return Batch(crops, index=none, label=none, rows=(rows,))
 
 
 def train(method: Method, steps: range) -> torch.optim.Optimizer:
@@ -151,7 +151,7 @@ def test_mse_is_zero_where_regions_agree() -> None:
     m = small(region_loss="mse")
     x = batch(sizes=(16,)).views[0]
     none = torch.empty(0)
-    same = Batch([x, x], boxes=none, index=none, label=none, rows=(4,))
+    same = Batch([x, x], index=none, label=none, rows=(4,))
     assert abs(m(same, LAST)["region"]) < 1e-5
     assert m(batch(), LAST)["region"] > 1e-3
 
@@ -173,8 +173,7 @@ def test_views_of_other_images_do_not_matter() -> None:
     both = m(x, LAST)["region"]
     none = torch.empty(0)
     own = [
-        m(Batch([v[i : i + 1] for v in x.views], boxes=none, index=none, label=none, rows=(1,)), LAST)["region"]
-        for i in range(2)
+        m(Batch([v[i : i + 1] for v in x.views], index=none, label=none, rows=(1,)), LAST)["region"] for i in range(2)
     ]
     torch.testing.assert_close(both, sum(own) / 2)
 

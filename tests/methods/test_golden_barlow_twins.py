@@ -63,7 +63,7 @@ def test_views_go_alone_and_lambda_weighs():
     torch.manual_seed(0)
     method = BarlowTwins(vit(8, 4, 12, 1, 2), dim=6, hidden=10, off_diagonal=0.5)
     x1, x2 = torch.randn(2, 5, 3, 8, 8)
-    batch = Batch([x1, x2], torch.empty(0), torch.empty(0), torch.empty(0), (5,))
+    batch = Batch([x1, x2], torch.empty(0), torch.empty(0), (5,))
     loss = method(batch, Progress(0, 10, 2))["loss"]
     loss.backward()
     torch.testing.assert_close(loss, barlow(method.encoder([x1]), method.encoder([x2]), 0.5, (5,)))

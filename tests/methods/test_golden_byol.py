@@ -20,7 +20,7 @@ def small() -> tuple[BYOL, Batch]:
     torch.manual_seed(0)
     method = BYOL(vit(8, 4, 12, 1, 2), dim=6, hidden=10, momentum=Schedule(value=0.75, end=1.0))
     x = torch.randn(2, 5, 3, 8, 8)
-    return method, Batch(list(x), torch.empty(0), torch.empty(0), torch.empty(0), (5,))
+    return method, Batch(list(x), torch.empty(0), torch.empty(0), (5,))
 
 
 def test_the_target_teaches_the_other_view():

@@ -18,7 +18,7 @@ AT = Progress(step=3, steps_per_epoch=10, epochs=2)
 
 
 def batch_of(*views: Tensor) -> Batch:
-    return Batch([*views], boxes=torch.empty(0), index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
+    return Batch([*views], index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
 
 
 @cases("densecl_loss")

@@ -72,7 +72,7 @@ def dino(**settings: Any) -> DINO:
 
 def batch(views: int, rows: int) -> Batch:
     none = torch.empty(0)
-    return Batch([torch.empty(rows, 3, 8, 8)] * views, boxes=none, index=none, label=none, rows=(rows,))
+    return Batch([torch.empty(rows, 3, 8, 8)] * views, index=none, label=none, rows=(rows,))
 
 
 @cases("dino_head")

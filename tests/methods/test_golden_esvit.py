@@ -66,7 +66,7 @@ def test_ddino_loss(case: Case) -> None:
 
         none = torch.empty(0)
         crops = [torch.empty(b, 3, 8, 8)] * (h["n_global"] + h["n_local"])
-        batch = Batch(crops, boxes=none, index=none, label=none, rows=(b,))
+        batch = Batch(crops, index=none, label=none, rows=(b,))
         out = method(batch, Progress(epoch * EPOCH + EPOCH - 1, EPOCH, h["nepochs"]))
         out["loss"].backward()
         for name in ("loss", "view", "region"):

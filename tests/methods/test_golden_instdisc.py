@@ -29,7 +29,7 @@ def batch(step: int = 0, rows: int = 4) -> Batch:
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(rows, 3, 16, 16, generator=generator)
     index = torch.randperm(IMAGES, generator=generator)[:rows]
-    return Batch([images], boxes=torch.empty(0), index=index, label=torch.empty(0), rows=(rows,))
+    return Batch([images], index=index, label=torch.empty(0), rows=(rows,))
 
 
 def at(step: int) -> Progress:
@@ -116,7 +116,7 @@ def test_rows_of_all_ranks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     one.after_step(at(0))
     v = F.normalize(two.encoder(b.views), dim=1)
     monkeypatch.setattr(dist, "gather", lambda x, rows: (v if x.is_floating_point() else b.index).detach())
-    share = Batch([b.views[0][:3]], b.boxes, b.index[:3], b.label, (3, 1))
+    share = Batch([b.views[0][:3]], b.index[:3], b.label, (3, 1))
     two(share, at(0))
     two.after_step(at(0))
     torch.testing.assert_close(rows_of(two), rows_of(one))
@@ -169,7 +169,7 @@ def test_softmax(case: Case) -> None:
     rows_of(method).copy_(case["memory_before"])
     v = x.clone().requires_grad_()
     method.encoder = Given(v)  # type: ignore[assignment]
-    loss = method(Batch([], torch.empty(0), case["y"], torch.empty(0), (len(x),)), at(0))["loss"]
+    loss = method(Batch([], case["y"], torch.empty(0), (len(x),)), at(0))["loss"]
     loss.backward()
     case.check(loss, "loss")
     # Ours goes back through the normalisation of what is of unit length already: its radial part is gone.

@@ -15,7 +15,7 @@ from eagleray.methods.moby import MoBY
 
 
 def batch_of(*views: Tensor) -> Batch:
-    return Batch([*views], boxes=torch.empty(0), index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
+    return Batch([*views], index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
 
 
 @cases("moby_contrastive_loss")

@@ -28,7 +28,7 @@ class Flat(nn.Module):
 
 
 def batch_of(*views: Tensor) -> Batch:
-    return Batch([*views], boxes=torch.empty(0), index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
+    return Batch([*views], index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
 
 
 @cases("moco_v2_infonce")

@@ -60,7 +60,7 @@ def test_step(case: Case) -> None:
     method.load_state_dict({ours(name): value for name, value in case.under("w.").items()})
 
     x1, x2 = case["x1"], case["x2"]
-    batch = Batch([x1, x2], boxes=torch.empty(0), index=torch.empty(0), label=torch.empty(0), rows=(len(x1),))
+    batch = Batch([x1, x2], index=torch.empty(0), label=torch.empty(0), rows=(len(x1),))
     loss = method(batch, Progress(step=3, steps_per_epoch=10, epochs=2))["loss"]
     loss.backward()
 

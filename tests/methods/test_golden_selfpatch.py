@@ -132,7 +132,7 @@ def test_loss(case: Case) -> None:
     at = Progress(step=h["epoch"] * 5 + 3, steps_per_epoch=5, epochs=epochs)
     assert abs(teacher_temp(at) - h["teacher_temp_used"]) < 1e-9
     views = [torch.empty(b, 3, 8, 8)] * (h["global_crops"] + h["local_crops"])
-    out = method(Batch(views, torch.empty(0), torch.empty(0), torch.empty(0), (b,)), at)
+    out = method(Batch(views, torch.empty(0), torch.empty(0), (b,)), at)
     out["loss"].backward()
     case.check(out["loss"], "loss")
     case.check(out["patch"], "patch_loss")

@@ -70,7 +70,7 @@ def test_both_views_share_the_batch_norm(layers: int):
     seen = []
     method.encoder.head.register_forward_hook(lambda _, args, out: seen.append(out))
     x = torch.randn(2, 5, 3, 8, 8)
-    out = method(Batch(list(x), torch.empty(0), torch.empty(0), torch.empty(0), (5,)), Progress(0, 10, 2))
+    out = method(Batch(list(x), torch.empty(0), torch.empty(0), (5,)), Progress(0, 10, 2))
     out["loss"].backward()
     assert [len(s) for s in seen] == [10]  # both views in one forward, so that they are centred together
     assert seen[0].mean(0).abs().max() < 1e-5

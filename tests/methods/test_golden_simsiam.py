@@ -19,7 +19,7 @@ def test_each_view_predicts_the_other_held_still():
     torch.manual_seed(0)
     method = SimSiam(vit(8, 4, 12, 1, 2), dim=6, hidden=4)
     x1, x2 = torch.randn(2, 5, 3, 8, 8)
-    batch = Batch([x1, x2], torch.empty(0), torch.empty(0), torch.empty(0), (5,))
+    batch = Batch([x1, x2], torch.empty(0), torch.empty(0), (5,))
     loss = method(batch, Progress(0, 10, 2))["loss"]
     z1, z2 = (method.encoder([x]) for x in (x1, x2))  # batch norm must not mix the views
     p1, p2 = method.predictor(z1), method.predictor(z2)

@@ -34,7 +34,7 @@ def small(**keys: Any) -> SwAV:
 def batch(step: int = 0, rows: int = 4) -> Batch:
     generator = torch.Generator().manual_seed(step)
     views = [torch.randn(rows, 3, size, size, generator=generator) for size in (16, 16, 8)]
-    return Batch(views, boxes=torch.empty(0), index=torch.empty(0), label=torch.empty(0), rows=(rows,))
+    return Batch(views, index=torch.empty(0), label=torch.empty(0), rows=(rows,))
 
 
 def at(step: int) -> Progress:

@@ -57,7 +57,7 @@ def test_views_go_alone_and_weights_weigh():
     torch.manual_seed(0)
     method = VICReg(vit(8, 4, 12, 1, 2), dim=6, hidden=10, invariance=2.0, variance=3.0, covariance=5.0)
     x1, x2 = torch.randn(2, 5, 3, 8, 8)
-    batch = Batch([x1, x2], torch.empty(0), torch.empty(0), torch.empty(0), (5,))
+    batch = Batch([x1, x2], torch.empty(0), torch.empty(0), (5,))
     loss = method(batch, Progress(0, 10, 2))["loss"]
     loss.backward()
     s, v, c = terms(method.encoder([x1]), method.encoder([x2]), (5,))

@@ -43,7 +43,7 @@ def batch_of(recipe: Recipe, step: int = 0) -> Batch:
     g = torch.Generator().manual_seed(step)
     views = [torch.randn(BATCH, 3, v.size, v.size, generator=g) for v in recipe.views for _ in range(v.count)]
     index = torch.randperm(IMAGES, generator=g)[:BATCH]
-    return Batch(views, torch.empty(0), index, torch.arange(BATCH) % 10, (BATCH,))
+    return Batch(views, index, torch.arange(BATCH) % 10, (BATCH,))
 
 
 def build(recipe: Recipe) -> Method:

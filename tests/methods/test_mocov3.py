@@ -26,7 +26,7 @@ def made(**settings: Any) -> MoCoV3:
 def pair(rows: int = 6) -> Batch:
     generator, none = torch.Generator().manual_seed(0), torch.empty(0)
     views = [torch.randn(rows, 3, 8, 8, generator=generator) for _ in range(2)]
-    return Batch(views, boxes=none, index=none, label=none, rows=(rows,))
+    return Batch(views, index=none, label=none, rows=(rows,))
 
 
 def linears(head: nn.Module) -> int:

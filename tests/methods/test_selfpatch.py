@@ -129,7 +129,7 @@ def test_what_is_exported_is_the_model_alone(tmp_path: Path) -> None:
 
 
 def batch_of(*views: Tensor) -> Batch:
-    return Batch([*views], boxes=torch.empty(0), index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
+    return Batch([*views], index=torch.empty(0), label=torch.empty(0), rows=(len(views[0]),))
 
 
 def crops(kind: type[Method], rows: int = 3) -> Batch:

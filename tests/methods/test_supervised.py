@@ -96,7 +96,7 @@ def images(count: int = 48, size: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def batch(x: Tensor, y: Tensor) -> Batch:
-    return Batch([x], torch.empty(0), torch.arange(len(x)), y, (len(x),))
+    return Batch([x], torch.arange(len(x)), y, (len(x),))
 
 
 def network(name: str) -> Backbone:

@@ -134,7 +134,7 @@ def test_a_query_knows_its_neighbour_and_its_key_does_not():
             return set((encode(x) - encode(other)).norm(dim=1).gt(1e-9).nonzero().flatten().tolist())
 
     assert changed(lambda v: method.f_q([v])) == {0, 1}
-    batch = Batch([], torch.empty(0), torch.empty(0), torch.empty(0), rows=(8,))
+    batch = Batch([], torch.empty(0), torch.empty(0), rows=(8,))
     found = [changed(lambda v, s=step: method.keys(v, batch, Progress(s, 10, 2))) for step in range(6)]
     assert all(len(pair) == 2 and 1 in pair for pair in found)
     assert len(set(map(frozenset, found))) > 1
@@ -142,7 +142,7 @@ def test_a_query_knows_its_neighbour_and_its_key_does_not():
 
 @pytest.mark.parametrize("method", [MoCo, DenseCL])
 def test_keys_are_put_back_where_their_queries_are(method: type[MoCo | DenseCL]):
-    batch = Batch([*torch.randn(2, 8, 3, 32, 32).double()], torch.empty(0), torch.empty(0), torch.empty(0), rows=(8,))
+    batch = Batch([*torch.randn(2, 8, 3, 32, 32).double()], torch.empty(0), torch.empty(0), rows=(8,))
 
     def loss(group: int | None) -> Tensor:
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def step(name: str, rank: int, rows: tuple[int, ...]) -> dict[str, Tensor]:
     synchronised(method, torch.device("cpu"))
     views = torch.randn(2, BATCH, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-    batch = Batch([v[mine] for v in views], torch.empty(0), torch.empty(0), torch.empty(0), rows)
+    batch = Batch([v[mine] for v in views], torch.empty(0), torch.empty(0), rows)
     for p in method.f_q.parameters():
         p.data.mul_(1.1)  # the key encoder is another network
     loss = method(batch, AT)["loss"] * rows[rank] / BATCH

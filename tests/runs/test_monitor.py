@@ -41,7 +41,7 @@ def batches(recipe: Recipe, steps: int):
     for step in range(steps):
         views = [torch.randn(BATCH, 3, v.size, v.size, generator=g) for v in recipe.views for _ in range(v.count)]
         index, label = torch.arange(BATCH) + BATCH * step, torch.randint(5, (BATCH,), generator=g)
-        yield Progress(step, 100, 2), Batch(views, torch.empty(0), index, label, (BATCH,))
+        yield Progress(step, 100, 2), Batch(views, index, label, (BATCH,))
 
 
 @pytest.fixture

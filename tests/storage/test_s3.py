@@ -227,7 +227,7 @@ def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
 
 
 def tensors(part: Part) -> list[torch.Tensor]:
-    return [*part.pixels, part.params, part.boxes, part.index, part.label]
+    return [*part.pixels, part.params, part.index, part.label]
 
 
 def test_a_bucket_that_is_not_there_is_one_line(swift: Swift) -> None:

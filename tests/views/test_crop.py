@@ -1,4 +1,4 @@
-"""Crops in uint8 are torchvision's, and the boxes say where they come from."""
+"""Crops in uint8 are torchvision's, and a mirrored view shows its crop from right to left."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from eagleray.config.view import View
-from eagleray.views.crop import centre_crop, corners, crop
+from eagleray.views.crop import centre_crop, crop
 from eagleray.views.photometric import MEAN, STD, apply
 from eagleray.views.sampling import COLUMNS, Views, crops, photometrics, uniforms
 
@@ -52,14 +52,7 @@ def test_interpolations_differ() -> None:
     assert not torch.equal(a, b)
 
 
-def test_corners_are_shares_of_the_image_and_mirrored_where_the_view_is() -> None:
-    boxes = np.array([[0, 0, 30, 40], [6, 8, 12, 20], [6, 8, 12, 20]])
-    got = corners(boxes, np.array([0, 0, 1], np.float32), 30, 40)
-    assert got.dtype == np.float32
-    assert np.allclose(got, [[0, 0, 1, 1], [0.2, 0.2, 0.7, 0.6], [0.7, 0.2, 0.2, 0.6]])
-
-
-def test_boxes_say_where_in_the_image_a_pixel_of_a_view_is() -> None:
+def test_a_view_shows_its_crop_and_a_mirrored_view_shows_it_from_right_to_left() -> None:
     """In an image whose red is x and whose green is y, in crops and mirrored crops."""
     height, width, count = 120, 200, 40
     x = (torch.arange(width) + 0.5) / width * 255
@@ -74,9 +67,10 @@ def test_boxes_say_where_in_the_image_a_pixel_of_a_view_is() -> None:
     flips = params[:, COLUMNS.index("flip")]
     assert 0 < flips.sum() < count
     at = (torch.arange(32) + 0.5) / 32
-    for view, (x0, y0, x1, y1) in zip(seen, corners(boxes, flips, height, width).tolist(), strict=True):
-        assert (view[0] - (x0 + at * (x1 - x0))).abs().max() < 0.02
-        assert (view[1] - (y0 + at * (y1 - y0)).unsqueeze(1)).abs().max() < 0.02
+    for view, (top, left, h, w), flip in zip(seen, boxes.tolist(), flips, strict=True):
+        across = at.flip(0) if flip else at
+        assert (view[0] - (left + across * w) / width).abs().max() < 0.02
+        assert (view[1] - (top + at * h).unsqueeze(1) / height).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(("height", "width"), [(60, 90), (90, 60), (33, 47), (20, 300)])

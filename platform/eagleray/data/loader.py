@@ -64,7 +64,6 @@ class Loader:
             views += photometric.apply(pixels.flatten(0, 1), here.flatten(0, 1)).unflatten(0, pixels.shape[:2]).unbind()
         batch = Batch(
             views=views,
-            boxes=torch.cat([p.boxes for p in parts], 1).to(self.device, non_blocking=True),
             index=torch.cat([p.index for p in parts]).to(self.device, non_blocking=True),
             label=torch.cat([p.label for p in parts]).to(self.device, non_blocking=True),
             rows=self.rows,
@@ -155,6 +154,6 @@ def _hand_over(loaded: tuple[Batch, list[Bad]], done: torch.cuda.Event) -> tuple
     """Make the training stream wait for the batch, and keep its memory until that stream is done with it."""
     stream = torch.cuda.current_stream()
     stream.wait_event(done)
-    for tensor in (*loaded[0].views, loaded[0].boxes, loaded[0].index, loaded[0].label):
+    for tensor in (*loaded[0].views, loaded[0].index, loaded[0].label):
         tensor.record_stream(stream)
     return loaded

@@ -4,9 +4,8 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from eagleray.data.quarantine import Bad
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views import sampling
-from eagleray.views.crop import corners, crop
+from eagleray.views.crop import crop
 from eagleray.views.randaugment import augment
 from eagleray.views.sampling import Views
 
@@ -34,7 +33,6 @@ class Part:
 
     pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
     params: Tensor  # (V, b, 18), see views.draw
-    boxes: Tensor  # (V, b, 4)
     index: Tensor  # (b,)
     label: Tensor  # (b,)
     bad: list[Bad] = field(default_factory=list)
@@ -108,7 +106,9 @@ class Stream:
             part = self._empty(rows)
             try:
                 drawn = [self._fill(part, row, place) for row, place in enumerate(next(steps))]
-                self._note(part, drawn)
+                u, more = (np.array(x) for x in zip(*drawn, strict=True))
+                params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
+                part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
             except (UserError, Outage) as e:
                 part.error = e
             yield part
@@ -161,24 +161,22 @@ class Stream:
             epoch += 1
 
     def _empty(self, rows: int) -> Part:
-        nothing = torch.empty(0)
         return Part(
             pixels=[pixels(n, rows, 3, size, size) for n, size in groups(self.views)],
-            params=nothing,
-            boxes=nothing,
+            params=torch.empty(0),
             index=torch.empty(rows, dtype=torch.long),
             label=torch.empty(rows, dtype=torch.long),
         )
 
-    def _fill(self, part: Part, row: int, place: "_Place") -> "_Drawn":
-        """Decode and crop one sample into its row."""
+    def _fill(self, part: Part, row: int, place: "_Place") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Decode one sample, write its crops and its label into a row, and return its random numbers, (V, WIDTH) and
+        (V, MORE)."""
         sample, block, image = self._decode(part, place)
         turn = place.turn
         # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
         key = int(turn.order[place.at]) + turn.copy * len(self.index)
         u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=turn.epoch, sample=key)
-        height, width = image.shape[1:]
-        boxes = sampling.crops(self.views, u, height, width)
+        boxes = sampling.crops(self.views, u, *image.shape[1:])
         crops = [view[row] for group in part.pixels for view in group]
         crop(image, boxes, self.views.views, crops)
         more = sampling.more(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
@@ -186,14 +184,7 @@ class Stream:
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
         part.index[row], part.label[row] = sample, block.label(sample)
-        return _Drawn(u, more, boxes, height, width)
-
-    def _note(self, part: Part, drawn: Sequence["_Drawn"]) -> None:
-        """What is still to be done to the crops, and where they are from."""
-        u, more, boxes, height, width = (np.array(x) for x in zip(*drawn, strict=True))
-        params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
-        places = corners(boxes, params[..., 0], height[:, None], width[:, None])  # (b, V, 4)
-        part.params, part.boxes = (torch.from_numpy(x.swapaxes(0, 1).copy()) for x in (params, places))
+        return u, more
 
     def _decode(self, part: Part, place: "_Place") -> tuple[int, Block, Tensor]:
         """The sample, or the next good one of its block, or of the lane's other blocks."""
@@ -214,16 +205,6 @@ class Stream:
             block = Block(place.block.fetcher, run)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
-
-
-class _Drawn(NamedTuple):
-    """Of one sample."""
-
-    u: NDArray[np.float64]  # (V, WIDTH)
-    more: NDArray[np.float64]  # (V, MORE), or (V, 0)
-    boxes: NDArray[np.int64]  # (V, 4)
-    height: int
-    width: int
 
 
 @dataclass(slots=True)

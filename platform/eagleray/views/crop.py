@@ -25,16 +25,6 @@ def crop(image: Tensor, boxes: NDArray[np.int64], views: Sequence[View], out: Se
         RESIZE[view.interpolation](part, [view.size, view.size], False, None, None, out=place[None])
 
 
-def corners(
-    boxes: NDArray[np.int64], flip: NDArray[np.float32], height: NDArray[np.int64] | int, width: NDArray[np.int64] | int
-) -> NDArray[np.float32]:
-    """Crop corners x0 y0 x1 y1 (..., V, 4) as shares of the image; a mirrored view runs from right to left."""
-    top, left, h, w = np.moveaxis(boxes, -1, 0)
-    x0, x1 = left / width, (left + w) / width
-    x0, x1 = np.where(flip > 0, (x1, x0), (x0, x1))
-    return np.stack([x0, top / height, x1, (top + h) / height], -1).astype(np.float32)
-
-
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
     """The evaluation view (3, size, size): short side to `resize`, bicubic, then the middle."""
     return F.center_crop(F.resize(image, [resize], InterpolationMode.BICUBIC, antialias=True), [size, size])

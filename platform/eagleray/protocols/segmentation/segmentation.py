@@ -168,7 +168,7 @@ def batches(
     for step, (x, y) in enumerate(drawn, start):
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         index = torch.arange(step * batch, (step + 1) * batch)
-        yield Progress(step, 1, steps), Batch([x], torch.zeros(1, batch, 4), index, y, (batch,))
+        yield Progress(step, 1, steps), Batch([x], index, y, (batch,))
 
 
 def poly(step: int, steps: int, lr: float) -> float:
