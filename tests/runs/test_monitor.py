@@ -9,15 +9,15 @@ import torch
 from conftest import METHODS, small_recipe
 
 from eagleray import config
-from eagleray.runs import pretrain
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.engine.loop import Step, fit
+from eagleray.methods.method import Method
 from eagleray.protocols.features import Labelled
 from eagleray.protocols.knn import knn
-from eagleray.methods.method import Method
+from eagleray.runs import pretrain
 from eagleray.runs.monitor import ROWS, Bank, Monitor, layers
 from eagleray.runs.recipe import Recipe
-from eagleray.config.schedule import Progress
-from eagleray.engine.loop import Step, fit
 
 BATCH = 64
 ONE_VIEW = ("instdisc", "densecl")  # reaches the encoder that is exported

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagleray.engine import checkpoint
-from eagleray.cli import commands
-from eagleray.storage.retry import Transient, insist
-from eagleray.storage.store import LocalStore
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
+from eagleray.cli import commands
+from eagleray.engine import checkpoint
 from eagleray.runs.tracking import Tracking
+from eagleray.storage.retry import Transient, insist
+from eagleray.storage.store import LocalStore
 
 
 def arguments(recipe: Path, shards: Path, out: Path, *more: str) -> list[str]:
@@ -313,8 +313,8 @@ def test_no_finite_gradient_changes_nothing_and_stops(
 
 
 def test_unlabelled_images_need_no_evaluation(small: Path, tmp_path: Path):
-    from eagleray.datasets.shards import write_shards
     from eagleray.cli.demo import pictures
+    from eagleray.datasets.shards import write_shards
 
     plain = ((s.key, s.data) for s in pictures(0, 64))
     from eagleray.datasets.shards import Sample

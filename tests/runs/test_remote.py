@@ -11,14 +11,13 @@ import pytest
 from helpers.s3.server import Swift, store_of
 from runs.test_pretrain import assert_same, start, weights
 
-from eagleray.engine import checkpoint
-from eagleray.evaluation import evaluate
-from eagleray.runs import remote, pretrain
-from eagleray.storage import store
 from eagleray.base.errors import UserError
-from eagleray.evaluation import results
 from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
+from eagleray.evaluation import evaluate, results
+from eagleray.runs import pretrain, remote
 from eagleray.runs.restore import restored
+from eagleray.storage import store
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from helpers import mlflow_server
 import pytest
+from helpers import mlflow_server
+from helpers.processes import free_port
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
-from helpers.processes import free_port
 
-from eagleray.runs import tracking as track
-from eagleray.runs.mlflow_db import make_database
 from eagleray.base.errors import Outage
 from eagleray.base.files import JsonLines, read_lines
+from eagleray.runs import tracking as track
+from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
 from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing, shown
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagleray.base import dist
-from eagleray.protocols.knn import vote
-from eagleray.runs.feature_metrics import alignment, distance, effective_rank, input_moments, size, spread, uniformity
+from eagleray.engine.loop import Step
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Encoder
 from eagleray.models.ema import online_of
-from eagleray.engine.loop import Step
+from eagleray.protocols.knn import vote
+from eagleray.runs.feature_metrics import alignment, distance, effective_rank, input_moments, size, spread, uniformity
 
 ROWS = 512  # features that are looked at: more would cost more than they say
 BLOCK = re.compile(

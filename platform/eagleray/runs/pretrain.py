@@ -10,35 +10,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from eagleray.engine import checkpoint, optim
 from eagleray import config
 from eagleray.base import dist
-from eagleray.runs import remote, restore as weights
-from eagleray.runs import recipe as recipes
-from eagleray.engine.world import World
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.source import Source
 from eagleray.data import labels
-from eagleray.storage import store
 from eagleray.data.batch import Batch
-from eagleray.storage.block_cache import Cache
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader, rows
 from eagleray.data.quarantine import Quarantine
-from eagleray.storage.retry import PATIENCE
-from eagleray.config.source import Source
 from eagleray.data.reader import Stream
-from eagleray.base.errors import UserError
-from eagleray.protocols.classifier import classifier
-from eagleray.protocols.registry import Sets, evaluate
+from eagleray.engine import checkpoint, optim
 from eagleray.engine.export import to_timm
-from eagleray.runs.run_dir import Folder
-from eagleray.runs.step_log import Meter
+from eagleray.engine.loop import Step, fit
+from eagleray.engine.world import World
 from eagleray.methods.method import Classifier, Method
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.classifier import classifier
+from eagleray.protocols.registry import Sets, evaluate
+from eagleray.runs import recipe as recipes
+from eagleray.runs import remote
+from eagleray.runs import restore as weights
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
-from eagleray.config.schedule import Progress, Schedule
+from eagleray.runs.run_dir import Folder
+from eagleray.runs.step_log import Meter
 from eagleray.runs.tracking import Tracking
-from eagleray.engine.loop import Step, fit
+from eagleray.storage import store
+from eagleray.storage.block_cache import Cache
+from eagleray.storage.retry import PATIENCE
 from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)

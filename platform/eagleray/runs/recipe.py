@@ -1,25 +1,20 @@
 """What a pretraining run is, as data. Units are in the comments; every field is in the resolved recipe."""
 
-from pydantic import NonNegativeInt, PositiveInt
-from eagleray.config.types import Share
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.config import STRICT, Part, part_of
-from eagleray.config.types import Bytes
-from eagleray.config.source import Sources
-from eagleray.base.errors import UserError
 from eagleray.config.bundled import find
 from eagleray.config.schedule import Schedule
+from eagleray.config.source import Sources
+from eagleray.config.types import Bytes, Share
 from eagleray.config.view import View
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
@@ -28,6 +23,7 @@ if TYPE_CHECKING:
     Method = Part
 else:
     Method = part_of("eagleray.methods")
+
 
 def span(workers: int | str) -> tuple[int, int]:
     """The fewest and the most workers that a run goes on with: `4..16`, or a number that is both. Raises ValueError."""
@@ -51,7 +47,7 @@ class Data:
     test: Sources | None = (
         None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank
     )
-    lanes: PositiveInt = 64  # a global batch is dealt by so many; the most readers (workers x data.workers) there can be
+    lanes: PositiveInt = 64  # a global batch is dealt by so many; at most as many readers (workers x data.workers)
     workers: NonNegativeInt = 4  # loader processes per rank; 0: in the training process
     bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
     cache: str | None = None  # folder on each node's own disk that keeps what was fetched
@@ -71,7 +67,7 @@ class Optim:
     )
     epochs: PositiveInt = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
-    lr_images: PositiveInt | None = None  # lr.value is meant for a batch of this size and scales linearly; None: as it is
+    lr_images: PositiveInt | None = None  # lr.value is for a batch of this size and scales linearly; None: as it is
     layer_decay: Share | None = None  # of the rate, from each layer of the backbone to the one below; None: all alike
     constant_lr: tuple[str, ...] = ()  # parts of the method whose rate stays at lr.value (SimSiam's predictor)
     weight_decay: Schedule = Schedule(value=0.04, end=0.4)

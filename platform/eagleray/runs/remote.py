@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.base import files
+from eagleray.base.errors import Outage, UserError
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import remote
-from eagleray.base.errors import Outage, UserError
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two looks at what has changed

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 from torch import Tensor, nn
 
-from eagleray.engine import checkpoint
 from eagleray import config
-from eagleray.runs import remote as place
-from eagleray.storage import store
-from eagleray.storage.store import remote
 from eagleray.base.errors import UserError
+from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
+from eagleray.runs import remote as place
 from eagleray.runs.recipe import Recipe
+from eagleray.storage import store
+from eagleray.storage.store import remote
 
 ENOUGH = 0.95  # of a backbone's parameters have to be found
 TIMM = "timm:"

@@ -8,16 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from eagleray.engine import checkpoint
 from eagleray.base import files
-from eagleray.runs import remote as place
-from eagleray.storage.store import remote
 from eagleray.base.errors import Futile, Outage, UserError
 from eagleray.base.files import JsonLines, read_lines
+from eagleray.engine import checkpoint
+from eagleray.runs import remote as place
 from eagleray.runs.attempts import Starts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.plots import draw
 from eagleray.runs.tracking import RESULTS, MLflow, Tracking, one_line
+from eagleray.storage.store import remote
 
 log = logging.getLogger(__name__)
 STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then

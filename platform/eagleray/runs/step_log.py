@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from eagleray.base import dist
-from eagleray.engine.world import World
+from eagleray.base.errors import Outage, Preempted, UserError
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Bad, Quarantine
-from eagleray.base.errors import Outage, Preempted, UserError
-from eagleray.runs.run_dir import Folder
+from eagleray.engine.loop import Step
+from eagleray.engine.world import World
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
-from eagleray.config.schedule import Progress
-from eagleray.engine.loop import Step
+from eagleray.runs.run_dir import Folder
 
 if TYPE_CHECKING:
     from eagleray.runs.pretrain import Clock, Plan

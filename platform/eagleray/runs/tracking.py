@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagleray.runs.mlflow_db import make_database
 from eagleray.base.errors import Outage
 from eagleray.base.files import read_lines, replace
+from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,6 @@
+"""One pretraining run, from its recipe to its last checkpoint, with everything that it writes.
+
+A recipe goes in; a run folder with checkpoints, metrics and an export comes out.
+
+May import: base, config, data, engine, methods, models, protocols, storage, views.
+"""
