@@ -203,7 +203,7 @@ def test_a_network_without_a_timm_name_is_loaded_by_ours(tmp_path: Path):
     network = Network(position="sincos", norm="batch", stem="conv", options=options)
     b = shaken(network)
     path = to_timm(b, network, tmp_path)
-    assert snippet(tmp_path).startswith(f"eagleray.export.load({str(path)!r}, name='vit_small_patch16_224'")
+    assert snippet(tmp_path).startswith(f"eagleray.engine.export.load({str(path)!r}, name='vit_small_patch16_224'")
     again = load(path, **json.loads((tmp_path / "backbone.json").read_text())["backbone"])
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(again(x).pooled, b.eval()(x).pooled)

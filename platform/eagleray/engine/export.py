@@ -102,4 +102,4 @@ def loads(description: dict[str, Any], file: Path) -> str:
     if "timm" in description:
         start = f"timm.create_model({description['timm']!r}, num_classes=0, checkpoint_path={str(file)!r}"
         return start + keywords(description["options"]) + ")"
-    return f"eagleray.export.load({str(file)!r}" + keywords(description["backbone"]) + ")"
+    return f"eagleray.engine.export.load({str(file)!r}" + keywords(description["backbone"]) + ")"
