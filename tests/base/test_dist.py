@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import METHODS, Table, small_recipe
 from helpers.processes import free_port
+from helpers.recipes import METHODS, small_recipe
+from helpers.table import Table
 
 from eagleray import config
 from eagleray.data.batch import Batch

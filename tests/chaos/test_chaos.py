@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from chaos.check import verify, with_stand_ins
-from chaos.conftest import LANES, LONG, SHORT, Site, Whole
 from chaos.job import Job, Run
+from chaos.site import LANES, LONG, SHORT, Site, Whole
 from helpers.s3.proxy import Faults, Proxy
 
 from eagleray.base.files import read_lines

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from chaos.check import Steps, steps, verify
-from chaos.conftest import RECIPE
 from chaos.job import TRACING, Job, Run
+from chaos.site import RECIPE
 
 from eagleray.base.files import read_lines
 from eagleray.cluster.session import ENVIRONMENT

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli.test_main import refused
-from models.test_weights import KINDS, network
-from protocols.test_protocols import clusters
+from helpers.commands import refused
+from helpers.features import clusters
+from helpers.networks import KINDS, network
 from typer.testing import CliRunner
 
 from eagleray import config
@@ -60,7 +60,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of a few steps."""
-    from conftest import SMALL
+    from helpers.recipes import SMALL
 
     folder = tmp_path_factory.mktemp("runs")
     (folder / "small.yaml").write_text(SMALL.replace("depth: 2", "depth: 4"))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.test_main import refused
-from runs.test_pretrain import arguments, assert_same, split, weights
+from helpers.commands import refused
+from helpers.runs import arguments, assert_same, split, weights
 from typer.testing import CliRunner
 
 from eagleray.base.files import read_lines
@@ -32,7 +32,7 @@ def _quick() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
-    from conftest import SMALL
+    from helpers.recipes import SMALL
 
     folder = tmp_path_factory.mktemp("source")
     (folder / "small.yaml").write_text(SMALL)

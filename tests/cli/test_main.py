@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import refused
 from typer.testing import CliRunner
 
 from eagleray.cli import commands, main
@@ -15,20 +16,6 @@ RUN = CliRunner()
 
 def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "eagleray.cli", *args], capture_output=True, text=True, timeout=120)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line of a refusal."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eagleray", *args])
-        with pytest.raises(SystemExit) as stop:
-            main.main()
-    captured = capsys.readouterr()
-    assert stop.value.code == 2, captured
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("error: ")
-    return lines[0]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.runs import arguments
 from helpers.s3.server import free_block
 from ray._private.authentication_test_utils import reset_auth_token_state
-from runs.test_pretrain import arguments
 
 from eagleray.base.errors import Outage
 from eagleray.cli import main

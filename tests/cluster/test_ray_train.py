@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import below
-from runs.test_pretrain import arguments, assert_same, start, wait_for_step, weights
+from helpers.runs import arguments, assert_same, start, wait_for_step, weights
 
 LONG = ["workers=2", "optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=9"]
 

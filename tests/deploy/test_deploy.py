@@ -4,17 +4,15 @@ import copy
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.deploy import DEPLOY, TOOLS
 
 ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
-TOOLS = Path(sys.executable).parent
 SCRIPTS = [DEPLOY / "node.sh", DEPLOY / "spot.sh", DEPLOY / "mlflow/serve.sh", DEPLOY / "slurm/eagleray.sbatch"]
 FILES = [f for f in sorted(DEPLOY.rglob("*")) if f.is_file() and "grafana" not in f.parts]
 SECRET = re.compile(

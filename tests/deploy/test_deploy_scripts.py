@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from deploy.test_deploy import DEPLOY, TOOLS
+from helpers.deploy import DEPLOY, TOOLS
 from helpers.s3.server import free_block
 
 STUB = "#!/usr/bin/env bash\n"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import METHODS, Table, small_recipe
+from helpers.recipes import METHODS, small_recipe
+from helpers.table import Table
 
 from eagleray import config
 from eagleray.base.errors import UserError

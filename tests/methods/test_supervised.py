@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
-from runs.test_pretrain import assert_same, weights
+from helpers.recipes import SMALL
+from helpers.runs import assert_same, weights
 from torch import Tensor
 
 from eagleray import config

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe
+from helpers.networks import KINDS, VIT, network
+from helpers.recipes import small_recipe
 from safetensors.torch import save_file
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
@@ -18,24 +19,6 @@ from eagleray.engine import checkpoint
 from eagleray.models.backbone import Backbone
 from eagleray.runs import pretrain, recipe, restore
 from eagleray.runs.restore import fill, read
-
-VIT: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-SWIN: dict[str, Any] = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 12, "depths": (1, 1)}
-SWIN |= {"num_heads": (2, 4)}
-RESNET: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (8, 8, 8, 8), "stem_width": 8}
-KINDS = {
-    "vit_tiny_patch16_224": VIT,
-    "swin_tiny_patch4_window7_224": SWIN,
-    "resnet50": RESNET,
-    "t2t_vit_14": {"embed_dim": 24, "depth": 1, "num_heads": 3, "token_dim": 16},
-    "cvt_13": {"dims": (8, 12, 16), "depths": (1, 1, 1), "heads": (1, 1, 2), "head_dim": 8},
-}
-
-
-def network(name: str = "vit_tiny_patch16_224", seed: int = 0, **keys: Any) -> Backbone:
-    torch.manual_seed(seed)
-    options = KINDS[name] | keys.pop("options", {})
-    return Backbone(name, **keys, options=options)
 
 
 def none(_: recipe.Recipe) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.features import clusters
 
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
@@ -12,14 +13,6 @@ from eagleray.protocols.features import Labelled, extract, labelled, some
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import probe
 from eagleray.protocols.registry import Sets
-
-
-def clusters(n: int, *, spread: float, seed: int) -> Labelled:
-    """Five gaussian classes in 16 dimensions."""
-    g = torch.Generator().manual_seed(seed)
-    centres = torch.randn(5, 16, generator=torch.Generator().manual_seed(9))
-    y = torch.arange(n) % 5
-    return Labelled(centres[y] + spread * torch.randn(n, 16, generator=g), y)
 
 
 @pytest.mark.parametrize("protocol", [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import METHODS, small_recipe
+from helpers.recipes import METHODS, small_recipe
 
 from eagleray import config
 from eagleray.config.schedule import Progress

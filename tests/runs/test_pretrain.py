@@ -1,10 +1,7 @@
 """A run from start to end, and through every way of being stopped."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.runs import arguments, assert_same, split, start, wait_for_step, weights
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
@@ -22,32 +20,12 @@ from eagleray.storage.retry import Transient, insist
 from eagleray.storage.store import LocalStore
 
 
-def arguments(recipe: Path, shards: Path, out: Path, *more: str) -> list[str]:
-    return [str(recipe), f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    state = checkpoint.newest(out / "checkpoints")
-    assert state is not None
-    return state["method"]
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
 @pytest.fixture
 def whole(small: Path, shards: Path, tmp_path: Path) -> Path:
     """An uninterrupted run of 20 steps."""
     out = tmp_path / "whole"
     commands.pretrain(*split(arguments(small, shards, out)))
     return out
-
-
-def split(args: list[str]) -> tuple[str, list[str]]:
-    return args[0], args[1:]
 
 
 def test_everything_promised_is_there(whole: Path, capsys: pytest.CaptureFixture[str]):
@@ -192,23 +170,6 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
     state = checkpoint.newest(out / "checkpoints")
     assert state is not None
     assert state["step"] == read_lines(out / "metrics.jsonl")[-1]["step"] > 0
-
-
-def start(args: list[str], **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "eagleray.cli", "pretrain", *args]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-
-
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        lines = read_lines(out / "metrics.jsonl")
-        if lines and lines[-1]["step"] >= step:
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    raise AssertionError("the run took no step")
 
 
 def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_path: Path):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.runs import assert_same, start, weights
 from helpers.s3.server import Swift, store_of
-from runs.test_pretrain import assert_same, start, weights
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines

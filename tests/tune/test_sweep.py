@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SMALL
+from helpers.recipes import SMALL
 
 from eagleray import config
 from eagleray.base.errors import UserError

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import small_recipe
 from helpers.processes import below
-from runs.test_pretrain import assert_same, weights
+from helpers.recipes import small_recipe
+from helpers.runs import assert_same, weights
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines

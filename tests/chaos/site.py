@@ -1,0 +1,50 @@
+"""The store that the chaos tests disturb, the recipe of their runs, and the run that nobody disturbed."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos.check import Steps
+from chaos.job import COMMAND, Run
+from helpers.s3.server import Swift
+
+SAMPLES, BATCH, LANES = 330, 32, 8  # ten steps an epoch, and some samples left out
+LONG, SHORT = 198, 42  # steps, with checkpoints at both
+RECIPE = f"""
+method: {{name: mocov3, dim: 16, hidden: 32}}
+backbone:
+  name: vit_tiny_patch16_224
+  options: {{img_size: 16, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 3}}
+views: [{{size: 16, scale: [0.3, 1.0], solarize: 0.1}}, {{size: 16, scale: [0.3, 1.0], blur: 0.5}}]
+data: {{lanes: {LANES}}}
+optim: {{batch: {BATCH}, epochs: 20, lr: {{value: 1.0e-3, warmup: 0.2, end: 0.0}}}}
+evaluate: {{size: 16, resize: 16, probe_epochs: 0}}
+checkpoint: {{steps: 3}}
+log_steps: 20
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """The server, the shards as they are in a folder, and the uninterrupted run on them."""
+
+    swift: Swift
+    shards: Path
+    recipe: Path
+    client: Any
+
+    def upload(self, name: str) -> str:
+        """The shards, indexed, in a place of their own."""
+        for path in self.shards.glob("*.tar"):
+            self.client.upload_file(str(path), "chaos", f"{name}/{path.name}")
+        subprocess.run([COMMAND, "index", f"s3://chaos/{name}"], check=True, capture_output=True)
+        return f"s3://chaos/{name}"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An uninterrupted run of LONG steps in one process."""
+
+    run: Run
+    steps: Steps

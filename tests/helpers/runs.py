@@ -1,0 +1,49 @@
+"""Short runs of the tests: their arguments, their processes and the weights they end with."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
+
+
+def arguments(recipe: Path, shards: Path, out: Path, *more: str) -> list[str]:
+    return [str(recipe), f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    state = checkpoint.newest(out / "checkpoints")
+    assert state is not None
+    return state["method"]
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def split(args: list[str]) -> tuple[str, list[str]]:
+    return args[0], args[1:]
+
+
+def start(args: list[str], **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "eagleray.cli", "pretrain", *args]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        lines = read_lines(out / "metrics.jsonl")
+        if lines and lines[-1]["step"] >= step:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise AssertionError("the run took no step")
