@@ -1,9 +1,7 @@
 """YAML in, typed and complete recipes out; or one line saying which key is wrong."""
 
 import difflib
-import importlib
 import importlib.util
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, 
 from pydantic_core import ArgsKwargs
 
 from eagleray.base.errors import UserError
+from eagleray.config import signature
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
@@ -112,12 +111,18 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 class Part:
     """A class named in a recipe, with its complete, checked keyword arguments."""
 
+    package: str
     name: str
-    target: type
     args: dict[str, Any]
 
-    def build(self, *given: Any) -> Any:
-        return self.target(*given, **self.args)
+    @property
+    def target(self) -> Any:
+        """The class itself, which is imported here and not before."""
+        return part(self.package, self.name)
+
+    def build(self, *positional: Any) -> Any:
+        """An object of the class: the arguments given here first, then those of the recipe by name."""
+        return self.target(*positional, **self.args)
 
 
 class _PartError(ValueError):
@@ -131,7 +136,8 @@ class _PartError(ValueError):
 def part_of(package: str) -> Any:
     """The type of a recipe field that names a module of `package`: its one public class is built with the other keys.
 
-    The schema is that class's signature: keyword-only parameters, their annotations and defaults.
+    The schema is that class's signature: keyword-only parameters, their annotations and defaults. They are read from
+    the source, so the class is imported only once it is built or asked for.
     """
 
     def checked(spec: Any) -> Part:
@@ -143,20 +149,13 @@ def part_of(package: str) -> Any:
         name, args = spec["name"], {k: v for k, v in spec.items() if k != "name"}
         if name not in parts(package):
             raise _PartError([f".name: unknown {name!r}{nearest(name, parts(package))}"])
-        target = part(package, name)
-        hints = get_type_hints(target.__init__, include_extras=True)  # type: ignore[misc]
-        params = inspect.signature(target).parameters.values()
-        fields: Any = {
-            p.name: (hints[p.name], ... if p.default is p.empty else p.default)
-            for p in params
-            if p.kind is p.KEYWORD_ONLY
-        }
+        fields: Any = signature.fields(f"{package}.{name}")
         model = create_model(name, __config__=STRICT, **fields)
         try:
             full = model.model_validate(args)
         except ValidationError as e:
             raise _PartError([f".{line}" for line in explain(e, model)]) from None
-        return Part(name, target, {key: getattr(full, key) for key in fields})
+        return Part(package, name, {key: getattr(full, key) for key in fields})
 
     def write(part: Part) -> dict[str, Any]:
         return {"name": part.name, **TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")}
@@ -174,11 +173,8 @@ def parts(package: str) -> list[str]:
 
 
 def part(package: str, name: str) -> type:
-    """The one public class of a module."""
-    module = importlib.import_module(f"{package}.{name}")
-    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
-    [target] = [c for c in own if not c.__name__.startswith("_")]
-    return target
+    """Import a module of the package and return its one public class."""
+    return signature.public_class(f"{package}.{name}")
 
 
 def explain(error: ValidationError, kind: Any) -> Iterator[str]:

@@ -1,0 +1,151 @@
+"""Which keyword-only parameters a module's one public class takes, read from the source so that nothing heavy is
+imported.
+
+Source that this does not understand, such as a plug-in's own types, costs an import: the class is asked instead.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import Field
+
+from eagleray.config.schedule import Schedule
+
+Fields = dict[str, tuple[Any, Any]]  # annotation and default of each parameter; `...` is the default of a required one
+
+# Packages whose names mean what they mean when imported: none of these loads PyTorch.
+LIGHT = ("annotated_types", "collections", "eagleray.config", "numbers", "pydantic", "typing")
+CALLS = (Field, Schedule)  # what a default or an annotation may call
+BUILTINS = {kind.__name__: kind for kind in (bool, dict, float, frozenset, int, list, str, tuple)}
+
+
+class Unreadable(Exception):
+    """The source holds something that only an import can evaluate."""
+
+
+def fields(module: str) -> Fields:
+    """The parameters of the module's one public class, from its source or, where that is not enough, from the class."""
+    try:
+        return from_source(module)
+    except Unreadable:
+        return from_class(public_class(module))
+
+
+def public_class(module: str) -> type:
+    """Import the module and return its one public class."""
+    classes = [c for c in vars(importlib.import_module(module)).values() if inspect.isclass(c)]
+    [target] = [c for c in classes if c.__module__ == module and not c.__name__.startswith("_")]
+    return target
+
+
+def from_class(target: type) -> Fields:
+    """The keyword-only parameters of a class that is imported already."""
+    hints = get_type_hints(target.__init__, include_extras=True)  # type: ignore[misc]
+    parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return {p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters}
+
+
+def from_source(module: str) -> Fields:
+    """The keyword-only parameters of a module's one public class, without importing it. Raises Unreadable."""
+    source = _source(module)
+    classes = [n for n in source.tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    inits = [n for c in classes for n in c.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    if len(classes) != 1 or len(inits) != 1 or inits[0].decorator_list:
+        raise Unreadable(f"{module}: expected one public class with an __init__ of its own")
+    names = inits[0].args
+    return {
+        a.arg: (source.annotation(a.annotation), ... if default is None else source.value(default))
+        for a, default in zip(names.kwonlyargs, names.kw_defaults, strict=True)
+    }
+
+
+def headline(module: str) -> str:
+    """The first sentence of a module's docstring, on one line."""
+    text = " ".join((ast.get_docstring(_source(module).tree) or "").split())
+    # A full stop that ends a sentence: not that of `et al.` or of an initial.
+    return re.split(r"(?<!\bal\.)(?<!\b[A-Z]\.)(?<=\.)\s(?=[A-Z])", text, maxsplit=1)[0]
+
+
+class _Source:
+    """A module as its syntax tree; names are looked up in it and in the modules that it imports from."""
+
+    def __init__(self, module: str, tree: ast.Module) -> None:
+        self.module, self.tree = module, tree
+        self.assigned: dict[str, ast.expr] = {}
+        self.imported: dict[str, tuple[str, str | None]] = {}  # module, and the name imported from it
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self.assigned[name] = value
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    self.assigned[name] = value
+                case ast.Import(names=names):
+                    self.imported |= {a.asname or a.name.partition(".")[0]: (_bound(a), None) for a in names}
+                case ast.ImportFrom(module=str(origin), names=names, level=0):
+                    self.imported |= {a.asname or a.name: (origin, a.name) for a in names}
+
+    def annotation(self, node: ast.expr | None) -> Any:
+        """Raises Unreadable where there is none, or one that is written as a string."""
+        if node is None or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            raise Unreadable(f"{self.module}: expected an annotation that is no string")
+        return self.value(node)
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression that consists of names, literals, `a[b]`, `a | b` and the calls in CALLS."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self.name(name)
+            case ast.Attribute(value=owner, attr=name):
+                found = self.value(owner)
+                if inspect.ismodule(found) and hasattr(found, name):
+                    return getattr(found, name)
+            case ast.Subscript(value=owner, slice=index):
+                return self.value(owner)[self.value(index)]
+            case ast.Tuple(elts=items):
+                return tuple(self.value(item) for item in items)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.value(operand)
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return self.value(left) | self.value(right)
+            case ast.Call(func=func, args=args, keywords=keywords):
+                call = self.value(func)
+                if any(call is c for c in CALLS) and all(k.arg for k in keywords):
+                    return call(*map(self.value, args), **{str(k.arg): self.value(k.value) for k in keywords})
+        raise Unreadable(f"{self.module}:{node.lineno}: {ast.unparse(node)}")
+
+    def name(self, name: str) -> Any:
+        """What a name of this module stands for."""
+        if name in self.assigned:
+            return self.value(self.assigned[name])
+        if name in self.imported:
+            module, attribute = self.imported[name]
+            if any(module == light or module.startswith(light + ".") for light in LIGHT):
+                found = importlib.import_module(module)
+                return found if attribute is None else getattr(found, attribute)
+            if attribute is not None and module.partition(".")[0] == self.module.partition(".")[0]:
+                return _source(module).name(attribute)
+        elif name in BUILTINS:
+            return BUILTINS[name]
+        raise Unreadable(f"{self.module}: {name}")
+
+
+def _bound(alias: ast.alias) -> str:
+    """The module that `import a.b` or `import a.b as c` binds to a name."""
+    return alias.name if alias.asname else alias.name.partition(".")[0]
+
+
+@functools.cache
+def _source(module: str) -> _Source:
+    """Raises Unreadable for a module without Python source."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise Unreadable(f"{module}: has no Python source")
+    return _Source(module, ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
