@@ -65,7 +65,7 @@ def test_one_process_at_a_time(tmp_path: Path):
     """Each adds one to a number that the other may have read as well."""
     path, times = tmp_path / "number", 200
     path.write_text("0")
-    script = "import sys\nfrom pathlib import Path\nfrom eagleray.files import alone\npath = Path(sys.argv[1])\n"
+    script = "import sys\nfrom pathlib import Path\nfrom eagleray.base.files import alone\npath = Path(sys.argv[1])\n"
     script += f"for _ in range({times}):\n"
     script += "    with alone(path.with_name('.lock')):\n        path.write_text(str(int(path.read_text()) + 1))\n"
     both = [subprocess.Popen([sys.executable, "-c", script, str(path)]) for _ in range(2)]

@@ -181,7 +181,7 @@ def test_only_the_package_and_the_recipe_travel(
     files = zipfile.ZipFile(io.BytesIO(package))
     names = {n for n in files.namelist() if not n.endswith("/")}
     assert {n.partition("/")[0] for n in names} == {"eagleray", "recipe.yaml"}
-    assert {"eagleray/cli.py", "eagleray/cluster/jobs.py"} <= names
+    assert {"eagleray/cli/main.py", "eagleray/cluster/jobs.py"} <= names
     assert not [n for n in names if "__pycache__" in n or "_bundled" in n]
     tree = yaml.safe_load(files.read("recipe.yaml"))
     assert (tree["seed"], tree["optim"]["epochs"], tree["workers"], "base" in tree) == (7, 3, 2, False)

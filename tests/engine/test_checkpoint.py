@@ -348,7 +348,7 @@ KILLED = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from eagleray import checkpoint
+from eagleray.engine import checkpoint
 place, scratch, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 draw = random.Random(size)
@@ -411,8 +411,8 @@ FULL = """
 import os, resource, sys
 from pathlib import Path
 import torch
-from eagleray import checkpoint
-from eagleray.errors import UserError
+from eagleray.engine import checkpoint
+from eagleray.base.errors import UserError
 place, how = Path(sys.argv[1]), sys.argv[2]
 writer = checkpoint.Writer(place, keep=2)
 
@@ -557,7 +557,7 @@ def test_the_ranks_of_a_node_fetch_once(remote: Place, proxy: Proxy, tmp_path: P
 
 EXIT = """
 import sys, torch
-from eagleray import checkpoint
+from eagleray.engine import checkpoint
 checkpoint.Writer(sys.argv[1], keep=1).save(1, {f"{i}": torch.zeros(1_000_000) for i in range(20)})
 sys.exit(3)
 """

@@ -290,7 +290,7 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             make_database(uri)
     assert not path.exists()
-    command = [sys.executable, "-c", f"from eagleray.database import make_database; make_database({uri!r})"]
+    command = [sys.executable, "-c", f"from eagleray.runs.mlflow_db import make_database; make_database({uri!r})"]
     makers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "platform"}) for _ in range(2)]
     assert [m.wait() for m in makers] == [0, 0]
     assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]
@@ -434,8 +434,8 @@ def test_a_server_that_is_away_for_a_while_misses_nothing(
 RUN = """
 import sys, time
 from pathlib import Path
-from eagleray.files import JsonLines
-from eagleray.track import MLflow, Tracking
+from eagleray.base.files import JsonLines
+from eagleray.runs.tracking import MLflow, Tracking
 out, uri, begin, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 lines = JsonLines(out / "metrics.jsonl", step=begin)
 history = MLflow(out, Tracking(uri), {})

@@ -51,7 +51,7 @@ def running(root: Path) -> Iterator[Swift]:
 
 @contextmanager
 def store_of(root: Path, *buckets: str) -> Iterator[Swift]:
-    """A server with some buckets, which `eagleray.data.store` talks to meanwhile."""
+    """A server with some buckets, which `eagleray.storage.store` talks to meanwhile."""
     from eagleray.storage import store
     from eagleray.storage.s3 import S3Store
 
