@@ -4,7 +4,7 @@ import torch
 from helpers.golden_cases import Case, cases
 
 from eagleray.protocols.features import Labelled
-from eagleray.protocols.knn import knn, scores
+from eagleray.protocols.knn import knn, vote
 
 
 @cases("dino_knn")
@@ -12,7 +12,7 @@ def test_dino(case: Case) -> None:
     train = Labelled(case["train_features"], case["train_labels"])
     test = Labelled(case["test_features"], case["test_labels"])
     for row, (k, temperature) in enumerate(case["results"][:, :2].tolist()):
-        found = knn(train, test, k=int(k), temperature=temperature)
+        found = knn(train, test, k=int(k), temperature=temperature).numbers
         both = torch.tensor([found["knn/top1"], found["knn/top5"]], dtype=torch.float64)
         case.equal(both, case["results"][row, 2:], f"top-1 and top-5 at k={k:.0f}, T={temperature}")
 
@@ -21,6 +21,6 @@ def test_dino(case: Case) -> None:
 def test_instdisc(case: Case) -> None:
     k, temperature, classes = case.hyper["k"], case.hyper["sigma"], case.hyper["classes"]
     train, test = Labelled(case["train"], case["train_labels"]), Labelled(case["test"], case["test_labels"])
-    votes = scores(test.x, train.x, train.y, classes=classes, k=k, temperature=temperature)
+    votes = vote(test.x @ train.x.T, train.y, classes=classes, k=k, temperature=temperature)
     case.check(votes, "scores")
-    case.check(knn(train, test, k=k, temperature=temperature)["knn/top1"] / 100, "top1")
+    case.check(knn(train, test, k=k, temperature=temperature).numbers["knn/top1"] / 100, "top1")

@@ -11,13 +11,14 @@ from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import Labelled, extract, labelled, some
 from eagleray.protocols.knn import knn
-from eagleray.protocols.linear import probe
-from eagleray.protocols.registry import Sets
+from eagleray.protocols.linear import linear
+from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
+from eagleray.protocols.settings import Evaluate
 
 
 @pytest.mark.parametrize("protocol", [
-    lambda a, b: knn(a, b, k=10, temperature=0.07)["knn/top1"],
-    lambda a, b: probe(a, b, epochs=20)["linear/top1"],
+    lambda a, b: knn(a, b, k=10).numbers["knn/top1"],
+    lambda a, b: linear(a, b, epochs=20).numbers["linear/top1"],
 ])  # fmt: skip
 def test_classes_that_are_apart_are_told_apart(protocol):
     assert protocol(clusters(500, spread=0.1, seed=0), clusters(100, spread=0.1, seed=1)) == 100
@@ -28,7 +29,8 @@ def test_classes_that_are_apart_are_told_apart(protocol):
 def test_the_probe_picks_its_rate_without_the_test_set():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
     flipped = Labelled(test.x, (test.y + 1) % 5)
-    assert probe(train, test, epochs=5)["linear/lr"] == probe(train, flipped, epochs=5)["linear/lr"]
+    rates = [linear(train, x, epochs=5).numbers["linear/lr"] for x in (test, flipped)]
+    assert rates[0] == rates[1]
 
 
 def test_a_part_of_the_samples_keeps_every_class():
@@ -42,10 +44,33 @@ def test_a_part_of_the_samples_keeps_every_class():
 
 def test_without_a_test_set_a_tenth_is_held_out(shards: Path):
     index = open_index(str(shards / "train"))
-    sets = Sets.of(index, None, None)
+    sets = ProbeSets.of(index, None, None)
     assert sets is not None
     assert len(sets.test_samples) == len(index) // 10
-    assert sorted([*sets.test_samples, *sets.bank_samples]) == labelled(index).tolist()
+    assert sorted([*sets.test_samples, *sets.train_samples]) == labelled(index).tolist()
+
+
+def test_a_run_records_what_the_protocols_measure(shards: Path):
+    """To the last bit, and nothing else; the further numbers of the protocols do not change these."""
+    index = open_index(str(shards / "train"))
+    sets = ProbeSets.of(index, open_index(str(shards / "test")), 200)
+    assert sets is not None
+    backbone = Backbone("vit_tiny_patch16_224", options={"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1})
+    settings = Evaluate(size=16, resize=16, k=7, temperature=0.1, probe_epochs=4)
+    train = extract(backbone, index, sets.train_samples, size=16, resize=16)
+    test = extract(backbone, sets.test, sets.test_samples, size=16, resize=16)
+    train, test = renumber(train, test, torch.device("cpu"))
+    expected = knn(train, test, k=7, ks=(), temperature=0.1).numbers | linear(train, test, epochs=4).numbers
+    assert evaluate(backbone, sets, settings) == {key: expected[key] for key in RECORDED}
+    again = evaluate(backbone, sets, settings, protocols=("knn",))
+    assert again == {key: expected[key] for key in RECORDED if key.startswith("knn/")}
+
+
+def test_without_epochs_a_run_trains_no_probe(shards: Path):
+    sets = ProbeSets.of(open_index(str(shards / "test")), None, None)
+    backbone = Backbone("vit_tiny_patch16_224", options={"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1})
+    numbers = evaluate(backbone, sets, Evaluate(size=16, resize=16, probe_epochs=0))
+    assert numbers.keys() == {"knn/top1", "knn/top5"}
 
 
 def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path):

@@ -25,12 +25,13 @@ from eagleray.evaluation.extraction import Task, features
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Subject, subject
 from eagleray.protocols import feature_types
-from eagleray.protocols import registry as protocols
 from eagleray.protocols.digests import data_digest, digest, tree_digest
 from eagleray.protocols.eval_mode import check_images, check_patches
 from eagleray.protocols.features import Labelled, labelled
 from eagleray.protocols.outcome import Outcome
-from eagleray.protocols.registry import PROTOCOLS, Protocol, Sets
+from eagleray.protocols.probes import ProbeSets, renumber
+from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
+from eagleray.protocols.registry import PROTOCOLS, select
 from eagleray.runs import pretrain, tracking
 from eagleray.runs import remote as place
 from eagleray.storage import store
@@ -79,7 +80,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     """Run the protocols one after the other; one that cannot be run is refused in a line, the others go on. Raises
     UserError where the backbone, the settings or the folder of results are wrong."""
     note = note or (lambda line: out.print(line, markup=False))
-    names, refused = protocols.known(request.protocols)
+    names, refused = select(request.protocols)
     report = Report()
     for line in refused:
         refuse(report, line)
@@ -153,7 +154,7 @@ class Work:
         asked, weights = self.asked(name, protocol), self.subject.digest  # of before, should a protocol train
         began = time.monotonic()
         own = {k: v for k, v in asked.items() if k in protocol.parameters}
-        found, data = self.frozen(protocol, asked, own) if self.is_frozen(protocol) else self.direct(protocol, own)
+        found, data = self.frozen(protocol, asked, own) if protocol.frozen else self.direct(protocol, own)
         result = Result(
             protocol=name,
             numbers={k: v if isinstance(v, int) else float(v) for k, v in found.numbers.items()},
@@ -179,30 +180,23 @@ class Work:
         r = self.request
         there: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
         if not there.get(need):
-            raise UserError(f"needs {protocols.OPTIONS[need]}")
+            raise UserError(f"needs {DATA_OPTIONS[need]}")
 
     def asked(self, name: str, protocol: Protocol) -> dict[str, Any]:
         """Settings: those of the recipe where a run has its own, of the protocol, of the command line."""
         e = self.subject.settings
-        of_recipe: dict[str, dict[str, Any]] = {
-            "knn": {"k": e.k, "temperature": e.temperature},
-            "linear": {"epochs": e.probe_epochs or 100},
-        }
-        own: dict[str, Any] = of_recipe.get(name, {})
-        if self.is_frozen(protocol):
+        own = e.of(name)
+        if protocol.frozen:
             own |= {"size": e.size, "resize": e.resize, "features": protocol.features}
         bare = [p.name for p in protocol.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
         own |= {k: v for k, v in (("size", e.size), ("resize", e.resize)) if k in bare}
         given = self.request.own(name)
         if "size" in given and "resize" in own and "resize" not in given:
-            own["resize"] = round(own["resize"] * protocol.checked(given)["size"] / own["size"])
-        full = own | protocol.checked({**protocol.preset, **given})
+            own["resize"] = round(own["resize"] * protocol.parse(given)["size"] / own["size"])
+        full = own | protocol.parse({**protocol.preset, **given})
         if full.get("resize", full.get("size", 0)) < full.get("size", 0):
             raise UserError(f"--resize {full['resize']}: leaves no room for a crop of --size {full['size']}")
         return full
-
-    def is_frozen(self, protocol: Protocol) -> bool:
-        return bool({"labels", "suite"} & set(protocol.needs))
 
     def direct(self, protocol: Protocol, asked: dict[str, Any]) -> tuple[Outcome, str]:
         """A protocol on the backbone itself."""
@@ -238,7 +232,7 @@ class Work:
         if "labels" in protocol.needs:
             _ = self.sets  # refused at once where there is nothing to learn from
         feature_types.check(self.subject.backbone, kind, size)
-        own = {k: v for k, v in own.items() if k not in protocols.FROZEN}
+        own = {k: v for k, v in own.items() if k not in EXTRACTION}
         own |= {"note": self.note} if "note" in protocol.parameters else {}
         how: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
         if "suite" in protocol.needs:
@@ -257,15 +251,15 @@ class Work:
         train, test = (
             self.features(index, url, samples, size, resize, wanted)[kind]
             for index, url, samples in (
-                (sets.bank, self.request.train or "", sets.bank_samples),
+                (sets.train, self.request.train or "", sets.train_samples),
                 (sets.test, self.request.test or self.request.train or "", sets.test_samples),
             )
         )
         if not len(train.y) or not len(test.y):
             raise UserError(f"--{'test' if len(train.y) else 'train'}: no image there decodes")
-        found = protocol.run(*protocols.counted(train, test, world.local().device), **own)
+        found = protocol.run(*renumber(train, test, world.local().device), **own)
         how |= {"train_images": len(train.y), "test_images": len(test.y)}
-        digests = [data_digest(sets.bank, sets.bank_samples), data_digest(sets.test, sets.test_samples)]
+        digests = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
         return replace(found, settings={**found.settings, **how}), digest(digests)
 
     def kinds(self, size: int, kind: str) -> list[str]:
@@ -286,10 +280,10 @@ class Work:
         return features(self.subject, index, task, wanted, workers=self.request.workers, note=self.note)
 
     @cached_property
-    def sets(self) -> Sets:
+    def sets(self) -> ProbeSets:
         tested = self.opened(self.request.test) if self.request.test else None
         assert self.request.train
-        sets = Sets.of(self.opened(self.request.train), tested, None)
+        sets = ProbeSets.of(self.opened(self.request.train), tested, None)
         if sets is None:
             raise UserError(f"--train {self.request.train}: no labels there, and this protocol needs them")
         sets.check()

@@ -28,7 +28,7 @@ from eagleray.engine.world import World
 from eagleray.methods.method import Classifier, Method
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.classifier import classifier
-from eagleray.protocols.registry import Sets, evaluate
+from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs import recipe as recipes
 from eagleray.runs import remote
 from eagleray.runs import restore as weights
@@ -358,7 +358,7 @@ def between(p: Plan, method: Method) -> dict[str, float]:
     """What is evaluated while training goes on."""
     if isinstance(method, Classifier):
         return classified(p, method)
-    sets = Sets.of(p.index, p.test, p.recipe.evaluate.limit)
+    sets = ProbeSets.of(p.index, p.test, p.recipe.evaluate.limit)
     return evaluate(method.export(), sets, p.recipe.evaluate, protocols=("knn",))
 
 
@@ -372,7 +372,7 @@ def classified(p: Plan, method: Classifier) -> dict[str, float]:
 
 def compared(p: Plan, world: World, method: Method) -> dict[str, float]:
     """What frozen features are worth, beside those of an untrained backbone."""
-    sets = Sets.of(p.index, p.test, p.recipe.evaluate.limit)
+    sets = ProbeSets.of(p.index, p.test, p.recipe.evaluate.limit)
     if not sets:
         log.info("no labels: nothing to evaluate")
     scores = evaluate(method.export(), sets, p.recipe.evaluate)
@@ -382,7 +382,8 @@ def compared(p: Plan, world: World, method: Method) -> dict[str, float]:
         for protocol in ("knn", "linear"):
             if sets and f"{protocol}/top1" in scores:
                 top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1_untrained"]
-                log.info("%s top-1 %.1f %%, untrained %.1f %%%s", protocol, top1, before, sets.how(p.recipe, protocol))
+                how = sets.describe(p.recipe.evaluate, protocol)
+                log.info("%s top-1 %.1f %%, untrained %.1f %% (%s)", protocol, top1, before, how)
     return scores
 
 

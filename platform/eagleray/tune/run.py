@@ -17,7 +17,7 @@ from eagleray.base.console import out, stoppable
 from eagleray.base.errors import UserError
 from eagleray.cli import commands
 from eagleray.methods.method import Classifier
-from eagleray.protocols.registry import LABELLED
+from eagleray.protocols.probes import RUN_PROTOCOLS
 from eagleray.runs import pretrain, remote
 from eagleray.runs import tracking as track
 from eagleray.runs.recipe import span
@@ -158,7 +158,7 @@ def check_objective(sweep: Sweep) -> None:
 def check_data(sweep: Sweep, folder: Path) -> None:
     """Raises UserError when the data of an alternative is not there, lacks the labels that the objective needs, or the
     method or a size cannot be built; the first trial of each alternative stands for all."""
-    labelled = sweep.objective.key == "monitor/knn" or sweep.objective.key.partition("/")[0] in LABELLED
+    labelled = sweep.objective.key == "monitor/knn" or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
         recipe = pretrain.resolve(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
         plan = pretrain.plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))

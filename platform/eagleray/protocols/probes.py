@@ -1,0 +1,92 @@
+"""Evaluate a backbone with kNN and a linear probe on labelled images, as a run does during training and at its end."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eagleray.base import dist
+from eagleray.base.errors import UserError
+from eagleray.data.index import Index
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.features import Labelled, extract, labelled, some
+from eagleray.protocols.registry import PROTOCOLS
+from eagleray.protocols.settings import Evaluate
+
+RUN_PROTOCOLS = ("knn", "linear")  # the protocols that a run measures; they need labels
+RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # the numbers of theirs that a run records
+SHORT = {"knn": {"ks": ()}}  # settings that spare a run the numbers that it does not record
+ONE_IN = 10  # without a test set, one labelled sample in so many is held out
+
+
+@dataclass(frozen=True)
+class ProbeSets:
+    """Labelled images to train a classifier on, and others to test it on."""
+
+    train: Index
+    train_samples: NDArray[np.int64]
+    test: Index
+    test_samples: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, train: Index, test: Index | None, limit: int | None) -> "ProbeSets | None":
+        """Select at most `limit` training images, and the test images; None if the training shards have no labels.
+        Without test shards, a tenth of the labelled training images is the test set: pretraining saw no label."""
+        if not train.labelled:
+            return None
+        samples = labelled(train)
+        if test is not None:
+            return cls(train, some(samples, limit), test, labelled(test))
+        held_out = some(samples, max(len(samples) // ONE_IN, 1))
+        return cls(train, some(np.setdiff1d(samples, held_out), limit), train, held_out)
+
+    def check(self) -> None:
+        """Raises UserError when a classifier of the training set cannot be tested on the test set."""
+        train, test = np.unique(self.train.label[self.train_samples]), np.unique(self.test.label[self.test_samples])
+        if not len(test):
+            raise UserError("--test: these shards have no labels, and this protocol needs them")
+        if len(train) < 2:
+            raise UserError(f"--train: {len(train)} class(es) in these shards; a classifier needs two or more")
+        if strange := np.setdiff1d(test, train).tolist():
+            examples = ", ".join(map(str, strange[:5])) + (", ..." if strange[5:] else "")
+            raise UserError(f"--test: {len(strange)} of its {len(test)} classes are not in --train: {examples}")
+        both = {b.url for b in self.train.shards} & {b.url for b in self.test.shards}
+        if both and self.test is not self.train:
+            raise UserError(f"--test: {min(both)} is also in --train; expected other images to test on")
+
+    def describe(self, settings: Evaluate, protocol: str) -> str:
+        """The settings and the sizes of the sets in words, for the log."""
+        words = (
+            f"k={settings.k}, T={settings.temperature:g}" if protocol == "knn" else f"{settings.probe_epochs} epochs"
+        )
+        return f"{words}; {len(self.train_samples)} training, {len(self.test_samples)} test images"
+
+
+def evaluate(
+    backbone: Backbone, sets: ProbeSets | None, settings: Evaluate, *, protocols: Sequence[str] = RUN_PROTOCOLS
+) -> dict[str, float]:
+    """Measure the numbers that a run records. All ranks extract features, once for all protocols, and return the same
+    numbers; none without labelled images."""
+    if sets is None or not protocols:
+        return {}
+    size, resize = settings.size, settings.resize
+    train = extract(backbone, sets.train, sets.train_samples, size=size, resize=resize)
+    test = extract(backbone, sets.test, sets.test_samples, size=size, resize=resize)
+    out: dict[str, float] = {}
+    if dist.rank() == 0 and len(train.x) and len(test.x):
+        train, test = renumber(train, test, next(backbone.parameters()).device)
+        for name in protocols:
+            if name == "linear" and not settings.probe_epochs:
+                continue
+            numbers = PROTOCOLS[name].run(train, test, **settings.of(name), **SHORT.get(name, {})).numbers
+            out |= {key: value for key, value in numbers.items() if key in RECORDED}
+    return json.loads(dist.objects(json.dumps(out))[0])  # type: ignore[no-any-return]
+
+
+def renumber(train: Labelled, test: Labelled, device: torch.device) -> tuple[Labelled, Labelled]:
+    """Move both sets to a device and number their classes from 0, as labels may be any numbers."""
+    y = torch.cat([train.y, test.y]).unique(return_inverse=True)[1].to(device)
+    return Labelled(train.x.to(device), y[: len(train.y)]), Labelled(test.x.to(device), y[len(train.y) :])

@@ -1,0 +1,111 @@
+"""Describe a protocol of evaluation: the function that computes its numbers, the data it needs and its settings."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import PositiveInt, PydanticUserError, TypeAdapter, ValidationError, create_model
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.protocols.outcome import Outcome
+
+# The data that a protocol may need, and the options of `eagleray evaluate` that give it.
+DATA_OPTIONS = {
+    "labels": "--train URL of labelled shards",
+    "images": "--train or --test URL",
+    "coco": "--coco DIR",
+    "masks": "--masks DIR",
+    "davis": "--davis DIR",
+    "suite": "--suite ROOT",
+}
+# Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
+EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A function that returns an Outcome, and what it is called with.
+
+    * With "labels" among its needs it takes the features of a training and of a test set; with "suite" a function that
+      returns the features of the shards at a URL, and their root; all others take the backbone, then the images as an
+      Index or the folder that they need.
+    * Its keyword-only arguments are its settings. Two are no settings: `out`, a folder for pictures, and `note`, which
+      is called with a line about the progress."""
+
+    about: str  # one line for `eagleray list protocols`
+    function: str  # module:function, which is imported when the protocol runs
+    needs: tuple[str, ...] = ()  # of DATA_OPTIONS, and "patches": a backbone with patch tokens
+    features: str = "pooled"  # the default type of frozen features
+    preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the function's defaults
+
+    @property
+    def run(self) -> Callable[..., Outcome]:
+        """The function itself."""
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it works on frozen features, which are extracted once for all such protocols."""
+        return not {"labels", "suite"}.isdisjoint(self.needs)
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of the function by name."""
+        return dict(inspect.signature(self.run).parameters)
+
+    @property
+    def settings(self) -> list[str]:
+        """The names of its settings."""
+        hints = get_type_hints(self.run, include_extras=True)
+        keywords = [
+            p.name for p in self.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "note")
+        ]
+        own = [name for name in keywords if is_text(hints[name])]
+        return own + [name for name in EXTRACTION if self.frozen and name not in own]
+
+    def __str__(self) -> str:
+        parameters = self.parameters
+        defaults = {"size": "of the recipe", "resize": "of the recipe", "features": self.features}
+        own = {n: parameters[n].default for n in self.settings if n in parameters} | dict(self.preset)
+        defaults |= {n: v for n, v in own.items() if v is not inspect.Parameter.empty}
+        needs = "; ".join(DATA_OPTIONS[n] for n in self.needs if n in DATA_OPTIONS) or "no data"
+        return f"{self.about}; {needs}; " + ", ".join(f"--{n} {defaults[n]}" for n in self.settings)
+
+    def parse(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert settings to the types that the function's signature asks for.
+
+        Raises UserError for a value that does not fit."""
+        hints = get_type_hints(self.run, include_extras=True) | EXTRACTION
+        model = create_model("settings", __config__=config.STRICT, **{k: (hints[k], ...) for k in settings})  # type: ignore[call-overload]
+        try:
+            typed = model.model_validate({k: parse_option(v, hints[k]) for k, v in settings.items()})
+        except ValidationError as e:
+            raise UserError("; ".join(f"--{line}" for line in config.explain(e, model))) from None
+        return {k: getattr(typed, k) for k in settings}
+
+
+def is_text(hint: Any) -> bool:
+    """Whether a value of this type can be written on the command line: no function and no tensor."""
+    try:
+        TypeAdapter(hint).json_schema()
+    except PydanticUserError:
+        return False
+    return True
+
+
+def parse_option(value: Any, hint: Any) -> Any:
+    """Parse the text of an option as YAML, where `0.1,1` is a list if the type is a tuple."""
+    if hint is str or not isinstance(value, str):
+        return value
+    try:
+        parsed = yaml.safe_load(value)
+        if "tuple" in str(hint) and not isinstance(parsed, list):
+            parsed = yaml.safe_load(f"[{value}]")
+    except yaml.YAMLError:
+        return value
+    return parsed
