@@ -7,9 +7,9 @@ import torch
 
 from eagleray.base.errors import UserError
 from eagleray.engine.export import to_timm
-from eagleray.models.backbone import TESTED, Backbone
+from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy
-from eagleray.models.network import Network
+from eagleray.models.network import TESTED, Network
 
 STRIDE_16 = ("vit", "deit", "cvt_13", "t2t")
 

@@ -30,7 +30,7 @@ from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources.job import Job
 from eagleray.engine import world
 from eagleray.engine.export import snippet, to_timm
-from eagleray.models.backbone import TESTED
+from eagleray.models.network import TESTED
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.runs import pretrain as run
 from eagleray.runs import recipe as recipes

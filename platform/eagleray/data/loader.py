@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from eagleray.base.errors import UserError
 from eagleray.data.batch import Batch
-from eagleray.data.order import owned
+from eagleray.data.order import owned, rows
 from eagleray.data.quarantine import Bad
 from eagleray.data.reader import Part, Stream
 from eagleray.views import photometric
@@ -69,18 +68,6 @@ class Loader:
             rows=self.rows,
         )
         return batch, [bad for part in parts for bad in part.bad]
-
-
-def rows(lanes: int, batch: int, *, ranks: int, workers: int) -> tuple[int, ...]:
-    """Images per step of every rank. Raises UserError when there are more readers than lanes."""
-    each = max(workers, 1)
-    try:
-        return tuple(
-            sum(len(owned(lanes, reader=rank * each + w, readers=ranks * each)) for w in range(each)) * (batch // lanes)
-            for rank in range(ranks)
-        )
-    except ValueError as e:
-        raise UserError(f"workers={ranks} data.workers={workers} data.lanes={lanes}: {e}") from None
 
 
 class _Parts(IterableDataset[Part]):

@@ -21,16 +21,6 @@ Head = TypeVar("Head", bound=nn.Module)
 # What lets the models of a timm module take any crop size.
 ANY_SIZE = {"vision_transformer": {"dynamic_img_size": True}, "deit": {"dynamic_img_size": True}}
 ANY_SIZE |= {"swin_transformer": {"strict_img_size": False}}
-# Backbones that the tests run forward, backward and through an export.
-TESTED = (
-    "vit_tiny_patch16_224",
-    "vit_small_patch16_224",
-    "vit_base_patch16_224",
-    "deit_small_patch16_224",
-    "swin_tiny_patch4_window7_224",
-    "resnet50",
-    *("esvit_swin_tiny_w7", "vil_tiny", "cvt_tiny_esvit", "pvt_small", "cvt_13", "t2t_vit_14"),
-)
 
 
 class Features(NamedTuple):

@@ -8,6 +8,17 @@ from pydantic.dataclasses import dataclass
 from eagleray.config import STRICT
 from eagleray.config.types import Share
 
+# Backbones that the tests run forward, backward and through an export. Any other model of timm can be named too.
+TESTED = (
+    "vit_tiny_patch16_224",
+    "vit_small_patch16_224",
+    "vit_base_patch16_224",
+    "deit_small_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "resnet50",
+    *("esvit_swin_tiny_w7", "vil_tiny", "cvt_tiny_esvit", "pvt_small", "cvt_13", "t2t_vit_14"),
+)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Network:

@@ -15,7 +15,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config.types import Share
-from eagleray.data.loader import rows as shares
+from eagleray.data.order import rows as shares
 from eagleray.runs.recipe import Recipe, span
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
