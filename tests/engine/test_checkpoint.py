@@ -82,7 +82,7 @@ def proxy(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """A proxy in front of the server, that everything goes through."""
     with Proxy(swift.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        monkeypatch.setattr(store, "_S3", store.S3Store())
+        monkeypatch.setitem(store.STORES, "s3", store.S3Store())
         yield proxy
 
 

@@ -241,9 +241,10 @@ def test_large_crops_alone() -> None:
     """The teacher does not see the small crops, and their patches are not compared."""
     m, batch = small(SelfPatch, crops="large"), crops(SelfPatch)
     seen: list[int] = []
-    m.teacher.backbone.model.register_forward_hook(lambda *_: seen.append(1))
-    before = m.teacher.backbone._features
-    m.teacher.backbone._features = lambda x: seen.append(x.shape[-1]) or before(x)
+    model = m.teacher.backbone.model
+    model.register_forward_hook(lambda *_: seen.append(1))
+    before = model.forward_features
+    model.forward_features = lambda x: seen.append(x.shape[-1]) or before(x)
     out = m(batch, AT)
     assert seen == [24]
     g = torch.Generator().manual_seed(9)

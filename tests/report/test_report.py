@@ -131,7 +131,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if "drawn" in request.fixturenames:
         monkeypatch.setattr(plots, "DPI", 40)
     else:
-        monkeypatch.setattr(plots, "_picture", described)
+        monkeypatch.setattr(plots, "draw_panel", described)
 
 
 def reported(*given: Path, out: Path | None = None) -> Read:

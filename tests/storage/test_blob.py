@@ -11,7 +11,7 @@ from eagleray.storage.blob import SMALL, UNIT, room
 @pytest.fixture(autouse=True)
 def nothing_spare() -> None:
     gc.collect()
-    blob._spare.clear()
+    blob.spare_buffers.clear()
 
 
 def test_a_block_that_nobody_holds_is_used_again_and_one_with_a_reader_is_not() -> None:
@@ -31,7 +31,7 @@ def test_a_block_that_nobody_holds_is_used_again_and_one_with_a_reader_is_not() 
 def test_memory_that_is_kept_is_bounded_and_fits() -> None:
     held = [room(2 * SMALL) for _ in range(3 * blob.SPARE)]
     del held
-    assert len(blob._spare) == blob.SPARE
+    assert len(blob.spare_buffers) == blob.SPARE
     large = room(9 * UNIT)
     assert len(large) == 9 * UNIT
     assert len(room(100)) == 100

@@ -35,7 +35,7 @@ LARGE = 24 * 2**20  # bytes, more than sockets and the server hold on their way
 def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
     with running(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
         point_at(patch, server.port)
-        patch.setattr(store, "_S3", S3Store())
+        patch.setitem(store.STORES, "s3", S3Store())
         yield server
 
 
@@ -43,7 +43,7 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
 def bucket(swift: Swift, request: pytest.FixtureRequest) -> str:
     """The URL of an empty bucket for one test."""
     name = "b" + "".join(c for c in request.node.name.lower().replace("_", "-") if c.isalnum() or c == "-")[:50] + "x"
-    store._S3.client().create_bucket(Bucket=name)
+    store.STORES["s3"].client().create_bucket(Bucket=name)
     return f"s3://{name}"
 
 
@@ -54,7 +54,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def change(**environment: str) -> None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(store, "_S3", S3Store())
+        monkeypatch.setitem(store.STORES, "s3", S3Store())
 
     return change
 
@@ -112,7 +112,7 @@ def test_one_request_lists_a_folder(bucket: str, tmp_path: Path, anew: Callable[
     upload(write_shards(tmp_path, 3, 3), bucket)
     anew()
     asked: list[str] = []
-    store._S3.client().meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
+    store.STORES["s3"].client().meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
     assert len(store.shards(bucket)) == 3
     assert asked == ["ListObjectsV2"]
 
@@ -120,16 +120,16 @@ def test_one_request_lists_a_folder(bucket: str, tmp_path: Path, anew: Callable[
 def test_a_process_has_a_client_of_its_own(anew: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes on one connection would mix up their answers."""
     anew()
-    mine = store._S3.client()
-    assert store._S3.client() is mine
+    mine = store.STORES["s3"].client()
+    assert store.STORES["s3"].client() is mine
     monkeypatch.setattr(store.os, "getpid", lambda: -1)
-    assert store._S3.client() is not mine
+    assert store.STORES["s3"].client() is not mine
 
 
 def test_the_index_is_kept_in_the_bucket(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upload(write_shards(tmp_path / "local", 20, 2), f"{bucket}/train")
     first = opened(f"{bucket}/train")
-    assert f"{bucket}/train/{NAME}" in [b.url for b in store._S3.list(f"{bucket}/train/")]
+    assert f"{bucket}/train/{NAME}" in [b.url for b in store.STORES["s3"].list(f"{bucket}/train/")]
     monkeypatch.setattr(S3Store, "read", lambda *_, **__: pytest.fail("a shard is read again"))
     again, local = opened(f"{bucket}/train"), opened(str(tmp_path / "local"))
     assert again.shards == first.shards
@@ -185,7 +185,7 @@ def test_ranges_are_exact(bucket: str, tmp_path: Path) -> None:
 def test_an_upload_that_is_given_up_leaves_no_parts(bucket: str, tmp_path: Path, anew: Callable[..., None]) -> None:
     """One part of it stays away; the others cost money as long as they lie there."""
     anew()
-    client, url = store._S3.client(), f"{bucket}/large"
+    client, url = store.STORES["s3"].client(), f"{bucket}/large"
     (tmp_path / "large").write_bytes(bytes(LARGE))
 
     def refuse(params: dict[str, Any], **_: Any) -> None:
@@ -284,8 +284,8 @@ def test_an_endpoint_that_nobody_listens_on_is_one_line_in_a_minute(
 def large(swift: Swift, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
     path = tmp_path_factory.mktemp("large") / "large"
     path.write_bytes(np.random.default_rng(1).bytes(LARGE))
-    store._S3.client().create_bucket(Bucket="large")
-    store._S3.put("s3://large/x", path)
+    store.STORES["s3"].client().create_bucket(Bucket="large")
+    store.STORES["s3"].put("s3://large/x", path)
     return "s3://large/x", path.read_bytes()
 
 

@@ -65,7 +65,7 @@ def settings(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     def use(**environment: str) -> None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(store, "_S3", S3Store())
+        monkeypatch.setitem(store.STORES, "s3", S3Store())
 
     return use
 

@@ -62,7 +62,7 @@ def curves(run: Run, folder: Path) -> list[Picture]:
     found = {key: thin(x, y, POINTS) for key, (x, y) in run.curves.items()}
     panels = [*TOP, gradients(found), *BOTTOM, SPEED, *[GOODPUT] * (len(run.starts) > 1)]
     shown = [p for p in panels if any(line.key in found for line in p.lines)]
-    return [_picture(p, found, EXPLAINED[p.title], folder, findings=run.findings) for p in shown]
+    return [draw_panel(p, found, EXPLAINED[p.title], folder, findings=run.findings) for p in shown]
 
 
 def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
@@ -77,7 +77,7 @@ def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Pic
                 lines.append(Line(name, name.replace("$", r"\$"), COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS)]))
         if lines:
             panel = Panel(title, SIZE[1], lines, log=log)
-            pictures.append(_picture(panel, found, "", folder, x="epoch" if epochs else "step"))
+            pictures.append(draw_panel(panel, found, "", folder, x="epoch" if epochs else "step"))
     return pictures
 
 
@@ -87,7 +87,7 @@ def _epochs(run: Run) -> float:
     return float(last.get("epoch", 0) / last["step"]) if last.get("step") else 0.0
 
 
-def _picture(
+def draw_panel(
     panel: Panel,
     found: Mapping[str, Curve],
     caption: str,
@@ -96,6 +96,7 @@ def _picture(
     findings: Sequence[Mapping[str, Any]] = (),
     x: str = "step",
 ) -> Picture:
+    """Draw the curves of a panel, write them to `folder` as a PNG and return them as an SVG for the page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -19,7 +19,7 @@ class Blob:
     tag: str = ""  # s3: the ETag; local files get theirs from `Store.tag`, when it is needed
 
 
-_spare: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
+spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
 
 
 def room(length: int) -> memoryview:
@@ -31,18 +31,18 @@ def room(length: int) -> memoryview:
     if base is None:
         base = np.empty(-(-length // UNIT) * UNIT, np.uint8)
     view = base[:length]
-    weakref.finalize(view, _spare.append, base).atexit = False
+    weakref.finalize(view, spare_buffers.append, base).atexit = False
     return memoryview(view)  # type: ignore[arg-type]
 
 
 def _fitting(length: int) -> NDArray[np.uint8] | None:
     """One of the spare buffers; other threads may take and give back some meanwhile."""
-    for _ in range(len(_spare)):
+    for _ in range(len(spare_buffers)):
         try:
-            base = _spare.popleft()
+            base = spare_buffers.popleft()
         except IndexError:
             return None
         if length <= len(base) <= max(UNIT, 2 * length):
             return base
-        _spare.append(base)
+        spare_buffers.append(base)
     return None

@@ -121,15 +121,15 @@ def _insist(url: str, run: Callable[[], T], patience: float, *, absent: Exceptio
     return insist(url, attempt, patience=patience)
 
 
-_LOCAL, _S3 = LocalStore(), S3Store()
+STORES: dict[str, Store] = {"file": LocalStore(), "s3": S3Store()}  # by the scheme of a URL
 
 
 def store(url: str) -> Store:
     """The store that a URL belongs to. Raises UserError for a scheme that is not known."""
     scheme = url.partition("://")[0] if "://" in url else "file"
-    if scheme not in ("file", "s3"):
+    if scheme not in STORES:
         raise UserError(f"{url}: unknown scheme {scheme!r}; known are plain paths, file:// and s3://")
-    return _S3 if scheme == "s3" else _LOCAL
+    return STORES[scheme]
 
 
 def remote(url: str) -> bool:

@@ -57,9 +57,9 @@ def store_of(root: Path, *buckets: str) -> Iterator[Swift]:
 
     with running(root) as server, pytest.MonkeyPatch.context() as patch:
         point_at(patch, server.port)
-        patch.setattr(store, "_S3", S3Store())
+        patch.setitem(store.STORES, "s3", S3Store())
         for name in buckets:
-            store._S3.client().create_bucket(Bucket=name)
+            store.STORES["s3"].client().create_bucket(Bucket=name)
         yield server
 
 
