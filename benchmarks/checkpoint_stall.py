@@ -35,6 +35,7 @@ import torch
 from eagleray.engine import checkpoint
 from eagleray.engine.world import local
 from eagleray.runs import pretrain
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 
 USUAL = str(Path(__file__).parent / "recipes" / "mocov3_vits16.yaml")
@@ -85,8 +86,8 @@ class Times:
 
 def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
-    method = pretrain.build(recipe).to(world.device)
-    optimizer = pretrain.make_optimizer(recipe, method)
+    method = build_method(recipe).to(world.device)
+    optimizer = build_optimizer(recipe, method)
     steps = pretrain.training(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
 
     def one() -> Pair:

@@ -33,6 +33,8 @@ from eagleray.datasets.shards import write_shards
 from eagleray.engine.world import local
 from eagleray.methods import simsiam
 from eagleray.runs import pretrain, recipe
+from eagleray.runs.build import build_method
+from eagleray.runs.plan import resolve_paths
 from eagleray.runs.step_log import Meter
 from eagleray.runs.tracking import Tracking
 
@@ -76,16 +78,15 @@ def with_gradient(p: Tensor, z: Tensor) -> Tensor:
 @contextmanager
 def half_gradients(scale: float) -> Iterator[None]:
     """Gradients pass through half precision under a loss scale that is too large for some of them."""
-    build = pretrain.build
 
     def overflowing(r: recipe.Recipe) -> Any:
-        method = build(r)
+        method = build_method(r)
         for p in method.parameters():
             if p.requires_grad:
                 p.register_hook(lambda g: (g * scale).half().float() / scale)
         return method
 
-    with patch.object(pretrain, "build", overflowing):
+    with patch.object(pretrain, "build_method", overflowing):
         yield
 
 
@@ -122,7 +123,7 @@ def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if fault.factor:
             value = config.flat(config.plain(r))[fault.factor[0]] * fault.factor[1]
             r = recipe.load(fault.method + SMALL, [*keys, *fault.keys, f"{fault.factor[0]}={value}"])
-        r, out = pretrain.resolve(r), Path(scratch) / "run"
+        r, out = resolve_paths(r), Path(scratch) / "run"
         out.mkdir()
         stopped = None
         try:

@@ -18,7 +18,6 @@ from eagleray.data.index import open_index
 from eagleray.evaluation.target import subject
 from eagleray.protocols.features import extract, labelled
 from eagleray.protocols.logistic import STEPS, Problem, held_out, judged, search, strength
-from eagleray.runs import pretrain
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
     parser.add_argument("backbone", help="as of `eagleray evaluate`")
     parser.add_argument("train", nargs="+", help="labelled shards")
     args = parser.parse_args()
-    one = subject(args.backbone, pretrain.build)
+    one = subject(args.backbone)
     for url in args.train:
         index = open_index(url, Path.cwd())
         size, resize = one.settings.size, one.settings.resize

@@ -24,6 +24,7 @@ from eagleray.data.batch import Batch
 from eagleray.engine.loop import Step, fit
 from eagleray.engine.world import local
 from eagleray.runs import pretrain, recipe
+from eagleray.runs.build import build_method, build_optimizer, scaled_lr
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
@@ -89,12 +90,12 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
     other work on the machine matters little. The weights at the start and the batches are always the same."""
     device = local().device
     torch.manual_seed(r.seed)
-    method = pretrain.build(r)
+    method = build_method(r)
     method.begin(IMAGES)
     method.to(device)
-    optimizer = pretrain.make_optimizer(r, method)
+    optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, every=r.monitor.every, bank=IMAGES // 10, labelled=True) if watch else None
-    health = Health(monitor.layers if monitor else [], pretrain.scaled(r).value)
+    health = Health(monitor.layers if monitor else [], scaled_lr(r).value)
     batch = replace(made_up(r, device), label=torch.randint(1000, (r.optim.batch,), device=device))
 
     def feed() -> Iterator[tuple[pretrain.Progress, Batch]]:
@@ -103,7 +104,7 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
             yield pretrain.Progress(step, 1000, 1000), batch
             step += 1
 
-    steps = fit(method, feed(), optimizer, lr=pretrain.scaled(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
+    steps = fit(method, feed(), optimizer, lr=scaled_lr(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
 
     def take(n: int) -> float:

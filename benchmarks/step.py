@@ -33,6 +33,8 @@ from eagleray.data.loader import Loader
 from eagleray.engine import loop
 from eagleray.engine.world import local
 from eagleray.runs import pretrain, recipe
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
 from eagleray.views import photometric
 from eagleray.views.sampling import Views
@@ -70,8 +72,8 @@ def usual() -> str:
 
 def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
-    method = pretrain.build(r).to(world.device)
-    optimizer = pretrain.make_optimizer(r, method)
+    method = build_method(r).to(world.device)
+    optimizer = build_optimizer(r, method)
     feed = Feed(r, world.device, synthetic=args.synthetic)
     clock = Clock(world.device)
     with patched(clock, method, optimizer):
@@ -114,7 +116,7 @@ class Feed:
             self.steps_per_epoch = IMAGES // r.optim.batch
             self.batches: Iterator[Batch] = itertools.repeat(made_up(r, device))
         else:
-            stream = pretrain.plan(r, note=common.note).stream
+            stream = make_plan(r, note=common.note).stream
             self.steps_per_epoch = stream.steps_per_epoch
             loader = Loader(stream, rank=0, ranks=1, workers=r.data.workers, device=device)
             self.batches = (batch for batch, _ in loader.batches(0))

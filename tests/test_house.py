@@ -13,97 +13,97 @@ import yaml
 
 from eagleray import config
 from eagleray.config import bundled
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import recipe
+from eagleray.runs.build import build_method
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "platform" / "eagleray"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# Who may import whom: a file imports from its own level or below. What is not named here is at the bottom.
-LEVELS = [
-    {"cli", "demo", "jobs_cli", "tune_cli", "finetune_cli", "report_cli", "evaluate_cli"},
-    {"sweep_run", "evaluation"},
-    {"launch", "extraction"},
-    {"ticks", "sweep_table"},
-    {"console"},
-    {"cluster.ray_tune"},
-    {"cluster.trial"},
-    {"cluster.ray_train", "cluster.ray_map", "cluster.jobs", "cluster.parcel"},
-    {"run"},
-    {"meter"},
-    {"folder", "monitor", "report"},
-    {"export", "evals", "health", "picture", "sweep_plots", "weights"},
-    {"cluster", "cluster.world", "cluster.gauges", "sweep_book", "goodput"},
-    {"sweep", "place"},
-    {"recipe"},
-    {"train", "track", "checkpoint", "optim"},
-    {"methods"},
-    {"losses"},
-    {"models", "data"},
-    {"views"},
-    {"dist", "config", "files", "schedule", "measures", "spikes"},
-    {"errors"},
-]
+# Bottom first: a room imports only rooms before it.
+ROOMS = ["base", "config", "storage", "views", "data", "models", "losses", "methods", "engine", "datasets", "protocols"]
+ROOMS += ["runs", "cluster", "evaluation", "tune", "report", "cli"]
 OWNERS = {
-    "ray": {f"cluster/{n}.py" for n in ("ray_train", "session", "ray_map", "ray_tune", "trial", "jobs", "gauges")},
-    "mlflow": {"track.py", "database.py"},
-    "boto3": {"data/s3.py"},
-    "botocore": {"data/s3.py"},
-}
-OWNERS |= {
-    "webdataset": {"data/shards.py", "data/pack.py"},
-    "matplotlib": {"data/sheet.py", "picture.py", "sweep_plots.py", "report/plots.py"},
+    "ray": {"cluster/", "tune/ray_tune.py", "tune/trial.py"},
+    "mlflow": {"runs/tracking.py", "runs/mlflow_db.py"},
+    "boto3": {"storage/s3.py"},
+    "botocore": {"storage/s3.py"},
+    "webdataset": {"datasets/"},
+    "matplotlib": {
+        "base/plotting.py",
+        "datasets/contact_sheet.py",
+        "protocols/",
+        "report/plots.py",
+        "runs/plots.py",
+        "tune/plots.py",
+    },
     "jinja2": {"report/page.py"},
-    "optuna": {"sweep.py"},
-    "faster_coco_eval": {"evals/detection_scores.py"},
-    "sklearn": {"evals/logistic.py", "evals/metrics.py"},
-    "scipy": {"data/sources/imagenet.py", "data/sources/matlab.py"},
+    "optuna": {"tune/sweep.py"},
+    "faster_coco_eval": {"protocols/detection/scores.py"},
+    "sklearn": {"protocols/"},
+    "scipy": {"datasets/sources/", "protocols/video/measures.py"},
+    "typer": {"cli/"},
+    "rich": {"base/", "cli/", "tune/live_table.py"},
 }
-OWNERS["matplotlib"] |= {"evals/segmentation_picture.py"}
-OWNERS["matplotlib"] |= {"evals/draw.py"}
-OWNERS["scipy"] |= {"evals/davis_measures.py"}
-OWNERS |= {
-    "typer": {"cli.py", "options.py", *(f"{n}_cli.py" for n in ("evaluate", "finetune", "jobs", "report", "tune"))},
-    "rich": {"console.py", "ticks.py", "sweep_table.py"},
-}
-
-
-def level(module: str) -> int:
-    name = module.removeprefix("eagleray").removeprefix(".")
-    for candidate in (name, name.partition(".")[0]):
-        for i, names in enumerate(LEVELS):
-            if candidate in names:
-                return i
-    return len(LEVELS)
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports when it runs; what only type checkers see does not count."""
-    tree = ast.parse(path.read_text())
-    skipped = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    hidden = {id(inner) for n in skipped for part in n.body for inner in ast.walk(part)}
-    found = set()
-    for node in ast.walk(tree):
-        if id(node) in hidden:
-            continue
+    """Every module that a file names in an import, or in a text that may be handed to importlib."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
+            names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{path}: a relative import"
             whole = (SOURCE.parent / node.module.replace(".", "/")).is_dir()
-            found |= {f"{node.module}.{a.name}" for a in node.names} if whole else {node.module}
-    return found
+            names |= {f"{node.module}.{a.name}" for a in node.names} if whole else {node.module}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = re.match(r"eagleray\.(\w+)(\.|$)", node.value)
+            if match and match[1] in ROOMS:
+                names.add(node.value)
+    return names
 
 
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_point_downwards(path: Path):
-    mine = level(module_of(path))
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def allowed(room: str) -> set[str]:
+    """The rooms that a room says, in its docstring, that it may import."""
+    doc = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or ""
+    listed = " ".join(doc.partition("May import: ")[2].split()).rstrip(".")
+    return set() if listed == "nothing of eagleray" else set(listed.split(", "))
+
+
+def test_the_root_holds_only_rooms() -> None:
+    assert [p.name for p in SOURCE.glob("*.py")] == ["__init__.py"]
+    assert {p.parent.name for p in SOURCE.glob("*/__init__.py")} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_it_is_and_names_only_rooms_before_it(room: str) -> None:
+    doc = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or ""
+    assert len(doc.split("\n\n")) == 3, "what it is, what goes in and out, what it may import"
+    assert allowed(room) <= set(ROOMS[: ROOMS.index(room)])
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent != SOURCE], ids=module_of)
+def test_imports_stay_in_the_rooms_that_are_named(path: Path) -> None:
+    """Every import counts: at the top, inside functions, for type checkers only and by importlib."""
+    mine = room_of(module_of(path))
     for name in imports(path):
         if name.startswith("eagleray."):
-            assert level(name) >= mine, f"{module_of(path)} imports {name} from above"
+            assert room_of(name) in allowed(mine) | {mine}, f"{module_of(path)} imports {name}"
+
+
+def test_every_room_that_is_named_is_imported() -> None:
+    for room in ROOMS:
+        names = {n for p in (SOURCE / room).rglob("*.py") for n in imports(p) if n.startswith("eagleray.")}
+        assert allowed(room) <= {room_of(n) for n in names}, f"{room}: names a room that it does not import"
 
 
 def test_methods_do_not_know_each_other():
@@ -112,15 +112,10 @@ def test_methods_do_not_know_each_other():
         assert others <= {"eagleray.methods.method"}
 
 
-def test_evaluations_see_no_method():
-    for path in (SOURCE / "evals").glob("*.py"):
-        assert not any(n.startswith("eagleray.methods") for n in imports(path))
-
-
 @pytest.mark.parametrize("package", OWNERS)
 def test_heavy_packages_have_one_door(package: str):
     users = {str(p.relative_to(SOURCE)) for p in FILES if any(n.split(".")[0] == package for n in imports(p))}
-    assert users <= OWNERS[package] | ({"launch.py", "demo.py"} if package == "rich" else set())
+    assert {u for u in users if not u.startswith(tuple(OWNERS[package]))} == set()
     assert users
 
 
@@ -153,7 +148,7 @@ def test_every_recipe_loads_says_what_it_is_and_builds(name: str, tmp_path: Path
     least, most = r.method.target.views
     assert least <= sum(v.count for v in r.views) <= most
     with torch.device("meta"):
-        assert pretrain.build(r).export().dim > 0
+        assert build_method(r).export().dim > 0
 
 
 def test_no_setting_is_without_use():
@@ -174,13 +169,14 @@ class Gone:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Gone())
 from pathlib import Path
-from eagleray import recipe, run
-from eagleray.cluster import world
-from eagleray.track import Tracking
-r = run.resolve(recipe.load(sys.argv[1], sys.argv[2:]))
+from eagleray.engine import world
+from eagleray.runs import pretrain, recipe
+from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.tracking import Tracking
+r = resolve_paths(recipe.load(sys.argv[1], sys.argv[2:]))
 Path(r.out).mkdir(parents=True)
-run.plan(r)
-summary = run.pretrain(r, world.local(), tracking=Tracking("none"))
+make_plan(r)
+summary = pretrain.pretrain(r, world.local(), tracking=Tracking("none"))
 assert summary["steps"] == 3, summary
 """
 
@@ -201,7 +197,8 @@ def test_the_wheel_carries_the_recipes(tmp_path: Path):
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\nfrom eagleray import recipe as r; print(r.__file__, *r.names())"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from eagleray.config import bundled; print(bundled.__file__, *bundled.names())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "site")], capture_output=True, text=True, cwd=tmp_path

@@ -18,6 +18,7 @@ from eagleray.engine import optim
 from eagleray.engine.loop import fit
 from eagleray.engine.world import World
 from eagleray.runs import pretrain
+from eagleray.runs.build import build_method
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
 
@@ -36,7 +37,7 @@ def global_batch(step: int, recipe: Recipe) -> list[torch.Tensor]:
 def train(rank: int, rows: tuple[int, ...], recipe: Recipe) -> dict[str, Any]:
     """One rank's run: weights, buffers, the mean losses, and the first step's gradient."""
     world = World(torch.device("cpu"))
-    method = pretrain.build(recipe)
+    method = build_method(recipe)
     method.begin(100)
     world.synchronise(method)
     # Not Adam: it turns the rounding of gradients that are zero in truth, such as a key bias's, into whole steps.

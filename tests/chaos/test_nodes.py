@@ -14,6 +14,7 @@ from chaos.site import RECIPE
 
 from eagleray.base.files import read_lines
 from eagleray.cluster.session import ENVIRONMENT
+from eagleray.runs.plan import make_plan, resolve_paths
 
 pytestmark = pytest.mark.slow
 KEYS = ["log_steps=1", "checkpoint.steps=20", "monitor.every=1000", "optim.epochs=10000"]
@@ -120,10 +121,9 @@ def uninterrupted(run: Run, last: int) -> Steps:
     """What one process is given that nobody disturbs: read, not trained on."""
     from eagleray.data.loader import Loader
     from eagleray.engine import world
-    from eagleray.runs import pretrain as runs
     from eagleray.runs import recipe
 
-    r = runs.resolve(recipe.load(str(run.recipe), [*KEYS, f"data.train={run.data}", f"out={run.out}", "workers=0"]))
+    r = resolve_paths(recipe.load(str(run.recipe), [*KEYS, f"data.train={run.data}", f"out={run.out}", "workers=0"]))
     os.environ["EAGLERAY_PACE"] = "0"
     traced = Run(run.recipe, run.data, run.out.with_name("alone"))
     traced.tracing.mkdir()
@@ -131,7 +131,7 @@ def uninterrupted(run: Run, last: int) -> Steps:
     from chaos.trace.sitecustomize import traced as traced_by
 
     batches = traced_by(Loader.batches)
-    loader = Loader(runs.plan(r).stream, rank=0, ranks=1, workers=0, device=world.local().device)
+    loader = Loader(make_plan(r).stream, rank=0, ranks=1, workers=0, device=world.local().device)
     for _ in batches(loader, 0, last):
         pass
     return steps(traced.lines())

@@ -150,24 +150,24 @@ def test_the_best_epoch_is_beside_the_last():
 
 
 def test_a_digest_is_of_weights_and_architecture(trained: Path):
-    one, again = subject(str(trained), pretrain.build), subject(str(trained), pretrain.build)
-    fresh = subject(f"untrained:{trained}", pretrain.build)
+    one, again = subject(str(trained)), subject(str(trained))
+    fresh = subject(f"untrained:{trained}")
     assert one.digest == again.digest
     assert one.architecture == fresh.architecture
-    assert len({one.digest, fresh.digest, subject("untrained:resnet18", pretrain.build).digest}) == 3
+    assert len({one.digest, fresh.digest, subject("untrained:resnet18").digest}) == 3
     newest = max((trained / "checkpoints").glob("*.pt"))
-    assert subject(str(newest), pretrain.build).digest == one.digest
-    assert subject(str(newest), pretrain.build).run == str(trained)
+    assert subject(str(newest)).digest == one.digest
+    assert subject(str(newest)).run == str(trained)
 
 
 def test_a_file_of_tensors_needs_its_architecture(tmp_path: Path):
     torch.save(Backbone("resnet18").model.state_dict(), tmp_path / "w.pth")
     with pytest.raises(UserError, match="a file of tensors needs --architecture NAME"):
-        subject(str(tmp_path / "w.pth"), pretrain.build)
-    found = subject(str(tmp_path / "w.pth"), pretrain.build, "resnet18")
-    assert found.digest != subject("untrained:resnet18", pretrain.build).digest
+        subject(str(tmp_path / "w.pth"))
+    found = subject(str(tmp_path / "w.pth"), "resnet18")
+    assert found.digest != subject("untrained:resnet18").digest
     with pytest.raises(UserError, match=r"^resnt18: timm has no such model"):
-        subject(str(tmp_path / "w.pth"), pretrain.build, "resnt18")
+        subject(str(tmp_path / "w.pth"), "resnt18")
 
 
 def test_pixels_are_as_the_weights_want_them():
@@ -207,7 +207,7 @@ def test_features_are_made_once_and_damaged_ones_again(tmp_path: Path):
 def test_workers_give_the_features_of_one_process(
     trained: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    url, one, found = str(shards / "test"), subject(str(trained), pretrain.build), []
+    url, one, found = str(shards / "test"), subject(str(trained)), []
     index = open_index(url, note=lambda _: None)
     task = Task(one.given, None, url, labelled(index), 16, 16)
     for workers in (0, 2):
@@ -218,7 +218,7 @@ def test_workers_give_the_features_of_one_process(
 
 
 def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shards: Path):
-    one = subject(str(trained), pretrain.build)
+    one = subject(str(trained))
     task = Task(one.given, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
     assert len(extraction.share(task)[1]["pooled"].y) == 2
     with pytest.raises(UserError, match="has other weights than a moment ago"):

@@ -7,6 +7,7 @@ import pytest
 from eagleray.base.errors import UserError
 from eagleray.cluster.ray_train import resources
 from eagleray.runs import recipe
+from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe, span
 
 HEAD, CPUS, GPUS = {"memory": 1.0}, {"CPU": 8.0}, {"CPU": 32.0, "GPU": 8.0}
@@ -41,12 +42,11 @@ def test_a_span_is_kept_in_the_resolved_recipe_and_a_single_number_is_one(wanted
 
 
 def test_every_number_of_workers_must_fit_the_lanes(wanted, shards: Path, tmp_path: Path):
-    from eagleray.runs import pretrain
 
     keys = [f"data.train={shards / 'train'}", f"out={tmp_path / 'out'}"]
-    pretrain.plan(pretrain.resolve(wanted(*keys, "workers=1..8")))
+    make_plan(resolve_paths(wanted(*keys, "workers=1..8")))
     with pytest.raises(UserError, match="9 readers cannot share 8 lanes"):
-        pretrain.plan(pretrain.resolve(wanted(*keys, "workers=1..9")))
+        make_plan(resolve_paths(wanted(*keys, "workers=1..9")))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
 from eagleray.engine import loop
 from eagleray.methods.method import Method
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import recipe
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 from eagleray.views import photometric, sampling
 from eagleray.views.sampling import Views
@@ -106,12 +107,12 @@ def made_up(r: Recipe, device: torch.device) -> Batch:
 
 def steps(r: Recipe, device: torch.device, count: int) -> Iterator[tuple[Method, dict[str, torch.Tensor]]]:
     """The method after each of some steps, past warm-up and frozen layers, and what the step gave."""
-    method = pretrain.build(r).to(device)
+    method = build_method(r).to(device)
     batch = made_up(r, device)
     fit = loop.fit(
         method,
         ((Progress(step, 10, 10), batch) for step in range(20, 20 + count)),
-        pretrain.make_optimizer(r, method),
+        build_optimizer(r, method),
         lr=lambda _: 1e-3,
         weight_decay=lambda _: 0.05,
         clip=3.0,

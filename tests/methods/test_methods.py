@@ -15,7 +15,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import fit
 from eagleray.methods.method import Method
-from eagleray.runs import pretrain
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.monitor import exported
 from eagleray.runs.recipe import Recipe
 
@@ -48,7 +48,7 @@ def batch_of(recipe: Recipe, step: int = 0) -> Batch:
 
 
 def build(recipe: Recipe) -> Method:
-    method = pretrain.build(recipe)
+    method = build_method(recipe)
     method.begin(IMAGES)
     return method
 
@@ -71,7 +71,7 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
     m = build(recipe)
     before = {n: p.detach().clone() for n, p in m.named_parameters() if p.requires_grad}
     batches: Iterator[tuple[Progress, Batch]] = ((Progress(s, 4, 2), batch_of(recipe, s)) for s in (2, 3, 4, 5))
-    optimizer = pretrain.make_optimizer(recipe, m)
+    optimizer = build_optimizer(recipe, m)
     for taken in fit(m, batches, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
         assert torch.isfinite(taken.values["loss"])
         assert not taken.values["skipped"]
@@ -110,7 +110,7 @@ def test_micro_batches_hold_less_memory(tmp_path: Path):
 @pytest.mark.parametrize("backbone", ["{name: resnet50}", "{name: vit_tiny_patch16_224, norm: batch}"])
 def test_micro_batches_are_refused_where_they_are_not_exact(backbone: str, tmp_path: Path):
     with pytest.raises(UserError, match=r"optim.micro_batch=4: the batch norm of .* needs the whole batch"):
-        pretrain.build(recipe_of("byol", tmp_path, [f"backbone={backbone}", "optim.micro_batch=4"]))
+        build_method(recipe_of("byol", tmp_path, [f"backbone={backbone}", "optim.micro_batch=4"]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -120,12 +120,12 @@ def test_a_checkpoint_holds_all_there_is(method: str, tmp_path: Path):
     steps = [(Progress(s, 4, 2), batch_of(recipe, s)) for s in range(4)]
     settings = {"lr": lambda _: 1e-2, "weight_decay": lambda _: 0.0}
     whole = build(recipe)
-    list(fit(whole, steps, pretrain.make_optimizer(recipe, whole), **settings))
+    list(fit(whole, steps, build_optimizer(recipe, whole), **settings))
     first = build(recipe)
-    list(fit(first, steps[:2], optimizer := pretrain.make_optimizer(recipe, first), **settings))
+    list(fit(first, steps[:2], optimizer := build_optimizer(recipe, first), **settings))
     second = build(replace(recipe, seed=7))
     second.load_state_dict(first.state_dict())
-    again = pretrain.make_optimizer(recipe, second)
+    again = build_optimizer(recipe, second)
     again.load_state_dict(optimizer.state_dict())
     list(fit(second, steps[2:], again, **settings))
     for name, want in whole.state_dict().items():

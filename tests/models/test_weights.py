@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
+from eagleray.models import weights
 from eagleray.models.backbone import Backbone
-from eagleray.runs import pretrain, recipe, restore
-from eagleray.runs.restore import fill, read
-
-
-def none(_: recipe.Recipe) -> Any:
-    raise AssertionError("no run of ours was named")
+from eagleray.models.weights import fill
+from eagleray.runs import recipe
+from eagleray.runs.build import build_backbone, build_method
+from eagleray.runs.restore import pretrained, restore
 
 
 def stored(folder: Path, state: Any, name: str = "weights.pth") -> str:
@@ -38,7 +37,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 def refused(source: str, backbone: Backbone) -> str:
     before = {k: v.clone() for k, v in backbone.state_dict().items()}
     with pytest.raises(UserError) as e:
-        fill(backbone, read(source, none))
+        fill(backbone, pretrained(source))
     assert "\n" not in str(e.value)
     assert str(e.value).startswith(f"backbone.weights={source}: ")
     assert all(torch.equal(v, before[k]) for k, v in backbone.state_dict().items()), "half a checkpoint was taken"
@@ -52,7 +51,7 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_tensor_of_a_state_dict_is_taken(name: str, tmp_path: Path):
     theirs, ours = network(name, seed=1), network(name)
-    report = fill(ours, read(stored(tmp_path, theirs.model.state_dict(), "w.safetensors"), none))
+    report = fill(ours, pretrained(stored(tmp_path, theirs.model.state_dict(), "w.safetensors")))
     assert same(theirs, ours)
     assert report.share == 1
     assert not [*report.resized, *report.missing, *report.left]
@@ -83,7 +82,7 @@ WRAPPED = {
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_names_of_public_checkpoints_are_understood(kind: str, tmp_path: Path):
     theirs, ours = network(seed=1), network()
-    report = fill(ours, read(stored(tmp_path, WRAPPED[kind](theirs.model.state_dict())), none))
+    report = fill(ours, pretrained(stored(tmp_path, WRAPPED[kind](theirs.model.state_dict()))))
     assert same(theirs, ours)
     assert report.share == 1
     head = {"dino": ["head.mlp.0.weight"], "moco v3": ["predictor.0.weight", "base_encoder.head.0.weight"]}
@@ -94,13 +93,13 @@ def test_names_of_the_authors_become_timms(tmp_path: Path):
     theirs, ours = network("swin_tiny_patch4_window7_224", seed=1), network("swin_tiny_patch4_window7_224")
     state = {k.replace("layers.1.downsample", "layers.0.downsample"): v for k, v in theirs.model.state_dict().items()}
     state |= {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(16, 16), "head.weight": torch.ones(5, 24)}
-    report = fill(ours, read(stored(tmp_path, {"model": state}), none))
+    report = fill(ours, pretrained(stored(tmp_path, {"model": state})))
     assert same(theirs, ours)
     assert len(report.left) == 2
     theirs, ours = network("t2t_vit_14", seed=1), network("t2t_vit_14")
     state = {k.replace("patch_embed", "tokens_to_token"): v for k, v in theirs.model.state_dict().items()}
     report = fill(
-        ours, read(stored(tmp_path, {"state_dict_ema": 0, "state_dict": state | {"pos_embed": torch.ones(1)}}), none)
+        ours, pretrained(stored(tmp_path, {"state_dict_ema": 0, "state_dict": state | {"pos_embed": torch.ones(1)}}))
     )
     assert same(theirs, ours)
     assert report.left == ["pos_embed"]
@@ -109,7 +108,7 @@ def test_names_of_the_authors_become_timms(tmp_path: Path):
 @pytest.mark.parametrize(("averaged", "raw"), [("state_dict_ema", "state_dict"), ("model_ema", "model")])
 def test_an_average_comes_before_the_weights(averaged: str, raw: str, tmp_path: Path):
     theirs, other, ours = network(seed=1), network(seed=2), network()
-    fill(ours, read(stored(tmp_path, {raw: other.model.state_dict(), averaged: theirs.model.state_dict()}), none))
+    fill(ours, pretrained(stored(tmp_path, {raw: other.model.state_dict(), averaged: theirs.model.state_dict()})))
     assert same(theirs, ours)
 
 
@@ -118,7 +117,7 @@ def test_a_position_table_is_resized_for_another_grid(tmp_path: Path):
     with torch.no_grad():
         theirs.model.pos_embed.fill_(0.5)
         theirs.model.pos_embed[:, 0] = -3.0  # of the class token, which is nowhere in the grid
-    report = fill(ours, read(stored(tmp_path, theirs.model.state_dict()), none))
+    report = fill(ours, pretrained(stored(tmp_path, theirs.model.state_dict())))
     assert report.resized == ["pos_embed 1x17x24 of 1x5x24"]
     assert report.share == 1
     torch.testing.assert_close(ours.model.pos_embed[:, 1:], torch.full((1, 16, 24), 0.5))
@@ -129,9 +128,9 @@ def test_tables_of_relative_positions_are_resized_for_another_window(tmp_path: P
     name = "swin_tiny_patch4_window7_224"
     theirs, ours = network(name, seed=1), network(name, options={"window_size": 8})
     for k, v in theirs.model.state_dict().items():
-        if k.endswith(restore.TABLE):
+        if k.endswith(weights.TABLE):
             v.copy_(torch.arange(v.shape[1]).expand_as(v) + 1.0)
-    report = fill(ours, read(stored(tmp_path, theirs.model.state_dict()), none))
+    report = fill(ours, pretrained(stored(tmp_path, theirs.model.state_dict())))
     assert report.resized == [
         "layers.0.blocks.0.attn.relative_position_bias_table 225x2 of 49x2",
         "layers.1.blocks.0.attn.relative_position_bias_table 225x4 of 49x4",
@@ -143,7 +142,7 @@ def test_tables_of_relative_positions_are_resized_for_another_window(tmp_path: P
 def test_the_report_names_every_key(tmp_path: Path):
     state = network(seed=1, options={"img_size": 32}).model.state_dict()
     del state["norm.bias"]
-    report = fill(network(), read(stored(tmp_path, state | {"head.weight": torch.ones(3)}), none))
+    report = fill(network(), pretrained(stored(tmp_path, state | {"head.weight": torch.ones(3)})))
     lines = list(report.lines())
     assert "1 resized, 1 missing, 1 left over; 99.9% of the backbone's parameters" in lines[0]
     assert "resized    pos_embed 1x5x24 of 1x17x24" in lines
@@ -204,7 +203,7 @@ def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
     """A checkpoint as a run leaves it, of weights that are those of no seed."""
     (folder / "small.yaml").write_text(small_recipe(method))
     r = recipe.load(str(folder / "small.yaml"), overrides)
-    trained = pretrain.build(r)
+    trained = build_method(r)
     trained.begin(40)
     torch.manual_seed(5)
     for p in trained.parameters():
@@ -217,21 +216,21 @@ def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
 @pytest.mark.parametrize("method", ["mocov3", "dino"])
 def test_a_run_gives_what_its_method_exports(method: str, tmp_path: Path):
     r = run_of(tmp_path, method)
-    exported = restore.restored(str(tmp_path), pretrain.build)[1].export()
+    exported = restore.restore(str(tmp_path))[1].export()
     for source in (tmp_path, tmp_path / "checkpoints" / "step-000000003.pt"):
-        ours = pretrain.backbone(r)
-        report = fill(ours, read(str(source), pretrain.build))
+        ours = build_backbone(r)
+        report = fill(ours, pretrained(str(source)))
         assert report.share == 1
         assert not report.left
         assert same(exported, ours)
-    assert not same(exported, pretrain.build(r).export())
+    assert not same(exported, build_method(r).export())
 
 
 def test_a_run_with_other_attention_heads_is_refused(tmp_path: Path):
     r = run_of(tmp_path, "mocov3", "backbone.options.num_heads=2")
     assert r.backbone.options["num_heads"] == 2
     with pytest.raises(UserError, match=r"blocks\.0\.attn has 2 attention heads there, and 3 here"):
-        fill(network(), read(str(tmp_path), pretrain.build))
+        fill(network(), pretrained(str(tmp_path)))
 
 
 def test_a_method_is_built_on_the_weights_and_its_copies_follow(tmp_path: Path):
@@ -239,8 +238,8 @@ def test_a_method_is_built_on_the_weights_and_its_copies_follow(tmp_path: Path):
     (tmp_path / "small.yaml").write_text(small_recipe("mocov3"))
     r = recipe.load(str(tmp_path / "small.yaml"))
     fresh, method = (
-        pretrain.build(r),
-        pretrain.build(r, read(stored(tmp_path, theirs.model.state_dict()), pretrain.build)),
+        build_method(r),
+        build_method(r, pretrained(stored(tmp_path, theirs.model.state_dict()))),
     )
     assert same(theirs, method.export())
     assert same(theirs, method.momentum_encoder.backbone)
@@ -248,7 +247,7 @@ def test_a_method_is_built_on_the_weights_and_its_copies_follow(tmp_path: Path):
 
 
 @pytest.fixture
-def pretrained(tmp_path: Path) -> nn.Module:
+def tiny_pretrained(tmp_path: Path) -> nn.Module:
     """A model that timm has weights of, in a file."""
     torch.manual_seed(1)
     theirs = VisionTransformer(**VIT, num_classes=7)
@@ -265,33 +264,33 @@ def pretrained(tmp_path: Path) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:Overwriting")
-def test_timms_weights(pretrained: nn.Module):
-    assert restore.absolute("vit_of_tests.here") == "timm:vit_of_tests.here"
+def test_timms_weights(tiny_pretrained: nn.Module):
+    assert weights.absolute("vit_of_tests.here") == "timm:vit_of_tests.here"
     ours = network()
-    report = fill(ours, read("timm:vit_of_tests.here", none))
+    report = fill(ours, pretrained("timm:vit_of_tests.here"))
     assert report.left == ["head.weight", "head.bias"]
     assert report.share == 1
-    assert all(torch.equal(v, pretrained.state_dict()[k]) for k, v in ours.model.state_dict().items())
+    assert all(torch.equal(v, tiny_pretrained.state_dict()[k]) for k, v in ours.model.state_dict().items())
     line = refused("timm:vit_of_tests.here", network(options={"num_heads": 2}))
     assert "blocks.0.attn has 3 attention heads there, and 2 here" in line
 
 
 def test_a_name_without_weights_is_refused():
     assert "timm has no weights of this name; did you mean" in refused("timm:vit_base_patch16_224.none", network())
-    assert "timm has no weights of this name" in refused(restore.absolute("cvt_13"), network())
+    assert "timm has no weights of this name" in refused(weights.absolute("cvt_13"), network())
 
 
 def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert restore.absolute("s3://bucket/runs/a") == "s3://bucket/runs/a"
-    assert restore.absolute("runs/a") == str(tmp_path / "runs" / "a")
+    assert weights.absolute("s3://bucket/runs/a") == "s3://bucket/runs/a"
+    assert weights.absolute("runs/a") == str(tmp_path / "runs" / "a")
     (tmp_path / "resnet50").mkdir()
-    assert restore.absolute("resnet50") == str(tmp_path / "resnet50")
-    assert restore.absolute("resnet18") == "timm:resnet18"
+    assert weights.absolute("resnet50") == str(tmp_path / "resnet50")
+    assert weights.absolute("resnet18") == "timm:resnet18"
 
 
 def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
     """Those of a version that did not write down how many images there were."""
     checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
     with pytest.raises(UserError, match="is not a checkpoint of this program: expected images, method, recipe in it"):
-        restore.restored(str(tmp_path), pretrain.build)
+        restore.restore(str(tmp_path))

@@ -16,7 +16,8 @@ from eagleray import config
 from eagleray.config import bundled
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import recipe
+from eagleray.runs.build import build_backbone
 
 ROOT = Path(__file__).parents[2]
 NAMES = bundled.names()
@@ -316,7 +317,7 @@ def test_recipes_with_labels_fit_their_sets(name: str):
 def structure(r: recipe.Recipe) -> tuple[dict[str, torch.Size], list[int]]:
     """Of its backbone: shapes of tensors, and attention heads, which they do not tell."""
     with torch.device("meta"):
-        model = pretrain.backbone(r).model
+        model = build_backbone(r).model
     heads = [m.num_heads for m in model.modules() if hasattr(m, "num_heads")]
     return {k: v.shape for k, v in model.state_dict().items()}, heads
 

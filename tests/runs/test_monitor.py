@@ -15,7 +15,7 @@ from eagleray.engine.loop import Step, fit
 from eagleray.methods.method import Method
 from eagleray.protocols.features import Labelled
 from eagleray.protocols.knn import knn
-from eagleray.runs import pretrain
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.monitor import ROWS, Bank, Monitor, layers
 from eagleray.runs.recipe import Recipe
 
@@ -25,9 +25,9 @@ ONE_VIEW = ("instdisc", "densecl")  # reaches the encoder that is exported
 
 def train(recipe: Recipe, steps: int, **settings: Any) -> tuple[Method, Monitor, list[Step]]:
     """A method after some steps on noise with labels, its monitor, and the steps."""
-    method = pretrain.build(recipe)
+    method = build_method(recipe)
     method.begin(BATCH * steps)
-    optimizer = pretrain.make_optimizer(recipe, method)
+    optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, **settings)
     taken = []
     for step in fit(method, batches(recipe, steps), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
@@ -71,9 +71,9 @@ def test_every_method_is_seen_whole(method: str, tmp_path: Path):
 
 def test_a_monitor_changes_nothing(recipe: Recipe):
     watched, _, _ = train(recipe, 3, every=1)
-    plain = pretrain.build(recipe)
+    plain = build_method(recipe)
     plain.begin(3 * BATCH)
-    optimizer = pretrain.make_optimizer(recipe, plain)
+    optimizer = build_optimizer(recipe, plain)
     list(fit(plain, batches(recipe, 3), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0))
     for name, value in plain.state_dict().items():
         assert torch.equal(watched.state_dict()[name], value), name
@@ -81,7 +81,7 @@ def test_a_monitor_changes_nothing(recipe: Recipe):
 
 def test_the_bank_holds_what_the_encoder_made_of_the_first_view(recipe: Recipe):
     _, monitor, taken = train(recipe, 1, every=1)
-    again = pretrain.build(recipe)  # as the weights were in that step
+    again = build_method(recipe)  # as the weights were in that step
     want = torch.nn.functional.normalize(again.export()(taken[0].batch.views[0]).pooled, dim=1)
     newest = monitor.bank.newest(BATCH)
     torch.testing.assert_close(newest.features, want.flip(0))
@@ -90,12 +90,12 @@ def test_the_bank_holds_what_the_encoder_made_of_the_first_view(recipe: Recipe):
 
 def test_no_forward_is_added(recipe: Recipe):
     calls = []
-    method = pretrain.build(recipe)
+    method = build_method(recipe)
     model = method.export().model
     model.register_forward_hook(lambda *_: calls.append(1))
     before = model.forward_features
     model.forward_features = lambda x: calls.append(len(x)) or before(x)
-    optimizer = pretrain.make_optimizer(recipe, method)
+    optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, every=1, labelled=True)
     for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
         monitor.watch(step)
@@ -117,8 +117,8 @@ def test_first_in_first_out():
 
 
 def filled(recipe: Recipe, rows: int, labels: torch.Tensor, images: torch.Tensor) -> Monitor:
-    method = pretrain.build(recipe)
-    monitor = Monitor(method, pretrain.make_optimizer(recipe, method), bank=rows, labelled=True, k=20)
+    method = build_method(recipe)
+    monitor = Monitor(method, build_optimizer(recipe, method), bank=rows, labelled=True, k=20)
     g = torch.Generator().manual_seed(0)
     x = torch.nn.functional.one_hot(labels, 24).float() + 0.4 * torch.randn(rows, 24, generator=g)
     monitor.bank.push(torch.nn.functional.normalize(x, dim=1), labels, images)
@@ -173,8 +173,8 @@ def test_norms_by_layer_are_those_of_the_gradient(recipe: Recipe):
 
 
 def test_update_is_what_the_optimiser_did(recipe: Recipe):
-    method = pretrain.build(recipe)
-    optimizer = pretrain.make_optimizer(recipe, method)
+    method = build_method(recipe)
+    optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, every=1)
     trunk = [p for n, p in method.base_encoder.backbone.named_parameters() if p.requires_grad and p.ndim > 1]
     before = torch.cat([p.detach().flatten() for p in trunk])
@@ -187,8 +187,8 @@ def test_update_is_what_the_optimiser_did(recipe: Recipe):
 
 
 def test_what_overflows_stays_out_of_the_bank(recipe: Recipe):
-    method = pretrain.build(recipe)
-    optimizer = pretrain.make_optimizer(recipe, method)
+    method = build_method(recipe)
+    optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, every=1)
 
     def spoilt():

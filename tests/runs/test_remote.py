@@ -15,8 +15,8 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
-from eagleray.runs import pretrain, remote
-from eagleray.runs.restore import restored
+from eagleray.runs import remote
+from eagleray.runs.restore import restore
 from eagleray.storage import store
 
 
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert not remote.get(out, ".owner")
     text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
     assert "done already" in text
-    recipe, _, _ = restored(out, pretrain.build)
+    recipe, _, _ = restore(out)
     assert recipe.out == out
     asked = evaluate.Request(out, ["knn", "components"], str(shards / "train"))
     found = evaluate.evaluate(replace(asked, settings={"components.size": "32", "images": "2"}))

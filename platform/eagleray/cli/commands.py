@@ -5,7 +5,6 @@ import importlib.util
 import inspect
 import json
 import os
-import platform
 import re
 import sys
 import threading
@@ -14,8 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from eagleray import config
 from eagleray.base import files
@@ -30,29 +27,34 @@ from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources.job import Job
 from eagleray.engine import world
 from eagleray.engine.export import snippet, to_timm
+from eagleray.models import weights
 from eagleray.models.network import TESTED
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.runs import pretrain as run
 from eagleray.runs import recipe as recipes
-from eagleray.runs import remote, restore
+from eagleray.runs import remote
 from eagleray.runs import tracking as track
+from eagleray.runs.build import build_backbone, check_sizes
+from eagleray.runs.environment import environment
+from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.restore import pretrained, restore
 from eagleray.runs.run_dir import finished
-from eagleray.runs.tracking import Tracking, tracking_uri
+from eagleray.runs.tracking import Tracking, tracking_of
 
 
 def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Start or continue a run and see it through. Returns its summary; raises UserError, or SystemExit when stopped."""
-    recipe = run.resolve(recipes.load(name, overrides))
+    recipe = resolve_paths(recipes.load(name, overrides))
     kept = recipe.out or ""
     remote.check_writable(kept)
     folder = remote.view(kept)
     following = remote.Following(kept)
     following.copy.fetch()
     check_same(recipe, folder)
-    plan = run.plan(recipe, note=lambda line: out.print(line, markup=False))
-    run.try_sizes(recipe)
-    tracking = tracked(kept)
+    plan = make_plan(recipe, note=lambda line: out.print(line, markup=False))
+    check_sizes(recipe)
+    tracking = tracking_of(kept)
     summary = finished(folder, plan.steps)
     if summary:
         out.print(f"done already: {kept} has taken its {plan.steps} steps", markup=False)
@@ -72,16 +74,10 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     return summary
 
 
-def tracked(kept: str) -> Tracking:
-    """Where the run's history goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
-    uri = tracking_uri(remote.view(kept), os.environ.get("MLFLOW_TRACKING_URI"))
-    return Tracking(uri, name=kept.rpartition("/")[2])
-
-
 def start(kept: str, recipe: Recipe, folder: Path) -> None:
     """Say what a new run's backbone takes over of backbone.weights. Raises UserError when that is too little."""
     if recipe.backbone.weights and not files.read_lines(folder / "metrics.jsonl"):
-        report = restore.fill(run.backbone(recipe), restore.read(recipe.backbone.weights, run.build))
+        report = weights.fill(build_backbone(recipe), pretrained(recipe.backbone.weights))
         remote.put(kept, "weights.txt", "\n".join(report.lines()) + "\n")
         out.print(f"{report}: {kept}/weights.txt", markup=False)
 
@@ -138,20 +134,6 @@ def history(tracking: str) -> str:
     return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"
 
 
-def environment() -> dict[str, Any]:
-    """What a run was made with."""
-    names = ("eagleray", "torch", "torchvision", "timm", "numpy", "pillow", "ray", "mlflow", "webdataset", "boto3")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices}
-    return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
-
-
 def prepare(job: Job, *, workers: int | None) -> None:
     """Write shards, index and card of a source: in this process, or as so many Ray tasks at once, None meaning as many
     as there are CPUs. Raises UserError and Outage."""
@@ -171,7 +153,7 @@ def prepare(job: Job, *, workers: int | None) -> None:
 
 def export(path: str, destination: Path | None) -> None:
     """Write a checkpoint's backbone for timm. Raises UserError."""
-    recipe, method, folder = restore.restored(path, run.build)
+    recipe, method, folder = restore(path)
     target = destination or folder / "export"
     file = to_timm(method.export(), recipe.backbone, target)
     out.print(f"{file}\nload it   {snippet(target)}", markup=False)

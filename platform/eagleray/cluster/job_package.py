@@ -11,8 +11,9 @@ from pathlib import Path
 import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.runs import pretrain
 from eagleray.runs import recipe as recipes
+from eagleray.runs.build import check_sizes
+from eagleray.runs.plan import training_sources
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import local, remote, store
 
@@ -46,7 +47,7 @@ def pack(name: str, overrides: Sequence[str], gpus: int | None) -> Parcel:
         raise UserError(f"--gpus {gpus} and {given[-1]}: expected one of them; a worker has one GPU")
     recipe = recipes.load(name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])])
     check_places(recipe)
-    pretrain.try_sizes(recipe)
+    check_sizes(recipe)
     return Parcel(identify(recipe.out or ""), Path(name).stem, recipe)
 
 
@@ -59,7 +60,7 @@ def identify(out: str) -> str:
 
 def check_places(recipe: Recipe) -> None:
     """Raises UserError when a node could not find a place of the recipe."""
-    for key, sources in ("data.train", pretrain.sources(recipe)), ("data.test", recipe.data.test or ()):
+    for key, sources in ("data.train", training_sources(recipe)), ("data.test", recipe.data.test or ()):
         for source in sources:
             _check(key, source.url)
     _check("out", recipe.out or "")

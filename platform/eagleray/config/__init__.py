@@ -1,4 +1,9 @@
-"""This room turns YAML into typed, complete values, or one line saying which key is wrong; it imports base only."""
+"""YAML becomes typed, complete values, or one line that names the wrong key.
+
+Files, names and `a.b=value` overrides go in; checked dataclasses come out.
+
+May import: base.
+"""
 
 from eagleray.config.tree import (
     STRICT,

@@ -1,0 +1,6 @@
+"""The training stream: shards in, exact global batches out.
+
+URLs of indexed shards and a position go in; batches on the device come out, the same for any number of readers.
+
+May import: base, config, storage, views.
+"""

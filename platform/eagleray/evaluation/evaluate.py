@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from eagleray import config
 from eagleray.base.console import fail, out
 from eagleray.base.errors import UserError
-from eagleray.cli import commands
 from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import results
@@ -32,8 +31,8 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets, renumber
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
-from eagleray.runs import pretrain, tracking
 from eagleray.runs import remote as place
+from eagleray.runs import tracking
 from eagleray.storage import store
 from eagleray.storage.store import remote
 
@@ -87,10 +86,10 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     if not names:
         return report
     check_settings(names, request.settings)
-    subjects = [subject(request.backbone, pretrain.build, request.architecture)]
+    subjects = [subject(request.backbone, request.architecture)]
     if request.untrained and not subjects[0].untrained:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
-        subjects.append(subject(UNTRAINED + bare, pretrain.build))
+        subjects.append(subject(UNTRAINED + bare))
     report.folder = folder(request, subjects[0])
     results.load(report.folder)  # refused before anything is computed
     for one in subjects:
@@ -321,7 +320,7 @@ def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
     if remote(report.folder):
         copy.write_text(place.get(report.folder, results.NAME) or "")
     known = place.view(one.run) / "mlflow.json"
-    if why := tracking.append(commands.tracked(one.run), known, metrics, [copy]):
+    if why := tracking.append(tracking.tracking_of(one.run), known, metrics, [copy]):
         note(f"MLflow has no numbers of this: {why}; {report.folder}/{results.NAME} has them")
 
 

@@ -17,7 +17,6 @@ from eagleray.evaluation import feature_cache
 from eagleray.evaluation.target import Subject, subject
 from eagleray.protocols.digests import data_digest
 from eagleray.protocols.features import Labelled, extracted
-from eagleray.runs import pretrain
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def features(
 
 def share(task: Task) -> Share:
     """In a process of Ray's."""
-    one = subject(task.given, pretrain.build, task.architecture)
+    one = subject(task.given, task.architecture)
     if one.digest != task.digest:
         raise UserError(f"{task.given}: has other weights than a moment ago; name a checkpoint file, or try again")
     index = open_index(task.url, note=lambda _: None)

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.evaluation.results import UNTRAINED
+from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
+from eagleray.models.weights import TIMM
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import remote as place
-from eagleray.runs import restore
+from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.restore import TIMM, Build
+from eagleray.runs.restore import pretrained, restore
 from eagleray.storage.store import remote
 from eagleray.views.photometric import MEAN, STD
 
@@ -51,14 +53,14 @@ class Subject:
         return weights_digest(self.backbone, self.architecture, self.pixels)
 
 
-def subject(given: str, build: Build, architecture: str | None = None) -> Subject:
+def subject(given: str, architecture: str | None = None) -> Subject:
     """The backbone that a name stands for, in evaluation mode: a run's folder or s3:// URL, its checkpoint file,
     `timm:NAME`, a file of tensors with timm's name of its architecture, or `untrained:` before a run or timm's name.
     Raises UserError."""
     name = given.removeprefix(UNTRAINED)
     try:
-        source = restore.absolute(name)
-        found = _found(source, build, architecture, fresh=given != name)
+        source = weights.absolute(name)
+        found = _found(source, architecture, fresh=given != name)
     except UserError as e:
         said = str(e).removeprefix("backbone.weights=")
         for key in "backbone.name=", "backbone.weights=":
@@ -68,18 +70,18 @@ def subject(given: str, build: Build, architecture: str | None = None) -> Subjec
     return replace(found, given=(UNTRAINED if given != name else "") + source)
 
 
-def _found(source: str, build: Build, architecture: str | None, *, fresh: bool) -> Subject:
+def _found(source: str, architecture: str | None, *, fresh: bool) -> Subject:
     if architecture and not fresh:
-        return _filled(source, Network(name=architecture), build)
+        return _filled(source, Network(name=architecture))
     if source.startswith(TIMM):
         network = Network(name=source.removeprefix(TIMM))
-        return Subject(source, _made(network), network, Evaluate()) if fresh else _filled(source, network, build)
+        return Subject(source, _made(network), network, Evaluate()) if fresh else _filled(source, network)
     try:
-        recipe, method, folder = restore.restored(source, build)
+        recipe, method, folder = restore(source)
     except UserError as e:
-        told = "is not a checkpoint of this program" in str(e)
+        told = "not a checkpoint written by eagleray" in str(e)
         raise UserError(f"{e}; a file of tensors needs --architecture NAME" if told else str(e)) from None
-    backbone = build(recipe).export() if fresh else method.export()
+    backbone = build_method(recipe).export() if fresh else method.export()
     run = source if remote(source) or Path(source).is_dir() else str(folder)
     if remote(run):
         place.Copy(run, folder).fetch()
@@ -91,9 +93,9 @@ def _made(network: Network) -> Backbone:
     return Backbone(**{k: v for k, v in asdict(network).items() if k != "weights"})
 
 
-def _filled(source: str, network: Network, build: Build) -> Subject:
+def _filled(source: str, network: Network) -> Subject:
     backbone = _made(network)
-    restore.fill(backbone, restore.read(source, build))
+    weights.fill(backbone, pretrained(source))
     if not source.startswith(TIMM):
         return Subject(source, backbone, network, Evaluate())
     known = timm.get_pretrained_cfg(network.name)

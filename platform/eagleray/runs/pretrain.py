@@ -2,161 +2,38 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from eagleray import config
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.source import Source
-from eagleray.data import labels
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.data.index import Index, open_index
-from eagleray.data.loader import Loader, rows
+from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Quarantine
-from eagleray.data.reader import Stream
-from eagleray.engine import checkpoint, optim
+from eagleray.engine import checkpoint
 from eagleray.engine.export import to_timm
 from eagleray.engine.loop import Step, fit
 from eagleray.engine.world import World
 from eagleray.methods.method import Classifier, Method
-from eagleray.models.backbone import Backbone
 from eagleray.protocols.classifier import classifier
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs import recipe as recipes
-from eagleray.runs import remote
-from eagleray.runs import restore as weights
+from eagleray.runs.build import build_method, build_optimizer, scaled_lr
 from eagleray.runs.monitor import Monitor
+from eagleray.runs.plan import Plan, make_plan
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import Folder
-from eagleray.runs.step_log import Meter
+from eagleray.runs.step_log import Clock, Meter
 from eagleray.runs.tracking import Tracking
-from eagleray.storage import store
-from eagleray.storage.block_cache import Cache
-from eagleray.storage.retry import PATIENCE
-from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
 
 BANK = 2**17  # features of the kNN monitor at most, unless a recipe says so: a tenth of ImageNet-1k, the paper's
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a recipe means on its data."""
-
-    recipe: Recipe
-    stream: Stream
-    test: Index | None
-    steps: int  # to take in all; fewer than the schedules are made for, where max_steps says so
-
-    @property
-    def index(self) -> Index:
-        return self.stream.index
-
-    @property
-    def lr(self) -> Schedule:
-        return scaled(self.recipe)
-
-    def at(self, step: int) -> Progress:
-        return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs)
-
-
-def resolve(recipe: Recipe) -> Recipe:
-    """The recipe with absolute places, as a worker's working folder is not the user's."""
-
-    def placed(given: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
-        return given and tuple(replace(s, url=store.absolute(s.url)) for s in given)
-
-    if recipe.out and "://" in recipe.out and not recipe.out.startswith("s3://"):
-        raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
-    cache = recipe.data.cache and store.absolute(recipe.data.cache)
-    data = replace(recipe.data, train=placed(recipe.data.train), test=placed(recipe.data.test), cache=cache)
-    source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)
-    network = replace(recipe.backbone, weights=source)
-    return replace(recipe, out=store.absolute((recipe.out or "runs/run").rstrip("/")), data=data, backbone=network)
-
-
-def sources(recipe: Recipe) -> tuple[Source, ...]:
-    """What is trained on. Raises UserError."""
-    if recipe.data.train is None:
-        raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
-    return recipe.data.train
-
-
-def plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:
-    """Open the data, waiting `patience` seconds for it, and check that everything fits. Raises UserError and Outage."""
-    train = sources(recipe)
-    out = remote.work(recipe.out or "")
-    least, most = recipe.method.target.views  # type: ignore[attr-defined]
-    views = Views.of(recipe.views)
-    if not least <= len(views.views) <= most:
-        raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
-    group = recipe.method.args.get("norm_group")
-    fewest, widest = recipes.span(recipe.workers)
-    for ranks in range(max(fewest, 1), max(widest, 1) + 1):
-        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
-        if group and any(n % group for n in shares):
-            raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
-    index = open_index(train, out, note=note, patience=patience)
-    test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
-    if issubclass(recipe.method.target, Classifier):
-        classes = recipe.method.args["classes"]
-        labels.check("data.train", index, classes, every=True)
-        if test:
-            labels.check("data.test", test, classes, every=False)
-    for key, data in ("data.test", test), ("data.train", index):
-        if test and data and not data.labelled:
-            raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")
-    cache = Cache(Path(recipe.data.cache), recipe.data.cache_size) if recipe.data.cache else None
-    wait = 60 * recipe.data.patience
-    stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch, cache, wait)
-    steps = recipe.optim.epochs * stream.steps_per_epoch
-    return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
-
-
-def build(recipe: Recipe, start: weights.Found | None = None) -> Method:
-    """The method with fresh weights, the same wherever it is built; `start` replaces those of its backbone, before the
-    method makes copies of it. Raises UserError."""
-    torch.manual_seed(recipe.seed)
-    network = backbone(recipe)
-    if start:
-        weights.fill(network, start)
-    return recipe.method.build(network)  # type: ignore[no-any-return]
-
-
-def backbone(recipe: Recipe) -> Backbone:
-    """The backbone with fresh weights. Raises UserError."""
-    network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
-    network.micro_batch = size = recipe.optim.micro_batch
-    if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
-        raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
-    return network
-
-
-def try_sizes(recipe: Recipe) -> None:
-    """Raises UserError when the method cannot be built, or its backbone cannot take a size that the recipe asks for."""
-    with torch.device("meta"):
-        method = build(recipe)
-        o = recipe.optim
-        optim.param_groups(method, decay=o.decay, constant=o.constant_lr, layer_decay=o.layer_decay)
-        backbone = method.export()
-        for size in sorted({v.size for v in recipe.views} | {recipe.evaluate.size}):
-            try:
-                found = backbone(torch.empty(2, 3, size, size)).pooled.shape[1]
-            except Exception as e:
-                raise UserError(f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images: {e}") from None
-            if found != backbone.dim:
-                raise UserError(
-                    f"backbone.name={recipe.backbone.name}: its {found} features are not its {backbone.dim}"
-                )
-        method.try_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
 
 
 def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
@@ -169,14 +46,14 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     keep = recipe.checkpoint.keep
     with Folder(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
         dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
-        p = plan(recipe, patience=60 * recipe.data.patience)
+        p = make_plan(recipe, patience=60 * recipe.data.patience)
         state = newest(folder, recipe)
         source = recipe.backbone.weights if state is None else None
-        method = build(recipe, weights.read(source, build) if source else None)
+        method = build_method(recipe, pretrained(source) if source else None)
         method.begin(len(p.index))
         method.to(world.device)
         world.synchronise(method)
-        optimizer = make_optimizer(recipe, method)
+        optimizer = build_optimizer(recipe, method)
         parts = Parts(method, optimizer, watching(p, method, optimizer))
         state = restore(state, parts)
         step = folder.begin(state["step"], world.size)
@@ -190,18 +67,6 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         summary = finish(p, world, folder, method, step) | {"wall_seconds": round(clock.seconds, 1)}
         folder.end(summary, clock.useful)
         return summary
-
-
-@dataclass
-class Clock:
-    """Times that a checkpoint carries, in seconds."""
-
-    began: float  # on this machine's clock, as if nothing had been lost
-    useful: float  # in steps that count
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
 
 
 class Parts(NamedTuple):
@@ -274,7 +139,7 @@ def training(
         method,
         batches,
         optimizer,
-        lr=scaled(recipe),
+        lr=scaled_lr(recipe),
         weight_decay=o.weight_decay,
         clip=o.clip,
         clip_each=o.clip_each,
@@ -287,25 +152,6 @@ def tell(p: Plan, world: World, folder: Folder, record: dict[str, Any]) -> None:
     folder.log(record)
     if world.rank == 0:
         world.show(record, p.steps)
-
-
-def make_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
-    o, lr = recipe.optim, scaled(recipe).value
-    return optim.make(
-        o.name,
-        method,
-        decay=o.decay,
-        momentum=o.momentum,
-        constant=o.constant_lr,
-        constant_lr=lr,
-        layer_decay=o.layer_decay,
-    )
-
-
-def scaled(recipe: Recipe) -> Schedule:
-    """The learning rate, linear in the batch where the recipe says what batch it is meant for."""
-    lr, images = recipe.optim.lr, recipe.optim.lr_images
-    return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr
 
 
 def save(folder: Folder, p: Plan, parts: Parts, step: int, clock: Clock) -> None:
@@ -376,7 +222,7 @@ def compared(p: Plan, world: World, method: Method) -> dict[str, float]:
     if not sets:
         log.info("no labels: nothing to evaluate")
     scores = evaluate(method.export(), sets, p.recipe.evaluate)
-    fresh = evaluate(build(p.recipe).export().to(world.device), sets, p.recipe.evaluate)
+    fresh = evaluate(build_method(p.recipe).export().to(world.device), sets, p.recipe.evaluate)
     scores |= {f"{name}_untrained": fresh[name] for name in ("knn/top1", "linear/top1") if name in fresh}
     if world.rank == 0:
         for protocol in ("knn", "linear"):

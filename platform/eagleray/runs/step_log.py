@@ -3,8 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,30 @@ from eagleray.engine.loop import Step
 from eagleray.engine.world import World
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
+from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import Folder
-
-if TYPE_CHECKING:
-    from eagleray.runs.pretrain import Clock, Plan
 
 WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
 SKIPS = 3  # steps in a row without a finite gradient that end the run
+
+
+@dataclass
+class Clock:
+    """Times that a checkpoint carries, in seconds."""
+
+    began: float  # on this machine's clock, as if nothing had been lost
+    useful: float  # in steps that count
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
 
 class Meter:
     """The device is asked for its numbers only when a line is written."""
 
     def __init__(
-        self, p: "Plan", world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor, clock: "Clock"
+        self, p: Plan, world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor, clock: Clock
     ) -> None:
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
         self.health = Health(monitor.layers, p.lr.value)

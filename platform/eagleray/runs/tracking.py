@@ -19,6 +19,7 @@ from typing import Any
 
 from eagleray.base.errors import Outage
 from eagleray.base.files import read_lines, replace
+from eagleray.runs import remote
 from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
 
@@ -388,3 +389,9 @@ def one_line(error: Exception) -> str:
     text = shown(" ".join(str(error).split()))
     cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # what urllib3 wraps in three lines
     return cause[1] if cause else text[:300]
+
+
+def tracking_of(out: str) -> Tracking:
+    """Where the history of the run in `out` goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
+    uri = tracking_uri(remote.view(out), os.environ.get("MLFLOW_TRACKING_URI"))
+    return Tracking(uri, name=out.rpartition("/")[2])

@@ -15,7 +15,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cluster import ray_train
 from eagleray.cluster.session import session
-from eagleray.runs import pretrain
+from eagleray.runs.plan import resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
@@ -218,7 +218,7 @@ def handed(book: Book, row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": row["id"],
         "folder": str(book.folder),
-        "recipe": config.plain(pretrain.resolve(recipe)),
+        "recipe": config.plain(resolve_paths(recipe)),
         "values": row["values"],
         "objective": book.sweep.objective.key,
         "after": told[-1]["percent"] if told else 0.0,

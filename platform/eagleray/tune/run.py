@@ -15,11 +15,13 @@ from eagleray import config
 from eagleray.base import files
 from eagleray.base.console import out, stoppable
 from eagleray.base.errors import UserError
-from eagleray.cli import commands
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
-from eagleray.runs import pretrain, remote
+from eagleray.runs import remote
 from eagleray.runs import tracking as track
+from eagleray.runs.build import check_sizes
+from eagleray.runs.environment import environment
+from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.tracking import Tracking, one_line, tracking_uri
 from eagleray.tune import plots, study
@@ -61,7 +63,7 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
                 "another out= begins anew"
             )
         check_data(sweep, folder)
-        files.replace(folder / "environment.json", json.dumps(commands.environment(), indent=1))
+        files.replace(folder / "environment.json", json.dumps(environment(), indent=1))
         book.wait_again()
         return conduct(book, most)
 
@@ -99,7 +101,7 @@ def end(book: Book, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
     if best:
         recipe = recipe_of(book.sweep, best["alternative"], best["values"], "best")
         workers = recipe.workers if span(recipe.workers)[1] > 1 else 0
-        written.append(study.write_best(book, pretrain.resolve(recipe), best, workers=workers))
+        written.append(study.write_best(book, resolve_paths(recipe), best, workers=workers))
     try:
         written += plots.draw(book)
     except Exception as e:  # no picture is worth a sweep
@@ -160,11 +162,11 @@ def check_data(sweep: Sweep, folder: Path) -> None:
     method or a size cannot be built; the first trial of each alternative stands for all."""
     labelled = sweep.objective.key == "monitor/knn" or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
-        recipe = pretrain.resolve(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
-        plan = pretrain.plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))
+        recipe = resolve_paths(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
+        plan = make_plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))
         if labelled and not plan.index.labelled:
             raise UserError(f"objective.key={sweep.objective.key}: data.train has no labels, and it needs them")
-        pretrain.try_sizes(recipe)
+        check_sizes(recipe)
 
 
 @contextmanager

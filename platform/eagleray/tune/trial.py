@@ -18,6 +18,7 @@ from eagleray.cluster import ray_train
 from eagleray.engine import checkpoint, world
 from eagleray.runs import pretrain
 from eagleray.runs import recipe as recipes
+from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe, span
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking, one_line
@@ -56,7 +57,7 @@ class Following:
 
     def _work(self) -> None:
         try:
-            self.steps = pretrain.plan(self.recipe).steps
+            self.steps = make_plan(self.recipe).steps
             if done := finished(self.out, self.steps):
                 self.box["summary"] = done
             elif span(self.recipe.workers)[1] > 1:

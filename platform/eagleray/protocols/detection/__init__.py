@@ -1,0 +1,1 @@
+"""Object detection with Mask R-CNN, fine-tuned on COCO annotations."""

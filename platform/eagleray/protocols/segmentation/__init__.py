@@ -1,0 +1,1 @@
+"""Semantic segmentation, fine-tuned on masks."""

@@ -1,0 +1,1 @@
+"""Objects followed through videos, by nearest patches."""

@@ -1,0 +1,1 @@
+"""Pictures of what a backbone sees: attention, components, nearest images."""

@@ -1,0 +1,71 @@
+"""Method, backbone and optimiser are built here from a recipe, the same wherever it is done."""
+
+from dataclasses import asdict, replace
+
+import torch
+from torch import nn
+
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Schedule
+from eagleray.engine import optim
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
+from eagleray.models.weights import Weights, fill
+from eagleray.runs.recipe import Recipe
+
+
+def build_method(recipe: Recipe, start: Weights | None = None) -> Method:
+    """The method with fresh weights, the same wherever it is built; `start` replaces those of its backbone, before the
+    method makes copies of it. Raises UserError."""
+    torch.manual_seed(recipe.seed)
+    network = build_backbone(recipe)
+    if start:
+        fill(network, start)
+    return recipe.method.build(network)  # type: ignore[no-any-return]
+
+
+def build_backbone(recipe: Recipe) -> Backbone:
+    """The backbone with fresh weights. Raises UserError."""
+    network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
+    network.micro_batch = size = recipe.optim.micro_batch
+    if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+        raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
+    return network
+
+
+def check_sizes(recipe: Recipe) -> None:
+    """Raises UserError when the method cannot be built, or its backbone cannot take a size that the recipe asks for."""
+    with torch.device("meta"):
+        method = build_method(recipe)
+        o = recipe.optim
+        optim.param_groups(method, decay=o.decay, constant=o.constant_lr, layer_decay=o.layer_decay)
+        backbone = method.export()
+        for size in sorted({v.size for v in recipe.views} | {recipe.evaluate.size}):
+            try:
+                found = backbone(torch.empty(2, 3, size, size)).pooled.shape[1]
+            except Exception as e:
+                raise UserError(f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images: {e}") from None
+            if found != backbone.dim:
+                raise UserError(
+                    f"backbone.name={recipe.backbone.name}: its {found} features are not its {backbone.dim}"
+                )
+        method.try_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
+
+
+def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
+    o, lr = recipe.optim, scaled_lr(recipe).value
+    return optim.make(
+        o.name,
+        method,
+        decay=o.decay,
+        momentum=o.momentum,
+        constant=o.constant_lr,
+        constant_lr=lr,
+        layer_decay=o.layer_decay,
+    )
+
+
+def scaled_lr(recipe: Recipe) -> Schedule:
+    """The learning rate, linear in the batch where the recipe says what batch it is meant for."""
+    lr, images = recipe.optim.lr, recipe.optim.lr_images
+    return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr

@@ -1,0 +1,23 @@
+"""What a run was made with: packages, machine and command."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Versions of packages, the machine and the command, as the run folder's environment.json keeps them."""
+    names = ("eagleray", "torch", "torchvision", "timm", "numpy", "pillow", "ray", "mlflow", "webdataset", "boto3")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices}
+    return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
