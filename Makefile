@@ -19,8 +19,12 @@ demo: setup
 test: setup
 	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
+# The slow tests run one at a time: they start servers and measure seconds, and -v names each of them as it begins.
 test-all: setup
-	$(RUN)/python -m pytest -q -n 2 --dist loadfile
+	@status=0; \
+	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile || status=$$?; \
+	$(RUN)/python -m pytest -v -m slow --durations=25 || status=$$?; \
+	exit $$status
 
 lint: setup
 	$(RUN)/ruff check
