@@ -81,7 +81,7 @@ def test_source_and_class_agree(name: str):
     inspected = [p for p in inspect.signature(target).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert list(read) == [p.name for p in inspected]
     assert [default for _, default in read.values()] == [... if p.default is p.empty else p.default for p in inspected]
-    asked = signature.from_class(target)
+    asked = signature.from_import(target)
     assert {n: str(a) for n, (a, _) in read.items()} == {n: str(a) for n, (a, _) in asked.items()}
     assert schema(read) == schema(asked)
 
@@ -102,7 +102,7 @@ def test_a_module_outside_eagleray_is_read_too(plugin: Any):
     assert module not in sys.modules
     assert read["layers"][1] == 3
     assert read["ends"][1] == (-1.0, 1.0)
-    assert schema(read) == schema(signature.from_class(signature.public_class(module)))
+    assert schema(read) == schema(signature.from_import(signature.public_class(module)))
     assert signature.headline(module) == "A method of a developer: He et al. 2021, arXiv:2104.00000."
 
 

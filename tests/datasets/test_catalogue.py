@@ -11,7 +11,7 @@ from helpers.layouts import fill, run
 from helpers.pictures import picture
 from scipy.io import savemat
 
-from eagleray.cli import commands
+from eagleray.cli.catalogue import catalogue
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
 from eagleray.datasets.catalogue import DATASETS
@@ -253,7 +253,7 @@ def test_every_set_can_be_prepared():
 
 
 def test_sets_are_listed():
-    listed = commands.catalogue("datasets")
+    listed = catalogue("datasets")
     assert listed.keys() == DATASETS.keys()
     assert listed["svhn"].startswith("SVHN: 73,257 train, 26,032 test; 10 classes; classifier/top1; from ufldl")
 

@@ -405,8 +405,8 @@ def test_the_first_line_of_a_recipe_is_a_sentence(name: str):
 
 
 def test_the_list_of_recipes_has_the_published_numbers():
-    from eagleray.cli import commands
+    from eagleray.cli.catalogue import catalogue
 
-    listed = commands.catalogue("recipes")
+    listed = catalogue("recipes")
     assert set(listed) == set(NAMES)
     assert all("Published: " in line for line in listed.values())

@@ -7,12 +7,14 @@ import pytest
 import torch
 from helpers.features import clusters
 
+from eagleray.config import signature
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import Labelled, extract, labelled, some
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
+from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
 
@@ -81,3 +83,12 @@ def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path)
     torch.testing.assert_close(whole.x[7:9], few.x)
     assert whole.y.tolist() == index.label.tolist()
     assert backbone.training
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_settings_are_read_from_the_source_as_python_sees_them(name: str):
+    protocol = PROTOCOLS[name]
+    module, _, function = protocol.function.partition(":")
+    read = signature.from_source(module, function, skip=("out", "note"))
+    assert str(read) == str(signature.from_import(protocol.run, skip=("out", "note")))
+    assert protocol.keywords.keys() == read.keys(), "each can be written on the command line"

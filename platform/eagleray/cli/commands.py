@@ -2,10 +2,8 @@
 
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -20,16 +18,12 @@ from eagleray.base.console import Follow, out, stoppable
 from eagleray.base.errors import UserError
 from eagleray.base.progress import Ticks
 from eagleray.cluster.ray_map import ray_map
-from eagleray.config import bundled
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
-from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources.job import Job
 from eagleray.engine import world
 from eagleray.engine.export import snippet, to_timm
 from eagleray.models import weights
-from eagleray.models.network import TESTED
-from eagleray.protocols.registry import PROTOCOLS
 from eagleray.runs import pretrain as run
 from eagleray.runs import recipe as recipes
 from eagleray.runs import remote
@@ -157,26 +151,3 @@ def export(path: str, destination: Path | None) -> None:
     target = destination or folder / "export"
     file = to_timm(method.export(), recipe.backbone, target)
     out.print(f"{file}\nload it   {snippet(target)}", markup=False)
-
-
-def catalogue(kind: str) -> dict[str, str]:
-    """Names and one line about each."""
-    if kind == "backbones":
-        return dict.fromkeys(TESTED, "tested; any other model of timm may do")
-    if kind == "methods":
-        package = "eagleray.methods"
-        classes = {n: config.part(package, n) for n in config.parts(package)}
-        return {n: (inspect.getdoc(sys.modules[c.__module__]) or "").splitlines()[0] for n, c in classes.items()}
-    if kind == "sweeps":
-        return {n: bundled.header(bundled.find(n, "sweep"))[0] for n in bundled.names("sweep")}
-    if kind == "datasets":
-        return {name: str(d) for name, d in DATASETS.items()}
-    if kind == "protocols":
-        return {name: str(p) for name, p in PROTOCOLS.items()}
-    return {n: headline(bundled.header(bundled.find(n))) for n in bundled.names()}
-
-
-def headline(lines: Sequence[str]) -> str:
-    """The first line of a recipe's header, and what was published."""
-    published = re.search(r"Published: .+?(?= Cost: )", " ".join(lines))
-    return f"{lines[0]} {published[0]}" if published else lines[0]

@@ -10,7 +10,7 @@ import typer
 
 from eagleray.base.console import bar, fail, out, quietly
 from eagleray.base.errors import UserError
-from eagleray.cli import evaluate, finetune, jobs, tune
+from eagleray.cli import catalogue, evaluate, finetune, jobs, tune
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Json, Overrides, RecipeName
 
@@ -164,28 +164,7 @@ def show(name: RecipeName, overrides: Overrides = None) -> None:
     print(config.dump(recipe.load(name, overrides or [])), end="")
 
 
-class Kind(StrEnum):
-    methods = "methods"
-    backbones = "backbones"
-    recipes = "recipes"
-    sweeps = "sweeps"
-    datasets = "datasets"
-    protocols = "protocols"
-
-
-@app.command("list")
-def list_(kind: Annotated[Kind, typer.Argument()], as_json: Json = False) -> None:
-    """List methods, tested backbones, recipes with their headers, sweeps, datasets, or protocols of evaluation."""
-    from eagleray.cli import commands
-
-    rows = commands.catalogue(kind.value)
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        for name, text in rows.items():
-            out.print(f"{name:<36} {text}", markup=False)
-
-
+catalogue.register(app)
 evaluate.register(app)
 finetune.register(app)
 jobs.register(app)

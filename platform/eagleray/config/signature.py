@@ -1,7 +1,6 @@
-"""Which keyword-only parameters a module's one public class takes, read from the source so that nothing heavy is
-imported.
+"""Read which keyword-only parameters a class or a function takes from its source, so that nothing heavy is imported.
 
-Source that this does not understand, such as a plug-in's own types, costs an import: the class is asked instead.
+Source that this does not understand, such as a plug-in's own types, costs an import: Python is asked instead.
 """
 
 import ast
@@ -10,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -29,12 +29,14 @@ class Unreadable(Exception):
     """The source holds something that only an import can evaluate."""
 
 
-def fields(module: str) -> Fields:
-    """The parameters of the module's one public class, from its source or, where that is not enough, from the class."""
+def fields(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
+    """The keyword-only parameters of a module's one public class, or of one of its functions, but for those in `skip`:
+    from the source or, where that is not enough, from the imported module."""
     try:
-        return from_source(module)
+        return from_source(module, function, skip=skip)
     except Unreadable:
-        return from_class(public_class(module))
+        target = getattr(importlib.import_module(module), function) if function else public_class(module)
+        return from_import(target, skip=skip)
 
 
 def public_class(module: str) -> type:
@@ -44,24 +46,33 @@ def public_class(module: str) -> type:
     return target
 
 
-def from_class(target: type) -> Fields:
-    """The keyword-only parameters of a class that is imported already."""
-    hints = get_type_hints(target.__init__, include_extras=True)  # type: ignore[misc]
+def from_import(target: Callable[..., Any], *, skip: Container[str] = ()) -> Fields:
+    """The keyword-only parameters of an imported class or function."""
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)  # type: ignore[misc]
     parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return {p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters}
+    return {
+        p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters if p.name not in skip
+    }
 
 
-def from_source(module: str) -> Fields:
-    """The keyword-only parameters of a module's one public class, without importing it. Raises Unreadable."""
+def from_source(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
+    """The keyword-only parameters of a module's one public class, or of one of its functions, without importing it.
+    Raises Unreadable."""
     source = _source(module)
-    classes = [n for n in source.tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
-    inits = [n for c in classes for n in c.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    if len(classes) != 1 or len(inits) != 1 or inits[0].decorator_list:
-        raise Unreadable(f"{module}: expected one public class with an __init__ of its own")
-    names = inits[0].args
+    if function is None:
+        classes = [n for n in source.tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+        scope, function = (classes[0].body if len(classes) == 1 else []), "__init__"
+    else:
+        scope = source.tree.body
+    matches = [n for n in scope if isinstance(n, ast.FunctionDef) and n.name == function]
+    if len(matches) != 1:
+        raise Unreadable(f"{module}: expected one {function}, and for a class one public class that defines it")
+    arguments = matches[0].args
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {
         a.arg: (source.annotation(a.annotation), ... if default is None else source.value(default))
-        for a, default in zip(names.kwonlyargs, names.kw_defaults, strict=True)
+        for a, default in pairs
+        if a.arg not in skip
     }
 
 

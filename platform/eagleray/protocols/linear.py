@@ -20,14 +20,6 @@ from eagleray.protocols.outcome import Outcome
 
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # learning rates for a batch of 256; they scale linearly with the batch
 BATCH = 1024
-# Where the papers' scripts differ: all of them leave the features unscaled. Their rates lie in the middle of ours.
-DINO = {"epochs": 100, "batch": 1024, "scaled": False, "rates": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)}
-VARIANTS = {
-    "mocov3": {"epochs": 90, "batch": 1024, "scaled": False, "rates": (0.1, 0.3, 1.0, 3.0, 10.0)},
-    "dino": DINO,
-    "esvit": DINO,
-    "selfpatch": DINO,
-}
 
 
 def linear(

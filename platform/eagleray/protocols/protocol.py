@@ -4,13 +4,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import PositiveInt, PydanticUserError, TypeAdapter, ValidationError, create_model
 
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.config import signature
 from eagleray.protocols.outcome import Outcome
 
 # The data that a protocol may need, and the options of `eagleray evaluate` that give it.
@@ -59,20 +60,22 @@ class Protocol:
         return dict(inspect.signature(self.run).parameters)
 
     @property
+    def keywords(self) -> signature.Fields:
+        """The types and defaults of the function's own settings. The function is not imported for them."""
+        module, _, name = self.function.partition(":")
+        own = signature.fields(module, name, skip=("out", "note"))
+        return {name: field for name, field in own.items() if is_text(field[0])}
+
+    @property
     def settings(self) -> list[str]:
         """The names of its settings."""
-        hints = get_type_hints(self.run, include_extras=True)
-        keywords = [
-            p.name for p in self.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "note")
-        ]
-        own = [name for name in keywords if is_text(hints[name])]
+        own = list(self.keywords)
         return own + [name for name in EXTRACTION if self.frozen and name not in own]
 
     def __str__(self) -> str:
-        parameters = self.parameters
         defaults = {"size": "of the recipe", "resize": "of the recipe", "features": self.features}
-        own = {n: parameters[n].default for n in self.settings if n in parameters} | dict(self.preset)
-        defaults |= {n: v for n, v in own.items() if v is not inspect.Parameter.empty}
+        own = {name: default for name, (_, default) in self.keywords.items()} | dict(self.preset)
+        defaults |= {n: v for n, v in own.items() if v is not ...}
         needs = "; ".join(DATA_OPTIONS[n] for n in self.needs if n in DATA_OPTIONS) or "no data"
         return f"{self.about}; {needs}; " + ", ".join(f"--{n} {defaults[n]}" for n in self.settings)
 
@@ -80,7 +83,7 @@ class Protocol:
         """Convert settings to the types that the function's signature asks for.
 
         Raises UserError for a value that does not fit."""
-        hints = get_type_hints(self.run, include_extras=True) | EXTRACTION
+        hints = {name: hint for name, (hint, _) in self.keywords.items()} | EXTRACTION
         model = create_model("settings", __config__=config.STRICT, **{k: (hints[k], ...) for k in settings})  # type: ignore[call-overload]
         try:
             typed = model.model_validate({k: parse_option(v, hints[k]) for k, v in settings.items()})
