@@ -16,7 +16,6 @@ first_batch_block_reads[_RIVAL]   the first batch of files from the middle of an
 
 import io
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ import synthetic
 from rivals import Task
 
 from eagleray.base.errors import UserError
+from eagleray.base.files import cache_folder
 from eagleray.data.index import open_index
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.storage import store
@@ -70,7 +70,7 @@ def main() -> None:
 
 def rival_python() -> str:
     """Of the environment in which mosaicml-streaming is; it wants an older numpy than ours. Raises UserError."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray" / "streaming-venv"
+    cache = cache_folder("streaming-venv")
     python = cache / "bin" / "python"
     asked = [python, "-c", "import importlib.util as i, sys; sys.exit(not all(map(i.find_spec, sys.argv[1:])))"]
     if not python.exists() or subprocess.run([*asked, "streaming", "pydantic", "yaml"]).returncode:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagleray.base.files import JsonLines, add_lines, read_lines, replace
+from eagleray.base.files import JsonLines, add_lines, read_lines, write_atomic
 
 
 class Disk:
@@ -75,9 +75,9 @@ def test_one_process_at_a_time(tmp_path: Path):
 
 def test_replacing_leaves_the_old_text_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "summary.json"
-    replace(path, "old")
+    write_atomic(path, "old")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        replace(path, "new")
+        write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

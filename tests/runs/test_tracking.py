@@ -315,7 +315,9 @@ def test_parent_and_child(memory: Memory, tmp_path: Path):
     assert first["status"] == "FINISHED"
     assert [(m.key, m.value) for m in first["metrics"]] == [("best", 0.5)]
     memory.failing = lambda: True
-    with pytest.raises(Outage, match="MLflow at http://server: refused; the same command continues"):
+    with pytest.raises(
+        Outage, match=r"MLflow at http://server: refused; given up after .*; the same command continues"
+    ):
         finish(tracking, parent, "FINISHED", {"best": 0.5}, [])
 
 

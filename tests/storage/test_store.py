@@ -9,7 +9,7 @@ import pytest
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
-from eagleray.storage.store import Blob, LocalStore, absolute, braces, put_bytes, shards
+from eagleray.storage.store import Blob, LocalStore, absolute, expand_braces, put_bytes, shards
 
 
 @pytest.fixture
@@ -86,6 +86,7 @@ PATTERNS = [
         "{00..2}",
     ),
     *("{3..1}", "{010..008}", "{5..5}", "no", "{,a}b", "{a,b}{1..2}{x,y}", "{a,{b,c{1..2}}}z", "a{1..2}b{01..02}c"),
+    *("{a}", "a{b", "a}b", "{a..c}"),
 ]
 
 
@@ -93,7 +94,7 @@ PATTERNS = [
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_braces_are_those_of_a_shell(pattern: str) -> None:
     shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {pattern}"], capture_output=True, text=True, check=True)
-    assert set(braces(pattern)) == set(shell.stdout.splitlines())
+    assert set(expand_braces(pattern)) == set(shell.stdout.splitlines())
 
 
 @pytest.mark.parametrize(

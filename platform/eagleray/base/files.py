@@ -1,4 +1,4 @@
-"""Small files of a run, such that readers find them whole whatever happens to the writer."""
+"""Files shared between processes: atomic writes, JSON lines, locks and the cache folder."""
 
 import contextlib
 import fcntl
@@ -10,22 +10,43 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from platformdirs.unix import Unix
+
 from eagleray.base.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-def replace(path: Path, content: str | bytes) -> None:
-    """Write a small file so that readers see the old one or the new one, never a part."""
-    part = path.with_name(f".{path.name}.part")
+@contextlib.contextmanager
+def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path that becomes `path` when the block ends, so that readers never see half a file.
+
+    A block that raises leaves `path` as it was. `part` names the temporary path where its name matters; it must be on
+    the same file system.
+    """
+    part = part or path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("wb") as f:
-            f.write(content.encode() if isinstance(content, str) else content)
-            f.flush()
-            os.fsync(f.fileno())
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a small file and flush it to the disk, so that readers see the old content or the new."""
+    # One name for all writers: the next one overwrites what a killed one left.
+    with atomic_path(path, part=path.with_name(f".{path.name}.part")) as part, part.open("wb") as f:
+        f.write(content.encode() if isinstance(content, str) else content)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache, $XDG_CACHE_HOME/eagleray/`name` or ~/.cache/eagleray/`name`.
+
+    Everything in it can be made again, so anybody may delete it.
+    """
+    return Unix("eagleray").user_cache_path / name  # the same folders on every system
 
 
 class JsonLines:
@@ -35,7 +56,7 @@ class JsonLines:
     def __init__(self, path: Path, *, step: int) -> None:
         """Continue a file from a step; lines of later steps, which will be taken again, are dropped."""
         lines = [r for r in read_lines(path) if r["step"] <= step]
-        replace(path, "".join(json.dumps(r) + "\n" for r in lines))
+        write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
         self._path, self._file = path, path.open("ab", buffering=0)
         self._late = b""
 

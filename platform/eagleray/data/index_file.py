@@ -6,7 +6,6 @@ So it is opened without reading a row, and the rows of a block are read when its
 
 import hashlib
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
+from eagleray.base.files import cache_folder
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
@@ -118,7 +118,7 @@ def fetched(url: str) -> Path:
     if not here:
         raise FileNotFoundError(url)
     digest = hashlib.sha256(f"{url} {here[0].tag}".encode()).hexdigest()[:24]
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray" / "index" / f"{digest}.parquet"
+    path = cache_folder("index") / f"{digest}.parquet"
     if not path.exists():
         data = store.store(url).get(url)
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eagleray.base.errors import Outage, UserError
-from eagleray.base.files import alone, replace
+from eagleray.base.files import alone, atomic_path, write_atomic
 from eagleray.engine.host_copy import Snapshot
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ahead
@@ -103,16 +103,13 @@ class Writer:
         for left in self.scratch.glob("step-*.part"):  # by a writer that was killed; on a full disk it counts
             left.unlink()
         part, path, manifest = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
-        try:
+        with atomic_path(path, part=part):
             said |= serialise(state, part)
             self._verify(part, f"{self.place}/{name}.pt", said)
             if self.first:
                 self.first()
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
         try:
-            replace(manifest, json.dumps(said))
+            write_atomic(manifest, json.dumps(said))
             if remote(self.place):
                 store(self.place).put(f"{self.place}/{name}.json", manifest, patience=self.patience)
         except BaseException:
@@ -289,21 +286,25 @@ def _parsed(manifest: bytes) -> dict[str, Any] | None:
     return None
 
 
+class _Damaged(Exception):
+    """A checkpoint does not have the checksum of its manifest."""
+
+
 def _fetch(blob: Blob, path: Path, said: dict[str, Any], patience: float) -> bool:
     """Bring a checkpoint from its store. Returns whether it is intact."""
-    part, hashed = path.with_suffix(".part"), hashlib.sha256()
+    hashed = hashlib.sha256()
     try:
-        with part.open("wb") as f:
-            for piece in _pieces(blob, patience):
-                hashed.update(piece)
-                f.write(piece)
-        if hashed.hexdigest() != said["sha256"]:
-            return False
-        part.replace(path)
+        with atomic_path(path, part=path.with_suffix(".part")) as part:
+            with part.open("wb") as f:
+                for piece in _pieces(blob, patience):
+                    hashed.update(piece)
+                    f.write(piece)
+            if hashed.hexdigest() != said["sha256"]:
+                raise _Damaged
+    except _Damaged:
+        return False
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
     _leave(path.parent, path.stem)
     return True
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagleray.base.errors import UserError
+from eagleray.base.files import atomic_path
 from eagleray.models import vit
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
@@ -40,13 +41,12 @@ def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "backbone.safetensors"
     state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
-    part = path.with_name(".part.safetensors")
-    save_file(state, part)
     description = describe(network)
-    difference = compare(backbone, description, part)
-    if not difference <= TOLERANCE:
-        raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
-    part.replace(path)
+    with atomic_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
+        save_file(state, part)
+        difference = compare(backbone, description, part)
+        if not difference <= TOLERANCE:
+            raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
     description |= {"features": backbone.dim, "difference": difference}
     (folder / "backbone.json").write_text(json.dumps(description, indent=1))
     return path

@@ -1,12 +1,12 @@
 """Frozen features on disk, named after the weights and the images that they are of: no protocol computes them again."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from eagleray.base.files import atomic_path, cache_folder
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import Labelled
 
@@ -14,8 +14,8 @@ FORMAT = 1  # changes with what a file holds and with how images become features
 
 
 def folder() -> Path:
-    """Beside the working folders of remote runs. Any file there may be deleted."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray" / "features"
+    """Return the folder of cached features. Any file in it may be deleted."""
+    return cache_folder("features")
 
 
 def cached(
@@ -54,9 +54,5 @@ def _load(path: Path) -> Labelled | None:
 
 def _save(path: Path, features: Labelled) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with atomic_path(path) as part:
         save_file({"x": features.x.contiguous(), "y": features.y.contiguous()}, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

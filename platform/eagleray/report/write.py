@@ -34,7 +34,7 @@ def report(given: Sequence[str], out: Path | None = None) -> list[str]:
             made = sweep.page(beside)
         else:
             made = sections.page(runs[0], folder) if len(runs) == 1 else compare.page(runs, folder)
-        files.replace(path, render(made))
+        files.write_atomic(path, render(made))
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
     finally:

@@ -3,7 +3,6 @@ folder of its own."""
 
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -37,8 +36,7 @@ def view(out: str) -> Path:
 
 
 def _cached(out: str, kind: str) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "eagleray" / "runs" / f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}" / kind
+    return files.cache_folder("runs") / f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}" / kind
 
 
 def put(out: str, name: str, text: str) -> None:
@@ -113,7 +111,7 @@ class Copy:
                 with path.open("ab") as f:
                     f.write(data[len(here) :])
             elif not here.startswith(data):
-                files.replace(path, data)
+                files.write_atomic(path, data)
             self.tags[blob.url] = blob.tag
 
 

@@ -151,7 +151,7 @@ class Folder:
         found = read_lines(self.path / "health.jsonl")
         summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
         log.info("health: %s", words(found))
-        files.replace(self.path / "summary.json", json.dumps(summary, indent=1))
+        files.write_atomic(self.path / "summary.json", json.dumps(summary, indent=1))
         assert self.mlflow is not None
         self.mlflow.log({"step": summary["steps"] + 1} | summary)
         try:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.base.errors import Outage
-from eagleray.base.files import read_lines, replace
+from eagleray.base.files import read_lines, write_atomic
 from eagleray.runs import remote
 from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
+from eagleray.storage.retry import Transient, insist
 
 log = logging.getLogger(__name__)
 KEPT = 10_000  # records in memory while MLflow is away; metrics.jsonl has the older ones
@@ -266,7 +267,7 @@ class Run:
 
     def _remember(self, known: Mapping[str, str]) -> None:
         assert self.note is not None
-        replace(self.note, json.dumps({"uri": shown(self.tracking.uri), **known}))
+        write_atomic(self.note, json.dumps({"uri": shown(self.tracking.uri), **known}))
 
     def _experiment(self) -> str:
         """Made where it is missing; with our own SQLite its artifacts lie beside it and not in the working folder."""
@@ -351,16 +352,17 @@ def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: 
 
 def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
     """Call until it succeeds. Raises Outage after a minute."""
-    end, pause = time.monotonic() + PATIENCE, 0.5
-    while True:
+
+    def attempt() -> None:
         try:
-            return call()
-        except Exception as e:
-            if time.monotonic() + pause > end:
-                why = f"MLflow at {shown(tracking.uri)}: {one_line(e)}; the same command continues"
-                raise Outage(why) from None
-        time.sleep(pause)
-        pause = min(2 * pause, 5)
+            call()
+        except Exception as e:  # of the client, of the network, of the server
+            raise Transient(one_line(e)) from None
+
+    try:
+        insist(f"MLflow at {shown(tracking.uri)}", attempt, patience=PATIENCE)
+    except Outage as e:
+        raise Outage(f"{e}; the same command continues") from None
 
 
 def configure(timeout: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import alone
+from eagleray.base.files import alone, atomic_path
 from eagleray.storage.blob import Blob, room
 
 log = logging.getLogger(__name__)
@@ -56,25 +56,26 @@ class Cache:
         return self.folder / f"{name}.block"
 
     def _keep(self, path: Path, data: memoryview) -> None:
-        part = path.with_suffix(".part")
+        if len(data) > self.limit:
+            return
         try:
-            if len(data) <= self.limit:
+            with contextlib.ExitStack() as locks, atomic_path(path, part=path.with_suffix(".part")) as part:
                 part.write_bytes(data)
-                self._enter(part, path, len(data))
+                locks.enter_context(alone(self.folder / "lock"))  # held until the block has its name
+                self._make_room(len(data))
         except OSError as e:  # a full disk makes the run slower, not shorter
             log.warning("%s: cannot keep a block: %s", self.folder, e.strerror)
-            part.unlink(missing_ok=True)
 
-    def _enter(self, part: Path, path: Path, size: int) -> None:
-        """Give a block its name after the oldest have made way for it. After a kill the count may be too high, never
-        too low; it is corrected whenever it reaches the limit."""
-        with alone(self.folder / "lock"):
-            text = (self.folder / "used").read_text()
-            used = int(text) if text.isdigit() else self.limit
-            if used + size > self.limit:
-                used = self._evict(int(self.limit * (1 - ROOM)) - size)
-            (self.folder / "used").write_text(str(used + size))
-            part.replace(path)
+    def _make_room(self, size: int) -> None:
+        """Count a block of this size, after the oldest blocks have made room for it.
+
+        After a kill the count may be too high, never too low; it is corrected whenever it reaches the limit.
+        """
+        text = (self.folder / "used").read_text()
+        used = int(text) if text.isdigit() else self.limit
+        if used + size > self.limit:
+            used = self._evict(int(self.limit * (1 - ROOM)) - size)
+        (self.folder / "used").write_text(str(used + size))
 
     def _evict(self, target: int) -> int:
         """Delete blocks, the least recently used first, down to a target. Returns the bytes that are left."""

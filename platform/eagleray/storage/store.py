@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from braceexpand import braceexpand
+
 from eagleray.base.errors import Outage, UserError
+from eagleray.base.files import atomic_path
 from eagleray.storage.blob import Blob, room
 from eagleray.storage.retry import PATIENCE, Transient, insist
 from eagleray.storage.s3 import S3Store
@@ -79,12 +82,8 @@ class LocalStore:
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         path = local(url)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with atomic_path(path) as part:
             shutil.copyfile(source, part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
     def delete(self, url: str) -> None:
         local(url).unlink(missing_ok=True)
@@ -177,7 +176,7 @@ class Pattern:
 
 def patterns(url: str) -> Iterator[Pattern]:
     """What folders, globs and brace patterns mean, folder by folder. Raises UserError."""
-    for one in braces(absolute(url)):
+    for one in expand_braces(absolute(url)):
         folder, _, name = one.rpartition("/")
         if any(c in folder for c in "*?["):
             raise UserError(f"{url}: a wildcard may stand in the file name only")
@@ -221,19 +220,9 @@ def _list(folder: str, start: str, patience: float) -> list[Blob]:
         raise UserError(f"{e}; is the address right?") from None
 
 
-def braces(pattern: str) -> Iterator[str]:
-    """Every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if not match:
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell."""
+    try:
+        yield from braceexpand(pattern, escape=False)
+    except ValueError:  # unbalanced braces are part of a name
         yield pattern
-        return
-    head, tail = pattern[: match.start()], pattern[match.end() :]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span:
-        a, b = sorted(span.groups(), key=int)
-        width = max(len(a), len(b)) if re.match(r"0\d", a) or re.match(r"0\d", b) else 0
-        middles = [str(i).zfill(width) for i in range(int(a), int(b) + 1)]
-    else:
-        middles = match[1].split(",")
-    for middle in middles:
-        yield from braces(head + middle + tail)

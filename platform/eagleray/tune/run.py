@@ -63,7 +63,7 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
                 "another out= begins anew"
             )
         check_data(sweep, folder)
-        files.replace(folder / "environment.json", json.dumps(environment(), indent=1))
+        files.write_atomic(folder / "environment.json", json.dumps(environment(), indent=1))
         book.wait_again()
         return conduct(book, most)
 

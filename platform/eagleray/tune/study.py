@@ -68,7 +68,7 @@ class Book:
             self.rows[name] |= {"step": step, "steps": steps, "metric": value}
 
     def _write(self) -> None:
-        files.replace(self.folder / "trials.jsonl", "".join(json.dumps(r) + "\n" for r in self.rows.values()))
+        files.write_atomic(self.folder / "trials.jsonl", "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
         """How many are yet to be done."""
@@ -93,7 +93,7 @@ def begin(sweep: Sweep, folder: Path) -> None:
         differ = config.differences(_identity(config.load(Sweep, stored)), _identity(sweep))
         if differ:
             raise UserError(f"out={folder}: holds another sweep: {differ}; give another out=")
-    files.replace(stored, config.dump(sweep))
+    files.write_atomic(stored, config.dump(sweep))
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def write_best(book: Book, recipe: Recipe, best: Mapping[str, Any], *, workers: 
     tree = config.plain(recipe) | {"out": str(book.folder / "best"), "workers": workers}
     text = f"# Trial {best['id']} of {book.folder.name}: {book.sweep.objective.key} {best['metric']:.6g}.\n"
     path = book.folder / "best.yaml"
-    files.replace(path, text + yaml.safe_dump(tree, sort_keys=False))
+    files.write_atomic(path, text + yaml.safe_dump(tree, sort_keys=False))
     return path
 
 

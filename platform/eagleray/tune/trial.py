@@ -50,7 +50,7 @@ class Following:
         reap(self.out)
         for left in (".stop", ".failure", ".failed"):
             (self.out / left).unlink(missing_ok=True)
-        files.replace(self.out / "recipe.yaml", config.dump(self.recipe))
+        files.write_atomic(self.out / "recipe.yaml", config.dump(self.recipe))
         self.box = {}
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
