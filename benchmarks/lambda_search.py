@@ -16,8 +16,8 @@ import numpy as np
 
 from eagleray.data.index import open_index
 from eagleray.evaluation.target import subject
-from eagleray.protocols.features import extract, labelled
-from eagleray.protocols.logistic import STEPS, Problem, held_out, judged, search, strength
+from eagleray.protocols.features import extract_pooled, labelled_samples
+from eagleray.protocols.logistic import STEPS, Problem, search, strength, validation_rows, validation_score
 
 
 def main() -> None:
@@ -29,15 +29,17 @@ def main() -> None:
     for url in args.train:
         index = open_index(url, Path.cwd())
         size, resize = one.settings.size, one.settings.resize
-        x, y = (t.numpy() for t in extract(one.backbone, index, labelled(index), size=size, resize=resize))
+        x, y = (
+            t.numpy() for t in extract_pooled(one.backbone, index, labelled_samples(index), size=size, resize=resize)
+        )
         common.show({"data": Path(url).parent.name, "images": len(y)} | measure(x, y), as_json=args.json)
 
 
 def measure(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
     """Of features (n, D) and classes (n,)."""
-    y, held = np.unique(y, return_inverse=True)[1], held_out(y, 0)
+    y, held = np.unique(y, return_inverse=True)[1], validation_rows(y, 0)
     fitting, checking = (Problem(x[rows], y[rows], int(y.max()) + 1) for rows in (~held, held))
-    score = functools.cache(lambda step: judged(fitting, checking, step, "top1"))
+    score = functools.cache(lambda step: validation_score(fitting, checking, step, "top1"))
     out: dict[str, float] = {}
     for which, find in (("search", search), ("sweep", lambda score: max(range(STEPS + 1), key=score))):
         score.cache_clear()

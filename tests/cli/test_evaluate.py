@@ -31,7 +31,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import data_digest
-from eagleray.protocols.features import Labelled, extract, extracted, labelled
+from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled, labelled_samples
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.registry import PROTOCOLS
@@ -127,9 +127,11 @@ def test_a_backbone_with_too_few_blocks():
 
 def test_all_kinds_come_from_one_pass(shards: Path, forwards: list[int]):
     index, backbone = open_index(str(shards / "test")), network(options={"depth": 4})
-    found = extracted(backbone, index, labelled(index), size=16, resize=16, kinds=["last4", "pooled"])
+    found = extract_features(backbone, index, labelled_samples(index), size=16, resize=16, kinds=["last4", "pooled"])
     assert sum(forwards) == len(index)
-    torch.testing.assert_close(found["pooled"].x, extract(backbone, index, labelled(index), size=16, resize=16).x)
+    torch.testing.assert_close(
+        found["pooled"].x, extract_pooled(backbone, index, labelled_samples(index), size=16, resize=16).x
+    )
 
 
 def test_several_k_at_once_are_each_by_itself():
@@ -145,7 +147,7 @@ def test_the_best_epoch_is_beside_the_last():
     found = linear(train, test, epochs=6).numbers
     assert found["linear/best"] >= found["linear/top1"]
     assert 1 <= found["linear/best_epoch"] <= 6
-    shifted = Labelled(test.x, (test.y + 1) % 5)
+    shifted = LabelledFeatures(test.x, (test.y + 1) % 5)
     assert linear(train, shifted, epochs=6).numbers["linear/lr"] == found["linear/lr"]
 
 
@@ -183,11 +185,11 @@ def test_pixels_are_as_the_weights_want_them():
 def test_features_are_made_once_and_damaged_ones_again(tmp_path: Path):
     made: list[list[str]] = []
 
-    def make(missing: Any) -> dict[str, Labelled]:
+    def make(missing: Any) -> dict[str, LabelledFeatures]:
         made.append(list(missing))
-        return {k: Labelled(torch.full((2, 3), float(len(k))), torch.tensor([4, 5])) for k in missing}
+        return {k: LabelledFeatures(torch.full((2, 3), float(len(k))), torch.tensor([4, 5])) for k in missing}
 
-    def ask(backbone: str, *names: str, how: tuple[int, ...] = (16,)) -> dict[str, Labelled]:
+    def ask(backbone: str, *names: str, how: tuple[int, ...] = (16,)) -> dict[str, LabelledFeatures]:
         return feature_cache.cached(backbone, "data", names, how=how, make=make, note=lambda _: None)
 
     first = ask("a", "pooled")
@@ -209,7 +211,7 @@ def test_workers_give_the_features_of_one_process(
 ):
     url, one, found = str(shards / "test"), subject(str(trained)), []
     index = open_index(url, note=lambda _: None)
-    task = Task(one.given, None, url, labelled(index), 16, 16)
+    task = Task(one.given, None, url, labelled_samples(index), 16, 16)
     for workers in (0, 2):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(workers)))
         found.append(extraction.features(one, index, task, ["pooled"], workers=workers, note=print)["pooled"])
@@ -234,7 +236,7 @@ def test_a_data_digest_knows_every_image(tmp_path: Path):
         images = [b"P6 40 40 255\n" + x.tobytes() for x in pixels]
         write_shards((Sample(f"{i}", "ppm", x, i) for i, x in enumerate(images)), str(tmp_path / str(which)))
         index = open_index(str(tmp_path / str(which)), note=lambda _: None)
-        digests.add(data_digest(index, labelled(index)))
+        digests.add(data_digest(index, labelled_samples(index)))
     assert len(digests) == 2
 
 
@@ -243,9 +245,9 @@ def test_a_data_digest_is_of_the_images_not_of_their_folder(shards: Path, tmp_pa
     (tmp_path / "moved").mkdir()
     for file in (shards / "test").glob("*.tar"):
         (tmp_path / "moved" / file.name).write_bytes(file.read_bytes())
-    moved, some = open_index(str(tmp_path / "moved"), note=lambda _: None), labelled(index)
-    assert data_digest(index, some) == data_digest(moved, some)
-    assert data_digest(index, some) != data_digest(index, some[1:])
+    moved, samples = open_index(str(tmp_path / "moved"), note=lambda _: None), labelled_samples(index)
+    assert data_digest(index, samples) == data_digest(moved, samples)
+    assert data_digest(index, samples) != data_digest(index, samples[1:])
 
 
 def test_a_second_protocol_costs_no_forward_pass(request_: Callable[..., evaluate.Report], forwards: list[int]):
@@ -435,7 +437,7 @@ def test_shares_are_put_together_in_order():
     parts = list(Task("", None, "", samples, 16, 16).shares(["pooled"], 3))
     assert [len(p.samples) for p in parts] == [4, 3, 3]
     rows = [torch.from_numpy(p.samples) for p in parts]
-    done = [(p.number, {"pooled": Labelled(r.float()[:, None], r)}) for p, r in zip(parts, rows, strict=True)]
+    done = [(p.number, {"pooled": LabelledFeatures(r.float()[:, None], r)}) for p, r in zip(parts, rows, strict=True)]
     assert joined([done[2], done[0], done[1]])["pooled"].y.tolist() == samples.tolist()
 
 

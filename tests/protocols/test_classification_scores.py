@@ -58,5 +58,5 @@ def test_rankings_are_all_that_matters():
     two = scores[:, :2]
     above = (two[y == 1, 1] - two[y == 1, 0])[:, None] > (two[y == 0, 1] - two[y == 0, 0])[None]
     assert roc_auc(two, y) == pytest.approx(100 * above.mean()), "the share of pairs in order"
-    with pytest.raises(UserError, match="expected images of two classes to test on, found 1"):
+    with pytest.raises(UserError, match="expected test images of two classes, not 1"):
         roc_auc(two, np.zeros(80, int))

@@ -186,7 +186,7 @@ def test_a_sample_is_jittered_in_its_own_way_whatever_is_beside_it():
 
 def test_images_of_which_none_decodes(tmp_path: Path):
     write_shards(list(mosaics(1)), str(tmp_path))
-    with pytest.raises(UserError, match="no image there decodes"):
+    with pytest.raises(UserError, match="no image in this shard decodes"):
         correspondence(Ranks(), open_index(str(tmp_path)), size=32, resize=32)
 
 

@@ -9,16 +9,26 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 
 from eagleray.base.errors import UserError
-from eagleray.protocols.features import Labelled
-from eagleray.protocols.logistic import HELD, STEPS, Problem, held_out, judged, logistic, probe, search, strength
+from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.logistic import (
+    ONE_IN,
+    STEPS,
+    Problem,
+    logistic,
+    probe,
+    search,
+    strength,
+    validation_rows,
+    validation_score,
+)
 
 
-def clusters(n: int, *, spread: float, seed: int) -> Labelled:
+def clusters(n: int, *, spread: float, seed: int) -> LabelledFeatures:
     """Five gaussian classes in 16 dimensions."""
     g = torch.Generator().manual_seed(seed)
     centres = torch.randn(5, 16, generator=torch.Generator().manual_seed(9))
     y = torch.arange(n) % 5
-    return Labelled(centres[y] + spread * torch.randn(n, 16, generator=g), y)
+    return LabelledFeatures(centres[y] + spread * torch.randn(n, 16, generator=g), y)
 
 
 def test_the_search_finds_any_single_peak_as_a_sweep_does():
@@ -59,7 +69,7 @@ def test_classes_that_are_apart_are_told_apart_and_noise_is_not():
 
 def test_lambda_is_found_without_the_test_set():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
-    flipped = Labelled(test.x, (test.y + 1) % 5)
+    flipped = LabelledFeatures(test.x, (test.y + 1) % 5)
     one, other = logistic(train, test), logistic(train, flipped)
     assert one.numbers["logistic/lambda"] == other.numbers["logistic/lambda"]
     assert one.numbers["logistic/top1"] > other.numbers["logistic/top1"]
@@ -67,7 +77,7 @@ def test_lambda_is_found_without_the_test_set():
 
 def test_a_given_validation_set_finds_lambda_and_is_learnt_from_at_the_end():
     train, val, test = (clusters(n, spread=0.1, seed=s) for s, n in enumerate((200, 100, 100)))
-    few = Labelled(train.x[train.y < 4], train.y[train.y < 4])
+    few = LabelledFeatures(train.x[train.y < 4], train.y[train.y < 4])
     found = probe(few, val, test, metric="top1", seed=0, note=str)
     assert found.numbers["logistic/top1"] == 100, "class 4 is in the validation set alone"
     assert found.settings["validation"] == "100 images, given"
@@ -76,16 +86,16 @@ def test_a_given_validation_set_finds_lambda_and_is_learnt_from_at_the_end():
 
 def test_labels_may_be_any_numbers():
     train, test = clusters(200, spread=2.0, seed=0), clusters(100, spread=2.0, seed=1)
-    named = [Labelled(s.x, s.y * 1000 + 7) for s in (train, test)]
+    named = [LabelledFeatures(s.x, s.y * 1000 + 7) for s in (train, test)]
     assert logistic(*named).numbers == logistic(train, test).numbers
 
 
 def test_every_fifth_of_a_class_is_held_out():
     y = np.repeat([3, 0, 7], [50, 4, 9])
-    held = held_out(y, 0)
+    held = validation_rows(y, 0)
     assert [int(held[y == c].sum()) for c in (3, 0, 7)] == [10, 0, 1]
-    assert (held == held_out(y, 0)).all()
-    assert (held != held_out(y, 1)).any()
+    assert (held == validation_rows(y, 0)).all()
+    assert (held != validation_rows(y, 1)).any()
 
 
 def test_of_two_classes_the_probabilities_add_up():
@@ -99,7 +109,7 @@ def test_several_classes_of_an_image_each_have_a_classifier():
     g = torch.Generator().manual_seed(0)
     marks = torch.randint(0, 2, (400, 4), generator=g)
     x = marks.float() @ torch.randn(4, 12, generator=g) + 0.3 * torch.randn(400, 12, generator=g)
-    sets = Labelled(x[:300], marks[:300].clone()), Labelled(x[300:], marks[300:])
+    sets = LabelledFeatures(x[:300], marks[:300].clone()), LabelledFeatures(x[300:], marks[300:])
 
     def score() -> float:
         return probe(sets[0], None, sets[1], metric="map11", seed=0, note=str).numbers["logistic/map11"]
@@ -114,14 +124,21 @@ def test_several_classes_of_an_image_each_have_a_classifier():
 def test_labels_that_do_not_match_are_one_line():
     train, test = clusters(100, spread=1.0, seed=0), clusters(20, spread=1.0, seed=1)
     with pytest.raises(UserError, match="test set has label 5, which no training image has"):
-        logistic(train, Labelled(test.x, test.y + 1))
+        logistic(train, LabelledFeatures(test.x, test.y + 1))
     with pytest.raises(UserError, match="at least two classes"):
-        logistic(Labelled(train.x, train.y * 0), Labelled(test.x, test.y * 0))
-    with pytest.raises(UserError, match=f"no class has {HELD} training images"):
-        logistic(Labelled(train.x[:20], train.y[:20]), test)
+        logistic(LabelledFeatures(train.x, train.y * 0), LabelledFeatures(test.x, test.y * 0))
+    with pytest.raises(UserError, match=f"no class has {ONE_IN} training images"):
+        logistic(LabelledFeatures(train.x[:20], train.y[:20]), test)
     marks = torch.ones(100, 3, dtype=torch.long)
     with pytest.raises(UserError, match="training images with class 0 and without it"):
-        probe(Labelled(train.x, marks), None, Labelled(test.x, marks[:20]), metric="map11", seed=0, note=str)
+        probe(
+            LabelledFeatures(train.x, marks),
+            None,
+            LabelledFeatures(test.x, marks[:20]),
+            metric="map11",
+            seed=0,
+            note=str,
+        )
 
 
 @pytest.mark.slow
@@ -130,12 +147,12 @@ def test_the_search_finds_what_a_sweep_of_real_features_finds(load: Any):
     """Seven coarse values, then the neighbours of the best, against all 97."""
     x, y = load(return_X_y=True)
     x = (x - x.mean(0)) / x.std(0).clip(1e-6)
-    held = held_out(y, 0)
+    held = validation_rows(y, 0)
     fitting, checking = Problem(x[~held], y[~held], int(y.max()) + 1), Problem(x[held], y[held], int(y.max()) + 1)
 
     @functools.cache
     def score(step: int) -> tuple[float, float]:
-        return judged(fitting, checking, step, "top1")
+        return validation_score(fitting, checking, step, "top1")
 
     found = search(score)
     assert found == max(range(STEPS + 1), key=score)

@@ -10,7 +10,7 @@ from helpers.features import clusters
 from eagleray.config import signature
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.features import Labelled, extract, labelled, some
+from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
@@ -30,18 +30,18 @@ def test_classes_that_are_apart_are_told_apart(protocol):
 
 def test_the_probe_picks_its_rate_without_the_test_set():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
-    flipped = Labelled(test.x, (test.y + 1) % 5)
+    flipped = LabelledFeatures(test.x, (test.y + 1) % 5)
     rates = [linear(train, x, epochs=5).numbers["linear/lr"] for x in (test, flipped)]
     assert rates[0] == rates[1]
 
 
 def test_a_part_of_the_samples_keeps_every_class():
     samples = np.arange(2000)  # classes taking turns: every k-th sample would be of a few classes only
-    part = some(samples, 200)
+    part = subset(samples, 200)
     assert len(part) == 200
     assert (np.diff(part) > 0).all()
     assert len(set((part % 20).tolist())) == 20
-    assert (part == some(samples, 200)).all()
+    assert (part == subset(samples, 200)).all()
 
 
 def test_without_a_test_set_a_tenth_is_held_out(shards: Path):
@@ -49,7 +49,7 @@ def test_without_a_test_set_a_tenth_is_held_out(shards: Path):
     sets = ProbeSets.of(index, None, None)
     assert sets is not None
     assert len(sets.test_samples) == len(index) // 10
-    assert sorted([*sets.test_samples, *sets.train_samples]) == labelled(index).tolist()
+    assert sorted([*sets.test_samples, *sets.train_samples]) == labelled_samples(index).tolist()
 
 
 def test_a_run_records_what_the_protocols_measure(shards: Path):
@@ -59,8 +59,8 @@ def test_a_run_records_what_the_protocols_measure(shards: Path):
     assert sets is not None
     backbone = Backbone("vit_tiny_patch16_224", options={"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1})
     settings = Evaluate(size=16, resize=16, k=7, temperature=0.1, probe_epochs=4)
-    train = extract(backbone, index, sets.train_samples, size=16, resize=16)
-    test = extract(backbone, sets.test, sets.test_samples, size=16, resize=16)
+    train = extract_pooled(backbone, index, sets.train_samples, size=16, resize=16)
+    test = extract_pooled(backbone, sets.test, sets.test_samples, size=16, resize=16)
     train, test = renumber(train, test, torch.device("cpu"))
     expected = knn(train, test, k=7, ks=(), temperature=0.1).numbers | linear(train, test, epochs=4).numbers
     assert evaluate(backbone, sets, settings) == {key: expected[key] for key in RECORDED}
@@ -78,8 +78,8 @@ def test_without_epochs_a_run_trains_no_probe(shards: Path):
 def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path):
     index = open_index(str(shards / "test"))
     backbone = Backbone("vit_tiny_patch16_224", options={"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1})
-    whole = extract(backbone, index, labelled(index), size=16, resize=16)
-    few = extract(backbone, index, labelled(index)[7:9], size=16, resize=16)
+    whole = extract_pooled(backbone, index, labelled_samples(index), size=16, resize=16)
+    few = extract_pooled(backbone, index, labelled_samples(index)[7:9], size=16, resize=16)
     torch.testing.assert_close(whole.x[7:9], few.x)
     assert whole.y.tolist() == index.label.tolist()
     assert backbone.training

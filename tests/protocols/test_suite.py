@@ -9,18 +9,18 @@ from eagleray.base.errors import UserError
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.multilabel import bits
 from eagleray.protocols import classification_scores
-from eagleray.protocols.features import Labelled
+from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.suite import SUITE, suite
 
 
-def features(url: str) -> Labelled:
+def features(url: str) -> LabelledFeatures:
     """Of two classes that are easily told apart; the place's last part says which images they are."""
     g = torch.Generator().manual_seed(len(url.rpartition("/")[2]))
     y = torch.arange(40) % 2
     x = torch.randn(40, 3, generator=g) + 9 * y[:, None]
     if "voc2007" in url:
         y = torch.tensor([bits([int(c % 2 == k) for c in range(20)]) for k in y.tolist()])
-    return Labelled(x, y)
+    return LabelledFeatures(x, y)
 
 
 def make(root: Path, *places: str) -> str:
@@ -68,9 +68,9 @@ def test_several_classes_are_read_from_one_label(tmp_path: Path):
 def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
     root = make(tmp_path, "pcam/trainval", "pcam/test", "mnist/train", "mnist/test")
 
-    def strange(url: str) -> Labelled:
+    def strange(url: str) -> LabelledFeatures:
         x, y = features(url)
-        return Labelled(x, y * 2) if "pcam" in url else Labelled(x, y)
+        return LabelledFeatures(x, y * 2) if "pcam" in url else LabelledFeatures(x, y)
 
     found = suite(strange, root)
     assert found.settings["reasons"]["pcam"] == f"{root}/pcam/trainval: label 2, but pcam has 2 classes"
@@ -78,7 +78,7 @@ def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
 
 
 def test_nothing_there_is_one_line(tmp_path: Path):
-    with pytest.raises(UserError, match=r"none of the 18 sets can be used; .*food-101/test: no shards there"):
+    with pytest.raises(UserError, match=r"none of the 18 datasets can be used; .*food-101/test: no shards there"):
         suite(features, str(tmp_path))
 
 

@@ -13,7 +13,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import Step, fit
 from eagleray.methods.method import Method
-from eagleray.protocols.features import Labelled
+from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.monitor import ROWS, Bank, Monitor, layers
@@ -130,7 +130,7 @@ def test_knn_is_that_of_the_evaluation(recipe: Recipe):
     labels = torch.randint(10, (rows,), generator=torch.Generator().manual_seed(1))
     monitor = filled(recipe, rows, labels, torch.arange(rows))
     new, old = monitor.bank.newest(rows // 4), monitor.bank.newest(rows, skip=rows // 4)
-    want = knn(Labelled(old.features, old.labels), Labelled(new.features, new.labels), k=20).numbers
+    want = knn(LabelledFeatures(old.features, old.labels), LabelledFeatures(new.features, new.labels), k=20).numbers
     assert monitor.knn().item() == pytest.approx(want["knn/top1"], abs=0.5)
     assert 20 < want["knn/top1"] < 95
 

@@ -26,7 +26,7 @@ from eagleray.evaluation.target import Subject, subject
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import data_digest, digest, tree_digest
 from eagleray.protocols.eval_mode import check_images, check_patches
-from eagleray.protocols.features import Labelled, labelled
+from eagleray.protocols.features import LabelledFeatures, labelled_samples
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets, renumber
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
@@ -238,10 +238,10 @@ class Work:
             root = self.request.folders["suite"]
             seen: list[str] = []
 
-            def of(url: str) -> Labelled:
+            def of(url: str) -> LabelledFeatures:
                 index = self.opened(url)
-                seen.append(data_digest(index, labelled(index)))
-                return self.features(index, url, labelled(index), size, resize, [kind])[kind]
+                seen.append(data_digest(index, labelled_samples(index)))
+                return self.features(index, url, labelled_samples(index), size, resize, [kind])[kind]
 
             found = protocol.run(of, root, **own)
             return replace(found, settings={**how, **found.settings}), digest(sorted(seen))
@@ -274,7 +274,7 @@ class Work:
 
     def features(
         self, index: Index, url: str, samples: NDArray[np.int64], size: int, resize: int, wanted: Sequence[str]
-    ) -> dict[str, Labelled]:
+    ) -> dict[str, LabelledFeatures]:
         task = Task(self.subject.given, self.request.architecture, url, samples, size, resize)
         return features(self.subject, index, task, wanted, workers=self.request.workers, note=self.note)
 

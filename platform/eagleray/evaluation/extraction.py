@@ -16,7 +16,7 @@ from eagleray.engine import world
 from eagleray.evaluation import feature_cache
 from eagleray.evaluation.target import Subject, subject
 from eagleray.protocols.digests import data_digest
-from eagleray.protocols.features import Labelled, extracted
+from eagleray.protocols.features import LabelledFeatures, extract_features
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class Task:
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
 
-Share = tuple[int, dict[str, Labelled]]
+Share = tuple[int, dict[str, LabelledFeatures]]
 
 
 def features(
     one: Subject, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
-) -> dict[str, Labelled]:
+) -> dict[str, LabelledFeatures]:
     """Several kinds of features of the task's images: those kept on disk, or made by this process or by so many
     workers. Raises UserError and Outage."""
     device = world.local().device
     precision = "bfloat16" if device.type == "cuda" and not workers else "float32"
     task = replace(task, digest=one.digest)
 
-    def make(missing: Sequence[str]) -> dict[str, Labelled]:
+    def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {one.given}: {', '.join(missing)} features")
         with bar("images") as progress:
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
                 return joined(counted(ray_map(share, task.shares(missing, workers), workers=workers), tick))
-            return extracted(
+            return extract_features(
                 one.backbone.to(device),
                 index,
                 task.samples,
@@ -76,7 +76,7 @@ def share(task: Task) -> Share:
     if one.digest != task.digest:
         raise UserError(f"{task.given}: has other weights than a moment ago; name a checkpoint file, or try again")
     index = open_index(task.url, note=lambda _: None)
-    found = extracted(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
+    found = extract_features(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
     return task.number, found
 
 
@@ -86,8 +86,8 @@ def counted(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Sh
         tick(len(next(iter(part.values())).y))
 
 
-def joined(shares: Iterable[Share]) -> dict[str, Labelled]:
+def joined(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
     """In the order of the samples, in whatever order they came."""
     parts = [part for _, part in sorted(shares, key=lambda share: share[0])]
     there = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
-    return {k: Labelled(*map(torch.cat, zip(*(p[k] for p in there), strict=True))) for k in there[0]}
+    return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in there), strict=True))) for k in there[0]}

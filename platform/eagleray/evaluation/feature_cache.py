@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from eagleray.base.files import atomic_path, cache_folder
 from eagleray.protocols.digests import digest
-from eagleray.protocols.features import Labelled
+from eagleray.protocols.features import LabelledFeatures
 
 FORMAT = 1  # changes with what a file holds and with how images become features
 
@@ -24,9 +24,9 @@ def cached(
     kinds: Sequence[str],
     *,
     how: Sequence[object],
-    make: Callable[[Sequence[str]], dict[str, Labelled]],
+    make: Callable[[Sequence[str]], dict[str, LabelledFeatures]],
     note: Callable[[str], None],
-) -> dict[str, Labelled]:
+) -> dict[str, LabelledFeatures]:
     """Features of each kind, for the digests of a backbone and of data; `how` is all else that they depend on. Those
     that are not on disk are made together, and kept."""
     paths = {}
@@ -44,15 +44,15 @@ def cached(
     return {kind: found[kind] for kind in kinds}
 
 
-def _load(path: Path) -> Labelled | None:
+def _load(path: Path) -> LabelledFeatures | None:
     """None where there is no such file, or one that is damaged."""
     try:
-        return Labelled(**load_file(path))
+        return LabelledFeatures(**load_file(path))
     except (OSError, SafetensorError, TypeError):
         return None
 
 
-def _save(path: Path, features: Labelled) -> None:
+def _save(path: Path, features: LabelledFeatures) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part:
         save_file({"x": features.x.contiguous(), "y": features.y.contiguous()}, part)

@@ -1,4 +1,4 @@
-"""The classifier that was trained, on images that it was not trained with."""
+"""Measure the accuracy of a classifier on test images."""
 
 from typing import Protocol
 
@@ -8,43 +8,45 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.data.index import Index
-from eagleray.protocols.eval_mode import Net, evaluating
-from eagleray.protocols.features import batches, labelled
+from eagleray.protocols.eval_mode import Net, in_eval_mode
+from eagleray.protocols.features import batches, labelled_samples
 from eagleray.views.photometric import normalised
 
 TOP = 5
 
 
-class Classifies(Net, Protocol):
+class ClassifierNet(Net, Protocol):
+    """A network with a classification head."""
+
     def classify(self, images: Tensor) -> Tensor:
-        """Scores (B, C) of images (B, 3, H, W)."""
+        """Return class scores (B, C) for images (B, 3, H, W)."""
 
 
 @torch.inference_mode()
-@evaluating
-def classifier(net: Classifies, index: Index, *, size: int, resize: int, device: torch.device) -> dict[str, float]:
-    """Percent of the labelled images whose class is the likeliest, or one of the five likeliest; and the mean of the
-    former over classes. Ranks share the images; the numbers are the same on all. Broken images are left out."""
-    mine = np.array_split(labelled(index), dist.size())[dist.rank()]
-    ys, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for found, images in batches(index, mine, size, resize):
-        y = torch.from_numpy(index.label[found])
+@in_eval_mode
+def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, device: torch.device) -> dict[str, float]:
+    """Measure top-1 and top-5 accuracy in percent on the labelled images, and the mean over classes of top-1. The ranks
+    share the images and return the same numbers. Images that do not decode are left out."""
+    mine = np.array_split(labelled_samples(index), dist.size())[dist.rank()]
+    ys, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for rows, images in batches(index, mine, size, resize):
+        y = torch.from_numpy(index.label[rows])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             z = net.classify(normalised(images, device))
         best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
         hit = best == y.unsqueeze(1)
         ys.append(y.numpy())
-        places.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
-    parts = dist.objects((np.concatenate(ys), np.concatenate(places)))
-    label, place = (np.concatenate(p) for p in zip(*parts, strict=True))
-    return accuracies(label, place)
+        positions.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
+    parts = dist.objects((np.concatenate(ys), np.concatenate(positions)))
+    label, position = (np.concatenate(p) for p in zip(*parts, strict=True))
+    return accuracies(label, position)
 
 
-def accuracies(label: np.ndarray, place: np.ndarray) -> dict[str, float]:
-    """Of classes (n,) and where they came in (n,), from 0 on."""
+def accuracies(label: np.ndarray, position: np.ndarray) -> dict[str, float]:
+    """Return the accuracies in percent for classes (n,) and their positions (n,) in the ranking of scores, from 0."""
     if not len(label):
         return {}
-    right = place == 0
+    right = position == 0
     each = [right[label == y].mean() for y in np.unique(label)]
-    out = {"top1": right.mean(), "top5": (place < TOP).mean(), "mean_per_class": np.mean(each)}
+    out = {"top1": right.mean(), "top5": (position < TOP).mean(), "mean_per_class": np.mean(each)}
     return {f"classifier/{name}": 100 * float(value) for name, value in out.items()}

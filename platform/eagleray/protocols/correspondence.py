@@ -1,5 +1,5 @@
-"""Whether a backbone finds patches again in the mirrored and recoloured image, without labels: the correspondence
-benchmark of EsViT, Li et al. 2021, arXiv:2106.09785, section 2.1 and appendix C.7."""
+"""Measure how often a backbone matches a patch to itself in the mirrored and recoloured image, without labels: the
+correspondence benchmark of EsViT, Li et al. 2021, arXiv:2106.09785, section 2.1 and appendix C.7."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,69 +14,73 @@ from eagleray.base import dist
 from eagleray.config.view import View
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.eval_mode import evaluating
-from eagleray.protocols.features import batches, some, undecoded
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.features import batches, no_image_error, subset
 from eagleray.views import photometric, sampling
 
-PAIRS = 10  # of an image, the most alike, that count
-IMAGES = 50_000  # as many as the paper's: ImageNet's validation images
+PAIRS = 10  # most similar pairs of an image that count
+IMAGES = 50_000  # as in the paper: ImageNet's validation images
 BATCH = 128  # images, two views of each
-# The paper says RandomGrayscale; the authors' code, whose numbers the paper gives, leaves no second view its colours.
+# The paper says RandomGrayscale; the authors' code, which made the paper's numbers, makes every second view grey.
 MIRRORED = sampling.Views.of([View(flip=1.0, jitter=0.8, gray=1.0)])
 
 
 class Matches(NamedTuple):
-    """The k pairs of patches of two images that are most alike, likest first."""
+    """The k most similar pairs of patches of two images, the most similar first."""
 
     one: Tensor  # (..., k) patches of one image
-    other: Tensor  # (..., k) the patch of the other that is most like each
+    other: Tensor  # (..., k) the most similar patch of the other image for each
     cosine: Tensor  # (..., k)
 
 
 def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
-    """Every patch of one (..., N, D) finds its likest of the other (..., M, D); the k likest of these N pairs, or all
-    where N is less. Ties are won by the patches that come first, so the same vectors make the same pairs."""
-    likest = (F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).mT).max(-1)
-    cosine, place = (x[..., :k] for x in likest.values.sort(dim=-1, descending=True, stable=True))
-    return Matches(place, likest.indices.gather(-1, place), cosine)
+    """Pair every patch of one image (..., N, D) with the most similar of the other (..., M, D), and return the k most
+    similar of these N pairs, or all if N is smaller. Of equal patches the first wins, so equal vectors give equal
+    pairs."""
+    nearest = (F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).mT).max(-1)
+    cosine, order = (x[..., :k] for x in nearest.values.sort(dim=-1, descending=True, stable=True))
+    return Matches(order, nearest.indices.gather(-1, order), cosine)
 
 
 def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int = PAIRS) -> Tensor:
-    """Accuracy and error (..., 2) for patches (..., N, D) of an image and of its mirror image, of size (H, W) both. The
-    truth is the mirrored place; the error is how far away the found one is, centre to centre, in pixels."""
+    """Return accuracy and error (..., 2) of the matches between the patches (..., N, D) of an image and those of its
+    mirror image, both of size (H, W). The truth is the mirrored position; the error is the distance of the matched
+    patch from it, centre to centre, in pixels."""
     h, w = grid
-    found = matches(one, other, k)
-    down = found.other // w - found.one // w
-    right = found.other % w - (w - 1 - found.one % w)
+    pairs = matches(one, other, k)
+    down = pairs.other // w - pairs.one // w
+    right = pairs.other % w - (w - 1 - pairs.one % w)
     error = torch.hypot(down * (size[0] / h), right * (size[1] / w))
     return torch.stack([(error == 0).float().mean(-1), error.mean(-1)], -1)
 
 
 @torch.inference_mode()
-@evaluating
+@in_eval_mode
 def correspondence(
     backbone: Backbone, index: Index, *, size: PositiveInt, resize: PositiveInt, limit: PositiveInt = IMAGES
 ) -> dict[str, float]:
-    """Means over at most `limit` images, those that do not decode left out: accuracy as a share, error in pixels; the
-    same on every rank and each time. Raises UserError when no image decodes."""
+    """Measure accuracy, from 0 to 1, and error in pixels as means over at most `limit` images, always the same ones.
+    All ranks return the same numbers. Images that do not decode are left out.
+
+    Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
-    mine = np.array_split(some(np.arange(len(index)), limit), dist.size())[dist.rank()]
-    found = [np.empty((0, 2))]
+    mine = np.array_split(subset(np.arange(len(index)), limit), dist.size())[dist.rank()]
+    parts = [np.empty((0, 2))]
     for samples, crops in batches(index, mine, size, resize, BATCH):
         # In float32 also on a GPU: neighbouring patches differ by little.
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
-        found.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())
-    each = np.concatenate(dist.objects(np.concatenate(found)))  # (n, 2)
+        parts.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())
+    each = np.concatenate(dist.objects(np.concatenate(parts)))  # (n, 2)
     if not len(each):
-        raise undecoded(index)
+        raise no_image_error(index)
     accuracy, error = each.mean(0).tolist()
     return {"correspondence/accuracy": accuracy, "correspondence/error": error, "correspondence/images": len(each)}
 
 
 def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """uint8 crops (B, 3, S, S) as they are and mirrored, jittered and grey, normalised both. A sample's number alone
-    says how it is jittered."""
+    """Return crops (B, 3, S, S), uint8, normalised, and the same crops mirrored, jittered and grey. The jitter depends
+    on the sample's number alone."""
     u = np.stack([sampling.uniforms(1, seed=0, epoch=0, sample=s) for s in samples])  # (B, 1, WIDTH)
     params = torch.from_numpy(sampling.photometrics(MIRRORED, u)[:, 0])
     return photometric.normalised(crops, crops.device), photometric.apply(crops, params)

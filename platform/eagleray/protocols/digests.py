@@ -1,4 +1,4 @@
-"""Short names of what was evaluated, on what and how: equal for what gives equal numbers."""
+"""Compute short digests of backbones, data and settings; they are equal where the results are."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ LENGTH = 16  # hexadecimal digits
 
 
 def digest(*parts: object) -> str:
-    """Of anything that JSON can say."""
+    """Return the digest of values that JSON can write."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:LENGTH]
 
 
 def weights_digest(net: nn.Module, *about: object) -> str:
-    """Of a network's tensors and what else is to be said of it."""
+    """Return the digest of a network's tensors and of the words `about` it."""
     total = hashlib.sha256(" ".join(map(str, about)).encode())
     for name, tensor in sorted(net.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -29,7 +29,7 @@ def weights_digest(net: nn.Module, *about: object) -> str:
 
 
 def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
-    """Of some samples: their images, whatever folder their shards lie in, and their labels."""
+    """Return the digest of the images and labels of these samples; the folder of their shards does not matter."""
     total = hashlib.sha256(json.dumps([(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]).encode())
     total.update(samples.tobytes())
     total.update(index.crc[samples].tobytes())
@@ -38,6 +38,6 @@ def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
 
 
 def tree_digest(root: Path, *, times: bool = False) -> str:
-    """Of a folder's files, by name and size; with `times` also by when they were last written."""
+    """Return the digest of the names and sizes of a folder's files, with `times` also of their modification times."""
     files = sorted((str(p.relative_to(root)), p.stat()) for p in root.rglob("*") if p.is_file())
     return digest([(name, s.st_size, s.st_mtime_ns if times else 0) for name, s in files])

@@ -1,4 +1,4 @@
-"""Networks of any library, while something is measured with them."""
+"""Run networks of any library in evaluation mode, and explain how their forward passes fail."""
 
 import contextlib
 import functools
@@ -14,6 +14,8 @@ NOT_FINITE = "its features are not finite numbers"
 
 
 class Net(Protocol):
+    """What has a training mode: a module of ours or of a library."""
+
     training: bool
 
     def train(self, mode: bool = True) -> object: ...
@@ -24,9 +26,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def evaluating(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P], R]:
-    """A function whose first argument is a network, which is in evaluation mode meanwhile and in its own again
-    afterwards, whatever happens."""
+def in_eval_mode(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P], R]:
+    """Decorate a function whose first argument is a network: it runs with the network in evaluation mode, and the mode
+    is restored afterwards, also after an error."""
 
     @functools.wraps(f)
     def wrapped(net: N, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,8 +43,9 @@ def evaluating(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P],
 
 
 @contextlib.contextmanager
-def trying(backbone: Backbone, lacks: str) -> Iterator[None]:
-    """Raises UserError with what the backbone lacks for an error of its model, which each says in its own way."""
+def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
+    """Turn any error of the backbone's model into a UserError that says what the backbone lacks: every architecture
+    fails in its own words."""
     try:
         yield
     except UserError:
@@ -55,18 +58,18 @@ def trying(backbone: Backbone, lacks: str) -> Iterator[None]:
 @torch.inference_mode()
 def check_images(backbone: Backbone, size: int) -> None:
     """Raises UserError when the backbone cannot take images of this size."""
-    with trying(backbone, f"cannot take images of --size {size}"):
-        found = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
-        if not found.isfinite().all():
+    with explain_failure(backbone, f"cannot take images of --size {size}"):
+        pooled = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        if not pooled.isfinite().all():
             raise ValueError(NOT_FINITE)
 
 
 @torch.inference_mode()
 def check_patches(backbone: Backbone, size: int) -> None:
     """Raises UserError when the backbone has no patch tokens on a grid."""
-    with trying(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
-        found = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
-        if found.patches.shape[1] != found.grid[0] * found.grid[1]:
-            raise ValueError("their number is not that of a grid")
-        if not found.patches.isfinite().all():
+    with explain_failure(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
+        features = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        if features.patches.shape[1] != features.grid[0] * features.grid[1]:
+            raise ValueError("their number does not fit the grid")
+        if not features.patches.isfinite().all():
             raise ValueError(NOT_FINITE)

@@ -1,5 +1,5 @@
-"""Maps of an image from any backbone, for what finds objects or tells the class of every pixel: the stages of a
-pyramid, or blocks of a ViT, which all work on one grid."""
+"""Read feature maps from any backbone, for detection and segmentation: the stages of a pyramid, or blocks of a ViT,
+which all have one grid."""
 
 from collections.abc import Sequence
 
@@ -8,25 +8,27 @@ from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.eval_mode import evaluating, trying
+from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 
-SIZE = 224  # pixels of an image that patches of 7, 8, 14, 16 and 32 all fit into
-SHARES = (0.25, 0.5, 1.0, 2.0)  # of a ViT's patch: the cells of its rescaled maps
+SIZE = 224  # pixels; a multiple of patches of 7, 8, 14, 16 and 32
+SHARES = (0.25, 0.5, 1.0, 2.0)  # cells of a ViT's rescaled maps, as shares of its patch
 COARSEST = 32  # pixels from cell to cell of the last map of a pyramid
 
 
 class Maps(nn.Module):
-    """Images (B, 3, H, W), each side a multiple of `cell`, to maps (B, dims[i], h, w), the finest first.
+    """Map images (B, 3, H, W), whose sides are multiples of `cell`, to feature maps (B, dims[i], h, w), the finest
+    first.
 
-    A ViT's are read after the blocks `taps`, counted from 1 as if it had twelve. With `rescale` they become four times
-    and twice as fine, as they are and half as fine, as in XCiT (El-Nouby et al. 2021, arXiv:2106.09681); without, they
-    stay on its grid, as in SelfPatch's code for segmentation. `steps` are the pixels from cell to cell of each map.
-    Raises UserError for a backbone without grids."""
+    The maps of a ViT are read after the blocks `taps`, counted from 1 as if it had twelve. With `rescale` their grids
+    become 4, 2, 1 and 1/2 times as fine, as in XCiT (El-Nouby et al. 2021, arXiv:2106.09681); without it they keep the
+    ViT's grid, as in SelfPatch's code for segmentation. `steps` are the pixels between the cells of each map.
+
+    Raises UserError when the backbone has no grids."""
 
     def __init__(self, backbone: Backbone, taps: Sequence[int], *, rescale: bool) -> None:
         super().__init__()
         self.backbone = backbone
-        shapes = [x.shape for x in sample(backbone)]
+        shapes = [x.shape for x in probe(backbone)]
         self.taps = list(range(len(shapes)))
         self.cell, self.steps = COARSEST, [SIZE / s[3] for s in shapes]
         if flat := len({s[2:] for s in shapes}) == 1:
@@ -38,7 +40,9 @@ class Maps(nn.Module):
         if flat and rescale:
             parts = rescalers(self.dims)
         elif not flat and any(isinstance(m, nn.LayerNorm) for m in backbone.modules()):
-            parts = [LayerNorm2d(dim) for dim in self.dims]  # of tokens that no norm has seen yet, as Swin's code has
+            parts = [
+                LayerNorm2d(dim) for dim in self.dims
+            ]  # these tokens have not passed a norm; Swin's code adds the same
         self.scale = nn.ModuleList(parts)
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -47,18 +51,20 @@ class Maps(nn.Module):
 
 
 def rescalers(dims: Sequence[int]) -> list[nn.Module]:
-    """From the grid of a ViT to one four times as fine, twice as fine, as it is, and half as fine."""
+    """Build the modules that make the four maps of a ViT 4, 2, 1 and 1/2 times as fine as its grid."""
     a, b, _, _ = dims
     up = nn.ConvTranspose2d(a, a, 2, 2), nn.BatchNorm2d(a), nn.GELU(), nn.ConvTranspose2d(a, a, 2, 2)
     return [nn.Sequential(*up), nn.ConvTranspose2d(b, b, 2, 2), nn.Identity(), nn.MaxPool2d(2)]
 
 
 @torch.no_grad()
-@evaluating
-def sample(backbone: Backbone) -> list[Tensor]:
-    """What each stage or block gives for an empty image. Raises UserError."""
-    with trying(backbone, f"gives no maps of {SIZE} x {SIZE} pixels"):
-        found = backbone.grids(torch.zeros(1, 3, SIZE, SIZE, device=next(backbone.parameters()).device), every=True)[1]
-        if len(found) < 2 or any(x.ndim != 4 for x in found):
-            raise ValueError(f"{len(found)} outputs")
-    return found
+@in_eval_mode
+def probe(backbone: Backbone) -> list[Tensor]:
+    """Return the output of each stage or block for an empty image.
+
+    Raises UserError when the backbone has fewer than two, or no maps."""
+    with explain_failure(backbone, f"gives no maps of {SIZE} x {SIZE} pixels"):
+        maps = backbone.grids(torch.zeros(1, 3, SIZE, SIZE, device=next(backbone.parameters()).device), every=True)[1]
+        if len(maps) < 2 or any(x.ndim != 4 for x in maps):
+            raise ValueError(f"{len(maps)} outputs")
+    return maps

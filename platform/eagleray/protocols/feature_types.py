@@ -1,4 +1,4 @@
-"""Which vectors of a backbone a protocol classifies: the pooled one, or what DINO and EsViT take of the last blocks."""
+"""Read the types of features that protocols classify: the pooled vector, or the last blocks as in DINO and EsViT."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import handed_on, stages
-from eagleray.protocols.eval_mode import NOT_FINITE, trying
+from eagleray.protocols.eval_mode import NOT_FINITE, explain_failure
 
 KINDS = {
     "pooled": "the class token, or the mean patch where there is none",
@@ -21,8 +21,9 @@ BLOCKS = 4
 
 
 def read(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, Tensor]:
-    """Vectors (B, D) of each kind for images (B, 3, H, W), all from one forward pass. Raises UserError for a backbone
-    that lacks them."""
+    """Return vectors (B, D) of each type for images (B, 3, H, W), from one forward pass.
+
+    Raises UserError when the backbone lacks one of the types."""
     blocks = last_blocks(backbone.model) if "last4" in kinds else []
     out = {}
     with handed_on(blocks) as seen:
@@ -31,17 +32,17 @@ def read(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, 
             out["avgpool"] = torch.cat([out["pooled"], patches.mean(1)], 1)
         else:
             out["pooled"] = backbone.pooled(images)
-    out["last4"] = torch.cat([summary(backbone.model, x) for x in seen] or [out["pooled"]], 1)
+    out["last4"] = torch.cat([block_vector(backbone.model, x) for x in seen] or [out["pooled"]], 1)
     return {kind: out[kind] for kind in kinds}
 
 
 def check(backbone: Backbone, kind: str, size: int) -> None:
-    """Raises UserError when the backbone cannot give such features of images of this size."""
+    """Raises UserError when the backbone has no features of this type for images of this size."""
     if kind not in KINDS:
         raise UserError(f"--features {kind}: unknown{config.nearest(kind, list(KINDS))}")
     x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
     try:
-        with torch.inference_mode(), trying(backbone, f"gives no {kind} features of images of --size {size}"):
+        with torch.inference_mode(), explain_failure(backbone, f"gives no {kind} features of images of --size {size}"):
             if not all(value.isfinite().all() for value in read(backbone, x, [kind]).values()):
                 raise ValueError(NOT_FINITE)
     except UserError as e:
@@ -49,6 +50,7 @@ def check(backbone: Backbone, kind: str, size: int) -> None:
 
 
 def has(backbone: Backbone, kind: str, size: int) -> bool:
+    """Whether the backbone has features of this type for images of this size."""
     try:
         check(backbone, kind, size)
     except UserError:
@@ -57,39 +59,40 @@ def has(backbone: Backbone, kind: str, size: int) -> bool:
 
 
 def last_blocks(model: Any) -> list[Any]:
-    """The last 4 blocks, whatever stages they are in; none of a ResNet, of which DINO takes the pooled vector."""
+    """Return the last 4 blocks, of whatever stages; none of a ResNet, where DINO uses the pooled vector.
+
+    Raises UserError when there are fewer than 4."""
     parts = stages(model)
     if hasattr(model, "layer4"):
         return []
     blocks = parts if hasattr(model, "blocks") else [block for part in parts for block in blocks_of(part)]
     if len(blocks) < BLOCKS:
-        raise UserError(f"{type(model).__name__} has {len(blocks)} blocks, and its last {BLOCKS} were asked for")
+        raise UserError(f"{type(model).__name__} has {len(blocks)} blocks, and its last {BLOCKS} are needed")
     return blocks[-BLOCKS:]
 
 
 def blocks_of(stage: Any) -> list[Any]:
-    """The blocks of a stage, without what changes the grid before them."""
+    """Return the blocks of a stage, without the layer before them that changes the grid."""
     inside = stage.blocks if hasattr(stage, "blocks") else stage
     try:
         return [m for m in inside if hasattr(m, "mlp")]
     except TypeError:
-        raise UserError(f"{type(stage).__name__} has no blocks that could be read one by one") from None
+        raise UserError(f"{type(stage).__name__} has no blocks that can be read one by one") from None
 
 
-def summary(model: Any, tokens: Tensor) -> Tensor:
-    """What a block is summed up by (B, C): through the final norm where it is as wide as that, then a ViT's class token
-    or the mean patch. The tokens are (B, N, C), (B, h, w, C) or (B, C, h, w)."""
+def block_vector(model: Any, tokens: Tensor) -> Tensor:
+    """Reduce the tokens of a block, (B, N, C), (B, h, w, C) or (B, C, h, w), to a vector (B, C): a ViT's class token or
+    the mean patch, after the final norm if it has the same width."""
     if tokens.ndim == 4:
         nchw = getattr(model, "stage_fmt", getattr(model, "output_fmt", "NCHW")) != "NHWC"
         tokens = (tokens.permute(0, 2, 3, 1) if nchw else tokens).flatten(1, 2)
-    if tokens.shape[2] == model.num_features:  # of the last stage, the others are wider apart: EsViT leaves them raw
+    if tokens.shape[2] == model.num_features:  # the last stage; EsViT leaves the others without a norm
         tokens = getattr(model, "norm", nn.Identity())(tokens)
-    prefix = prefixed(model, tokens)
-    return tokens[:, 0] if prefix else tokens.mean(1)
+    return tokens[:, 0] if has_class_token(model, tokens) else tokens.mean(1)
 
 
-def prefixed(model: Any, tokens: Tensor) -> bool:
-    """Whether tokens (B, N, C) begin with a class token, or with the global one of a stage of ViL."""
+def has_class_token(model: Any, tokens: Tensor) -> bool:
+    """Whether the first of the tokens (B, N, C) is a class token, or the global token of a stage of ViL."""
     if getattr(model, "cls_token", None) is not None:
         return True
     return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1

@@ -1,4 +1,4 @@
-"""Frozen features of labelled images, extracted once for all protocols."""
+"""Extract the features of a backbone, frozen, for the images of shards."""
 
 import os
 from collections import deque
@@ -16,31 +16,33 @@ from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.eval_mode import evaluating
+from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.feature_types import read
 from eagleray.storage import store
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalised
 
 BATCH = 256
-AHEAD = 4  # batches decoded while one is in the backbone
+AHEAD = 4  # batches that are decoded while one is in the backbone
 
 
-class Labelled(NamedTuple):
-    """n images."""
+class LabelledFeatures(NamedTuple):
+    """Features and classes of n images."""
 
     x: Tensor  # (n, D) features, not normalised
     y: Tensor  # (n,) classes
 
 
-def extract(backbone: Backbone, index: Index, samples: NDArray[np.int64], *, size: int, resize: int) -> Labelled:
-    """Pooled features of some samples, shared out over the ranks and gathered on all. Broken images are left out."""
-    return extracted(backbone, index, samples, size=size, resize=resize)["pooled"]
+def extract_pooled(
+    backbone: Backbone, index: Index, samples: NDArray[np.int64], *, size: int, resize: int
+) -> LabelledFeatures:
+    """Extract the pooled features of these samples; see `extract_features`."""
+    return extract_features(backbone, index, samples, size=size, resize=resize)["pooled"]
 
 
 @torch.inference_mode()
-@evaluating
-def extracted(
+@in_eval_mode
+def extract_features(
     backbone: Backbone,
     index: Index,
     samples: NDArray[np.int64],
@@ -49,26 +51,29 @@ def extracted(
     resize: int,
     kinds: Sequence[str] = ("pooled",),
     tick: Callable[[int], None] = lambda _: None,
-) -> dict[str, Labelled]:
-    """The same for several kinds of features, with one forward pass for all; `tick` is told how many images are done.
-    Raises UserError for a backbone that lacks one of them."""
+) -> dict[str, LabelledFeatures]:
+    """Extract several types of features of these samples in one forward pass. The ranks share the images, and all of
+    them return all features. Images that do not decode are left out. `tick` is called with the number of images of each
+    batch.
+
+    Raises UserError when the backbone lacks one of the types."""
     device = next(backbone.parameters()).device
     xs: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     ys = [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
-    for found, images in batches(index, mine, size, resize):
+    for rows, images in batches(index, mine, size, resize):
         x = normalised(images, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             for kind, value in read(backbone, x, kinds).items():
                 xs[kind].append(value.float().cpu())
-        ys.append(torch.from_numpy(index.label[found]))
-        tick(len(found))
+        ys.append(torch.from_numpy(index.label[rows]))
+        tick(len(rows))
     parts = dist.objects(({kind: torch.cat(x).numpy() for kind, x in xs.items() if x}, torch.cat(ys).numpy()))
     y = torch.from_numpy(np.concatenate([y for _, y in parts]))
     return {
-        kind: Labelled(torch.from_numpy(np.concatenate([x[kind] for x, _ in parts if x])), y)
+        kind: LabelledFeatures(torch.from_numpy(np.concatenate([x[kind] for x, _ in parts if x])), y)
         if len(y)
-        else Labelled(torch.empty(0, backbone.dim), y)
+        else LabelledFeatures(torch.empty(0, backbone.dim), y)
         for kind in kinds
     }
 
@@ -76,12 +81,12 @@ def extracted(
 def batches(
     index: Index, samples: NDArray[np.int64], size: int, resize: int, batch: int = BATCH
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """The samples that decode and their centre crops (B, 3, size, size), uint8; some batches are decoded ahead of the
-    one in use."""
+    """Yield the samples that decode and their centre crops (B, 3, size, size), uint8. Threads decode the next batches
+    while one is in use."""
 
     def load(chunk: NDArray[np.int64]) -> list[tuple[int, Tensor]]:
-        found = ((s, image(index, s, size, resize)) for s in chunk.tolist())
-        return [(s, x) for s, x in found if x is not None]
+        images = ((s, image(index, s, size, resize)) for s in chunk.tolist())
+        return [(s, x) for s, x in images if x is not None]
 
     chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
     with ThreadPoolExecutor(max((os.cpu_count() or 1) // dist.size(), 1)) as pool:
@@ -95,6 +100,7 @@ def batches(
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
+    """Read the centre crop (3, size, size), uint8, of a sample; None if it does not decode."""
     rows = index.rows(sample, sample + 1)
     data = store.store(rows.blob.url).read(rows.blob.url, int(rows.offset[0]), int(rows.size[0]))
     try:
@@ -103,18 +109,19 @@ def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
         return None
 
 
-def labelled(index: Index) -> NDArray[np.int64]:
-    """The samples that have a label."""
+def labelled_samples(index: Index) -> NDArray[np.int64]:
+    """Return the samples that have a label."""
     return np.flatnonzero(index.label >= 0)
 
 
-def undecoded(index: Index) -> UserError:
-    """What is to be said where an image was needed and none could be used."""
-    return UserError(f"{index.shards[0].url}: no image there decodes, nor in the shards beside it")
+def no_image_error(index: Index) -> UserError:
+    """The error to raise when an image is needed and none of the shards has one that decodes."""
+    return UserError(f"{index.shards[0].url}: no image in this shard decodes, nor in the shards beside it")
 
 
-def some(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:
-    """At most `count` of the samples, in their order; drawn, always the same ones, as classes may take turns."""
+def subset(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:
+    """Draw at most `count` of the samples, always the same ones, and keep their order. They are drawn at random because
+    every n-th sample would miss classes that alternate."""
     if count is None or count >= len(samples):
         return samples
     return np.sort(np.random.default_rng(0).choice(samples, count, replace=False))

@@ -1,4 +1,4 @@
-"""Training a backbone as part of a larger network: what detection and segmentation have in common."""
+"""Fine-tune a backbone as part of a larger network, for detection and segmentation."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -11,13 +11,13 @@ from eagleray.config.schedule import Progress
 from eagleray.data.index import Note
 from eagleray.engine import checkpoint, loop, optim
 
-LINES = 20  # about training
-SILENT = 60.0, 0.1  # another one after so many seconds, or this share of the time so far, without any
-SAVED = 300.0  # seconds between checkpoints
+LINES = 20  # progress lines of a training
+SILENCE = 60.0, 0.1  # one more line after so many seconds without one, or after this share of the time so far
+SAVE_SECONDS = 300.0  # between checkpoints
 
 
-class Tuned(nn.Module):
-    """A network as `train.fit` wants it; only its parameters move."""
+class Trainee(nn.Module):
+    """A network that the training loop `loop.fit` can train: it has no teacher to update after a step."""
 
     def before_step(self, at: Progress) -> None:
         pass
@@ -27,7 +27,7 @@ class Tuned(nn.Module):
 
 def fine_tune(
     name: str,
-    net: Tuned,
+    net: Trainee,
     batches: Callable[[int], Iterable[tuple[Progress, Any]]],
     *,
     steps: int,
@@ -38,50 +38,54 @@ def fine_tune(
     folder: Path,
     note: Note,
 ) -> None:
-    """Train in place with AdamW on `batches` of so many images, which begin at a given step; from the newest checkpoint
-    in the folder on. Raises UserError."""
+    """Train the network in place with AdamW, from the newest checkpoint in the folder if there is one. `batches`
+    returns the batches from a step on, of `batch` images each.
+
+    Raises UserError when the checkpoints or the data cannot be read."""
     optimizer = optim.make("adamw", net, decay="timm")
     start = 0
     if state := checkpoint.newest(folder):
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
         start = int(state["step"])
-        note(f"{name}: goes on after step {start} of {steps}")
-    taken = loop.fit(
-        cast(Any, net),  # which is no method of pretraining, and has what training needs of one
+        note(f"{name}: continues after step {start} of {steps}")
+    trained = loop.fit(
+        cast(Any, net),  # no Method, but it has what the loop uses of one
         batches(start),
         optimizer,
         lr=lr,
         weight_decay=lambda _: weight_decay,
         seed=seed,
     )
-    ticker, writer, saved = Ticker(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1), time.monotonic()
+    report, writer = ProgressReport(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1)
+    last_save = time.monotonic()
     try:
-        for step in taken:
+        for step in trained:
             done = step.at.step + 1
-            ticker(done, step.values["loss"])
-            if done == steps or time.monotonic() - saved > SAVED:
+            report(done, step.values["loss"])
+            if done == steps or time.monotonic() - last_save > SAVE_SECONDS:
                 writer.save(done, {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done})
-                saved = time.monotonic()
+                last_save = time.monotonic()
     finally:
         writer.wait()
     writer.settle()
 
 
-class Ticker:
-    """Says now and then how far training has come."""
+class ProgressReport:
+    """Report step, loss, speed and remaining time of a training at intervals."""
 
     def __init__(self, name: str, steps: int, start: int, batch: int, note: Note) -> None:
         self.name, self.steps, self.start, self.batch, self.note = name, steps, start, batch, note
-        self.began = self.told = time.monotonic()
+        self.began = self.last = time.monotonic()
 
     def __call__(self, done: int, loss: Tensor) -> None:
+        """Report after `done` steps, if a line is due."""
         now = time.monotonic()
-        least, share = SILENT
+        least, share = SILENCE
         due = done * LINES // self.steps > (done - 1) * LINES // self.steps
-        if due or now - self.told > max(least, share * (now - self.began)):
+        if due or now - self.last > max(least, share * (now - self.began)):
             each = (now - self.began) / (done - self.start)
-            self.told = now
+            self.last = now
             self.note(
                 f"{self.name}: step {done}/{self.steps} ({done / self.steps:.0%})  loss {float(loss):.3f}  "
                 f"{self.batch / each:.1f} images/s  ETA {(self.steps - done) * each:.0f} s"

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from eagleray.protocols.features import Labelled
+from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
 
 CHUNK = 1024  # test images whose similarities are in memory at a time
 
 
 def knn(
-    train: Labelled,
-    test: Labelled,
+    train: LabelledFeatures,
+    test: LabelledFeatures,
     *,
     k: PositiveInt = 20,
     ks: tuple[PositiveInt, ...] = (10, 20, 100, 200),
@@ -30,7 +30,7 @@ def knn(
 
 
 def accuracies(
-    train: Labelled, test: Labelled, *, ks: Sequence[int], temperature: float
+    train: LabelledFeatures, test: LabelledFeatures, *, ks: Sequence[int], temperature: float
 ) -> dict[int, tuple[float, float]]:
     """Top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, from one search for the nearest."""
     classes = int(max(train.y.max(), test.y.max())) + 1

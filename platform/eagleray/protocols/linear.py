@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from eagleray.protocols.features import Labelled
+from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
 
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # learning rates for a batch of 256; they scale linearly with the batch
@@ -23,8 +23,8 @@ BATCH = 1024
 
 
 def linear(
-    train: Labelled,
-    test: Labelled,
+    train: LabelledFeatures,
+    test: LabelledFeatures,
     *,
     epochs: PositiveInt = 100,
     batch: PositiveInt = BATCH,
@@ -52,14 +52,14 @@ def linear(
 class Split:
     """The features that train the classifiers, those that pick the learning rate, and those that test the result."""
 
-    train: Labelled
-    validation: Labelled
-    test: Labelled
+    train: LabelledFeatures
+    validation: LabelledFeatures
+    test: LabelledFeatures
     classes: int
     generator: torch.Generator
 
     @classmethod
-    def of(cls, train: Labelled, test: Labelled, *, scaled: bool, seed: int) -> "Split":
+    def of(cls, train: LabelledFeatures, test: LabelledFeatures, *, scaled: bool, seed: int) -> "Split":
         """Hold out a random tenth of the training set."""
         generator = torch.Generator().manual_seed(seed)
         classes = int(max(train.y.max(), test.y.max())) + 1
@@ -69,8 +69,10 @@ class Split:
         if scaled:  # one scale for all channels, so that a rate means the same for every backbone
             mean, scale = train.x.mean(0), train.x.std(0).mean()
             x, x_test = (train.x - mean) / scale, (test.x - mean) / scale
-        validation = Labelled(x[held_out], train.y[held_out])
-        return cls(Labelled(x[rest], train.y[rest]), validation, Labelled(x_test, test.y), classes, generator)
+        validation = LabelledFeatures(x[held_out], train.y[held_out])
+        return cls(
+            LabelledFeatures(x[rest], train.y[rest]), validation, LabelledFeatures(x_test, test.y), classes, generator
+        )
 
     def fits(self, *, epochs: int, batch: int, rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
         """Train the classifiers; see `fit`."""

@@ -1,4 +1,4 @@
-"""What a protocol of evaluation gives."""
+"""The result of a protocol of evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """Numbers by name, such as knn/top1 in percent, the settings that they were made with, and pictures."""
+    """The numbers of a protocol by name, such as knn/top1 in percent, its settings and the paths of its pictures."""
 
     numbers: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)

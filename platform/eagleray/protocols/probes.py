@@ -12,7 +12,7 @@ from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.features import Labelled, extract, labelled, some
+from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
@@ -37,11 +37,11 @@ class ProbeSets:
         Without test shards, a tenth of the labelled training images is the test set: pretraining saw no label."""
         if not train.labelled:
             return None
-        samples = labelled(train)
+        samples = labelled_samples(train)
         if test is not None:
-            return cls(train, some(samples, limit), test, labelled(test))
-        held_out = some(samples, max(len(samples) // ONE_IN, 1))
-        return cls(train, some(np.setdiff1d(samples, held_out), limit), train, held_out)
+            return cls(train, subset(samples, limit), test, labelled_samples(test))
+        held_out = subset(samples, max(len(samples) // ONE_IN, 1))
+        return cls(train, subset(np.setdiff1d(samples, held_out), limit), train, held_out)
 
     def check(self) -> None:
         """Raises UserError when a classifier of the training set cannot be tested on the test set."""
@@ -73,8 +73,8 @@ def evaluate(
     if sets is None or not protocols:
         return {}
     size, resize = settings.size, settings.resize
-    train = extract(backbone, sets.train, sets.train_samples, size=size, resize=resize)
-    test = extract(backbone, sets.test, sets.test_samples, size=size, resize=resize)
+    train = extract_pooled(backbone, sets.train, sets.train_samples, size=size, resize=resize)
+    test = extract_pooled(backbone, sets.test, sets.test_samples, size=size, resize=resize)
     out: dict[str, float] = {}
     if dist.rank() == 0 and len(train.x) and len(test.x):
         train, test = renumber(train, test, next(backbone.parameters()).device)
@@ -86,7 +86,10 @@ def evaluate(
     return json.loads(dist.objects(json.dumps(out))[0])  # type: ignore[no-any-return]
 
 
-def renumber(train: Labelled, test: Labelled, device: torch.device) -> tuple[Labelled, Labelled]:
+def renumber(
+    train: LabelledFeatures, test: LabelledFeatures, device: torch.device
+) -> tuple[LabelledFeatures, LabelledFeatures]:
     """Move both sets to a device and number their classes from 0, as labels may be any numbers."""
     y = torch.cat([train.y, test.y]).unique(return_inverse=True)[1].to(device)
-    return Labelled(train.x.to(device), y[: len(train.y)]), Labelled(test.x.to(device), y[len(train.y) :])
+    n = len(train.y)
+    return LabelledFeatures(train.x.to(device), y[:n]), LabelledFeatures(test.x.to(device), y[n:])

@@ -1,4 +1,4 @@
-"""The suite of 18 sets for frozen features: EsViT, Li et al. 2021, arXiv:2106.09785, tables 10 and 11."""
+"""Evaluate frozen features on EsViT's suite of 18 datasets: Li et al. 2021, arXiv:2106.09785, tables 10 and 11."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from eagleray.base.errors import UserError
 from eagleray.datasets import multilabel
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources import files
-from eagleray.protocols.features import Labelled
+from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.logistic import probe
 from eagleray.protocols.outcome import Outcome
 from eagleray.storage import store
 
 
 class Row(NamedTuple):
-    """How a set is scored, and what table 11 has for Swin-T, in percent."""
+    """The metric of a dataset, and the results of Swin-T in table 11, in percent."""
 
-    metric: str  # of metrics.py
+    metric: str  # of classification_scores.METRICS
     supervised: float
     esvit: float
 
@@ -48,79 +48,88 @@ SUPERVISED = {name: row.supervised for name, row in SUITE.items()}
 
 
 def suite(
-    features: Callable[[str], Labelled],
+    features: Callable[[str], LabelledFeatures],
     root: str,
     reference: Mapping[str, float] = SUPERVISED,
     *,
     seed: NonNegativeInt = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """The logistic probe on every set that is there as shards ROOT/NAME/SPLIT, whose `features` are asked for by URL.
+    """Run the logistic probe on every dataset that is there as shards ROOT/NAME/SPLIT; `features` returns the features
+    of the shards at a URL.
 
-    Numbers are each set's in percent, their mean, that of the reference on the same sets, and on how many of them we
-    are above it. Sets that are not there or cannot be used are in the settings, with the reason. Raises UserError when
-    none can."""
+    The numbers are the metric of each dataset in percent, their mean, the mean of the reference on the same datasets,
+    and the number of datasets on which the backbone is better. Datasets that are missing or cannot be used are listed
+    in the settings, with the reason.
+
+    Raises UserError when no dataset can be used."""
     root = store.absolute(root).rstrip("/")
     numbers: dict[str, float] = {}
-    how: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, row in SUITE.items():
         try:
-            found = score(features, f"{root}/{name}", name, seed)
+            outcome = score(features, f"{root}/{name}", name, seed)
         except UserError as e:
             missing[name] = str(e)
             note(f"{name}: left out: {e}")
             continue
-        numbers[name] = found.numbers[f"logistic/{row.metric}"]
-        how[name] = {**found.settings, "of": _sizes(name), "reference": reference.get(name)}
+        numbers[name] = outcome.numbers[f"logistic/{row.metric}"]
+        details[name] = {**outcome.settings, "of": _sizes(name), "reference": reference.get(name)}
         note(f"{name}: {row.metric} {numbers[name]:.2f} %")
     if not numbers:
-        raise UserError(f"{root}: none of the {len(SUITE)} sets can be used; {next(iter(missing.values()))}")
-    settings = {"missing": ", ".join(missing) or "none", "reasons": missing, **how}
+        raise UserError(f"{root}: none of the {len(SUITE)} datasets can be used; {next(iter(missing.values()))}")
+    settings = {"missing": ", ".join(missing) or "none", "reasons": missing, **details}
     return Outcome({f"suite/{k}": v for k, v in (numbers | _summary(numbers, reference)).items()}, settings)
 
 
-def score(features: Callable[[str], Labelled], place: str, name: str, seed: int) -> Outcome:
-    """Of one set. Where it comes with a validation split and that is there, it finds lambda."""
-    learn, test = splits(place, name)
-    sets = [_checked(features(f"{place}/{split}"), f"{place}/{split}", name) for split in (*learn, test)]
-    val = sets[1] if len(learn) == 2 else None
+def score(features: Callable[[str], LabelledFeatures], folder: str, name: str, seed: int) -> Outcome:
+    """Run the logistic probe on one dataset. Its own validation split picks lambda, if it is there."""
+    training, test = splits(folder, name)
+    sets = [_check(features(f"{folder}/{split}"), f"{folder}/{split}", name) for split in (*training, test)]
+    val = sets[1] if len(training) == 2 else None
     return probe(sets[0], val, sets[-1], metric=SUITE[name].metric, seed=seed, note=lambda _: None)
 
 
-def splits(place: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Those to learn from and the one to test on. Raises UserError when they are not there."""
+def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
+    """Return the splits to train on, and the one to test on.
+
+    Raises UserError when their shards are missing."""
     known = list(DATASETS[name].splits)
     whole, test = known[:2]
-    there = {s for s in known if any(b.url.endswith(".tar") for b in files.directly(f"{place}/{s}/"))}
-    if test not in there:
-        raise UserError(f"{place}/{test}: no shards there")
-    if {"train", "val"} <= there:
+    available = {s for s in known if any(b.url.endswith(".tar") for b in files.directly(f"{folder}/{s}/"))}
+    if test not in available:
+        raise UserError(f"{folder}/{test}: no shards there")
+    if {"train", "val"} <= available:
         return ("train", "val"), test
-    if whole not in there:
+    if whole not in available:
         either = ", nor in both train and val beside it" if "val" in known else ""
-        raise UserError(f"{place}/{whole}: no shards there{either}")
+        raise UserError(f"{folder}/{whole}: no shards there{either}")
     return (whole,), test
 
 
-def _checked(found: Labelled, place: str, name: str) -> Labelled:
-    """With the marks of several classes where the set has them. Raises UserError for labels of another set."""
+def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
+    """Return the features, with marks instead of labels if an image of the dataset may have several classes.
+
+    Raises UserError when no image can be used, or when a label is too large for this dataset."""
     several, classes = SUITE[name].metric == "map11", DATASETS[name].classes
-    if not len(found.y):
-        raise UserError(f"{place}: no image there has a label and decodes")
-    top = int(found.y.max())
+    if not len(features.y):
+        raise UserError(f"{url}: no image in these shards has a label and decodes")
+    top = int(features.y.max())
     if top >= (1 << 2 * classes if several else classes):
-        raise UserError(f"{place}: label {top}, but {name} has {classes} classes")
-    return Labelled(found.x, torch.from_numpy(multilabel.marks(found.y.cpu().numpy()))) if several else found
+        raise UserError(f"{url}: label {top}, but {name} has {classes} classes")
+    if not several:
+        return features
+    return LabelledFeatures(features.x, torch.from_numpy(multilabel.marks(features.y.cpu().numpy())))
 
 
 def _sizes(name: str) -> list[int]:
-    """Images to learn from and to test on, in the whole set."""
+    """Return the numbers of training and of test images of the complete dataset."""
     return list(DATASETS[name].splits.values())[:2]
 
 
 def _summary(numbers: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
-    """Over the sets that both have; a draw is no win, as MNIST's in table 11."""
+    """Compare with the reference on the datasets that both have. A draw, such as MNIST's in table 11, is not a win."""
     both = [name for name in numbers if name in reference]
     out = {"average": sum(numbers.values()) / len(numbers), "sets": len(numbers)}
     if both:

@@ -1,5 +1,5 @@
-"""What a backbone costs: the columns of EsViT's tables 1, 4 and 8 (Li et al. 2022, arXiv:2106.09785), and memory and
-time of a step as in table 9, here without the heads and losses of any method."""
+"""Measure the cost of a backbone: the columns of EsViT's tables 1, 4 and 8 (Li et al. 2022, arXiv:2106.09785), and the
+memory and time of a step as in table 9, without the heads and losses of a method."""
 
 import copy
 import json
@@ -33,22 +33,22 @@ def throughput(
     out: Path | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Parameters, multiply-adds, speed and memory on images of `size` pixels in batches of 128, on a CPU of 4. On a GPU
-    in bfloat16, as runs train. Nothing is written to `out`. The backbone stays as it is.
+    """Measure parameters, multiply-adds, speed and memory on images of `size` pixels, in batches of 128, or of 4 on a
+    CPU, and in bfloat16 on a GPU, as runs train. Nothing is written to `out`, and the backbone is not changed.
 
     throughput/params_m       million parameters, without a classifier
-    throughput/gmacs          1e9 multiply-adds of one image's forward, what papers call GFLOPs
-    throughput/images_per_s   forward without gradients, median of the rounds after one to warm up
-    throughput/forward_mib    what its tensors take at most, weights included
-    throughput/step_s         forward and backward of one batch, in seconds, median
-    throughput/step_mib       its memory, gradients included, without an optimiser's state
+    throughput/gmacs          1e9 multiply-adds of one image's forward pass, which papers call GFLOPs
+    throughput/images_per_s   forward pass without gradients, median of the rounds after a warm-up round
+    throughput/forward_mib    peak memory of its tensors, weights included
+    throughput/step_s         forward and backward pass of one batch, in seconds, median
+    throughput/step_mib       its peak memory, gradients included, without an optimiser's state
 
-    Raises UserError for a size that the backbone cannot take, and for a batch that does not fit.
+    Raises UserError when the backbone cannot take this size, or when the batch does not fit into memory.
     """
     device = next(backbone.parameters()).device
     batch = batch or (128 if device.type == "cuda" else 4)
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
-    net = copy.deepcopy(backbone).requires_grad_(True)  # training moves running statistics
+    net = copy.deepcopy(backbone).requires_grad_(True)  # a training step changes running statistics
     images = torch.randn(batch, 3, size, size, device=device)
     check_images(net, size)
     try:
@@ -68,13 +68,13 @@ def throughput(
 
 
 def forward(net: nn.Module, images: Tensor) -> None:
-    """(B, 3, H, W) through a network, as an evaluation does."""
+    """Run images (B, 3, H, W) through a network without gradients."""
     with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         net(images)
 
 
 def step(net: Backbone, images: Tensor) -> None:
-    """Forward and backward of (B, 3, H, W)."""
+    """Run a forward and a backward pass on images (B, 3, H, W)."""
     net.zero_grad()
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         pooled = net.pooled(images)
@@ -82,15 +82,15 @@ def step(net: Backbone, images: Tensor) -> None:
 
 
 def multiplications(net: nn.Module, images: Tensor) -> float:
-    """Multiply-adds of a forward of (B, 3, H, W)."""
-    # Attention taken apart into matrix products: fused kernels are not all counted.
+    """Count the multiply-adds of a forward pass on images (B, 3, H, W)."""
+    # Attention runs as matrix products here, as not every fused kernel is counted.
     with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(images)
     return counter.get_total_flops() / 2
 
 
 def seconds(work: Callable[[], None], rounds: int, device: torch.device) -> float:
-    """Median of the rounds; one more comes first, to warm up."""
+    """Return the median time of `work` over the rounds, after one more to warm up."""
     times = []
     for _ in range(rounds + 1):
         wait(device)
@@ -102,13 +102,13 @@ def seconds(work: Callable[[], None], rounds: int, device: torch.device) -> floa
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was asked for."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
-    """Bytes that tensors take at most, the network's own and what `work` makes; not what is there beside them."""
+    """Return the peak memory in bytes of the network's tensors and those that `work` makes, without any others."""
     net.zero_grad()
     own = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     if device.type == "cuda":
@@ -123,13 +123,13 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    # A process keeps what it has freed, so what tensors took is asked of the allocator, whose count goes on from
-    # that of the last profile.
-    taken = sorted(
+    # A process keeps memory that it has freed, so the allocator's count is read, which continues from the last profile.
+    allocations = sorted(
         (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
     )
-    return own + int(max(total for _, total, _ in taken) - (taken[0][1] - taken[0][2]))
+    return own + int(max(total for _, total, _ in allocations) - (allocations[0][1] - allocations[0][2]))
 
 
 def name(device: torch.device) -> str:
+    """Return the name of the GPU, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -338,7 +338,7 @@ def test_the_protocol_trains_a_copy_and_does_not_train_twice(coco: Path, tiny: s
     said.clear()
     again = protocol.detection(backbone, coco, tmp_path, said.append, schedule=tiny)
     assert again.numbers == first.numbers
-    assert "goes on after step 3 of 3" in said[1]
+    assert "continues after step 3 of 3" in said[1]
     assert not any("ETA" in line for line in said)
 
 

@@ -334,7 +334,7 @@ def test_other_masks_are_learnt_anew(plain: Path, tmp_path: Path):
     numbers, _ = run(vit(), plain, tmp_path / "out")
     again, notes = run(vit(), plain, tmp_path / "out")
     assert again == numbers
-    assert "goes on after step 6 of 6" in notes[0]
+    assert "continues after step 6 of 6" in notes[0]
     os.utime(plain / "masks/train/s0.png", (1, 1))  # as if it had been corrected
     _, notes = run(vit(), plain, tmp_path / "out")
     assert not any("goes on" in line for line in notes)

@@ -269,7 +269,7 @@ def test_images_of_which_none_decodes(tmp_path: Path):
     write_shards([Sample("a", "png", data[:40])], str(tmp_path))
     index = open_index(str(tmp_path))
     for protocol in (attention, components, pairs):
-        with pytest.raises(UserError, match="no image there decodes"):
+        with pytest.raises(UserError, match="no image in this shard decodes"):
             protocol(small(), index, out=tmp_path, size=32)
     with pytest.raises(UserError, match="0 images decode there"):
         neighbours(small(), index, out=tmp_path, size=32)

@@ -19,7 +19,7 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
-from eagleray.protocols.fine_tuning import Tuned, fine_tune
+from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.storage.ordered_map import ahead
 
 FOLDER = "pipelines/detection"
@@ -61,7 +61,7 @@ class Batch:
     rows: tuple[int, ...]  # images of every rank
 
 
-class Learner(Tuned):
+class Learner(Trainee):
     """A torchvision detector."""
 
     def __init__(self, net: nn.Module) -> None:

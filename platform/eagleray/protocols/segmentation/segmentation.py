@@ -22,9 +22,9 @@ from eagleray.data.index import Note
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
-from eagleray.protocols.eval_mode import trying
+from eagleray.protocols.eval_mode import explain_failure
 from eagleray.protocols.feature_maps import Maps
-from eagleray.protocols.fine_tuning import Tuned, fine_tune
+from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.segmentation import scores as scoring
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, fitted
@@ -121,7 +121,7 @@ def segmentation(
     return report(net, masks, settings, out, note, multi_scale=multi_scale)
 
 
-class Segmenter(Tuned):
+class Segmenter(Trainee):
     """A backbone, its maps and a head."""
 
     def __init__(self, backbone: Backbone, kind: Kind, classes: int, width: int) -> None:
@@ -155,7 +155,9 @@ class Segmenter(Tuned):
         """Raises UserError where the backbone cannot take crops of `size` or images of `shape`."""
         self.eval()
         for h, w in ((size, size), shape):
-            with trying(self.maps.backbone, f"cannot take images of {w} x {h} pixels, as --size {size} asks for"):
+            with explain_failure(
+                self.maps.backbone, f"cannot take images of {w} x {h} pixels, as --size {size} asks for"
+            ):
                 self.scores(torch.zeros(1, 3, h, w, device=next(self.parameters()).device))
 
 

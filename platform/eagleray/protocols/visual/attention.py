@@ -17,8 +17,8 @@ from eagleray.base.errors import UserError
 from eagleray.config.types import Share
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.eval_mode import evaluating
-from eagleray.protocols.features import batches, some, undecoded
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.features import batches, no_image_error, subset
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalised
@@ -38,7 +38,7 @@ class Maps(NamedTuple):
 
 
 @torch.inference_mode()
-@evaluating
+@in_eval_mode
 def attention(
     backbone: Backbone,
     index: Index,
@@ -55,14 +55,14 @@ def attention(
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
     shown: list[Any] = []
-    for _, crops in batches(index, some(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
+    for _, crops in batches(index, subset(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
         found = maps(backbone, normalised(crops, device))
         entropies.append(entropy(found.patches).mean(-1)[0].cpu())  # (heads,)
         shares.append(smallest(seen(found)[0], mass).float().mean().item())
         if len(shown) < SHOWN:
             shown.append((crops[0], found))
     if not shown:
-        raise undecoded(index)
+        raise no_image_error(index)
     bits = torch.stack(entropies).mean(0)  # (heads,)
     numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
     numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}

@@ -17,8 +17,8 @@ from eagleray.config.view import View
 from eagleray.data.index import Index, Note
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.correspondence import matches
-from eagleray.protocols.eval_mode import evaluating
-from eagleray.protocols.features import batches, image, some, undecoded
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.features import batches, image, no_image_error, subset
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views import photometric
@@ -96,7 +96,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-@evaluating
+@in_eval_mode
 def neighbours(
     backbone: Backbone,
     index: Index,
@@ -113,7 +113,7 @@ def neighbours(
     device = next(backbone.parameters()).device
     samples: list[int] = []
     parts = []
-    for found, crops in batches(index, some(np.arange(len(index)), limit), size, size, BATCH):
+    for found, crops in batches(index, subset(np.arange(len(index)), limit), size, size, BATCH):
         samples += found
         parts.append(backbone.pooled(photometric.normalised(crops, device)).float().cpu())
     if len(samples) < 2:
@@ -231,22 +231,22 @@ def viewed(x: Tensor) -> draw.Pixels:
     return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
 
 
-@evaluating
+@in_eval_mode
 def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of these. Raises UserError."""
     device = next(backbone.parameters()).device
     kept, patches, grid = [], [], (0, 0)
-    for _, crops in batches(index, some(np.arange(len(index)), images), size, size, 8):
+    for _, crops in batches(index, subset(np.arange(len(index)), images), size, size, 8):
         features = backbone(photometric.normalised(crops, device))
         kept.append(crops)
         patches.append(features.patches.float().cpu())
         grid = features.grid
     if not kept:
-        raise undecoded(index)
+        raise no_image_error(index)
     return torch.cat(kept), torch.cat(patches), grid
 
 
-@evaluating
+@in_eval_mode
 def embedded(backbone: Backbone, x: Tensor) -> Tensor:
     return backbone(x).patches.float().cpu()
 
