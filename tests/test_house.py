@@ -22,9 +22,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Bottom first: a room imports only rooms before it.
 ROOMS = ["base", "config", "storage", "views", "data", "models", "losses", "methods", "engine", "datasets", "protocols"]
-ROOMS += ["runs", "cluster", "evaluation", "tune", "report", "cli"]
+ROOMS += ["runs", "cluster", "evaluation", "sweeps", "reports", "cli"]
 OWNERS = {
-    "ray": {"cluster/", "tune/ray_tune.py", "tune/trial.py"},
+    "ray": {"cluster/", "sweeps/ray_tune.py", "sweeps/trial.py"},
     "mlflow": {"runs/tracking.py", "runs/mlflow_db.py"},
     "boto3": {"storage/s3.py"},
     "botocore": {"storage/s3.py"},
@@ -33,17 +33,17 @@ OWNERS = {
         "base/plotting.py",
         "datasets/contact_sheet.py",
         "protocols/",
-        "report/plots.py",
+        "reports/plots.py",
         "runs/plots.py",
-        "tune/plots.py",
+        "sweeps/plots.py",
     },
-    "jinja2": {"report/page.py"},
-    "optuna": {"tune/sweep.py"},
+    "jinja2": {"reports/page.py"},
+    "optuna": {"sweeps/sweep.py"},
     "faster_coco_eval": {"protocols/detection/scores.py"},
     "sklearn": {"protocols/"},
     "scipy": {"datasets/sources/", "protocols/video/measures.py"},
     "typer": {"cli/"},
-    "rich": {"base/", "cli/", "tune/live_table.py"},
+    "rich": {"base/", "cli/", "sweeps/live_table.py"},
 }
 
 

@@ -3,5 +3,5 @@
 Arguments go in; text, files and an exit status come out.
 
 May import: base, cluster, config, data, datasets, engine, evaluation, methods, models,
-protocols, report, runs, storage, tune.
+protocols, reports, runs, storage, sweeps.
 """

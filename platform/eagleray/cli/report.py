@@ -19,7 +19,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a run, a sweep, or several runs compared."""
-    from eagleray.report import write
+    from eagleray.reports import write
 
     for place in write.report(runs, out):
         console.print(place, markup=False)

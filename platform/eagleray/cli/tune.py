@@ -26,7 +26,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Search the best settings: data.train=URL data.test=URL out=DIR sweep.trials=N ..."""
-    from eagleray.tune import run
+    from eagleray.sweeps import run
 
     with quietly(as_json):
         told = run.tune(name, overrides or [], most=most, resume=resume)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.runs.plots import GREY, INK
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import RANGES, in_words
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import RANGES, in_words
 
 COLOURS = ("#3b6ea5", "#b3261e", "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}

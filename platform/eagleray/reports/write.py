@@ -5,9 +5,9 @@ from pathlib import Path
 
 from eagleray.base import files
 from eagleray.base.errors import UserError
-from eagleray.report import compare, sections, sweep
-from eagleray.report.page import render
-from eagleray.report.read import read
+from eagleray.reports import compare, sections, sweep
+from eagleray.reports.page import render
+from eagleray.reports.read import read
 from eagleray.runs import remote as place
 from eagleray.storage import store
 from eagleray.storage.store import remote

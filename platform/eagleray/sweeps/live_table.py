@@ -11,8 +11,8 @@ from rich.table import Table
 
 from eagleray.base.console import out
 from eagleray.base.files import read_lines
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import count, in_words
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import count, in_words
 
 ROWS = 24  # of the live table; what runs, and what was last
 ORDER = ("running", "waiting", "finished", "stopped", "failed")

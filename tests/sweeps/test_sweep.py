@@ -16,9 +16,9 @@ from eagleray.base.errors import UserError
 from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
-from eagleray.tune import plots, run, study
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import Sweep, corners, count, load, recipe_of, suggest
+from eagleray.sweeps import plots, run, study
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of, suggest
 
 SWEEP: dict[str, Any] = {
     "recipe": "small.yaml",

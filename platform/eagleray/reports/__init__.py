@@ -2,5 +2,5 @@
 
 Run folders go in; a page that needs nothing else comes out.
 
-May import: base, config, evaluation, runs, storage, tune.
+May import: base, config, evaluation, runs, storage, sweeps.
 """

@@ -24,10 +24,10 @@ from eagleray.runs.environment import environment
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.tracking import Tracking, one_line, tracking_uri
-from eagleray.tune import plots, study
-from eagleray.tune.live_table import Show, conclude
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import Sweep, corners, count, load, recipe_of
+from eagleray.sweeps import plots, study
+from eagleray.sweeps.live_table import Show, conclude
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of
 
 # What every run reports; a method may have more numbers of its own.
 REPORTED = ["loss", "grad_norm", "monitor/knn", "entropy", "usage", "gain", "accuracy", "images_per_s", "data_wait"]
@@ -69,7 +69,7 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
 
 
 def conduct(book: Book, most: int | None) -> dict[str, Any]:
-    from eagleray.tune import ray_tune
+    from eagleray.sweeps import ray_tune
 
     tracking = parent(book)
     out.print(describe(book), markup=False)

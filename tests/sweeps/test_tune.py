@@ -18,9 +18,9 @@ from helpers.runs import assert_same, weights
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.tune import ray_tune, run
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import load
+from eagleray.sweeps import ray_tune, run
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import load
 
 pytestmark = pytest.mark.slow
 LONG = 900  # seconds: machines are shared

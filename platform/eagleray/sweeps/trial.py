@@ -22,7 +22,7 @@ from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe, span
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking, one_line
-from eagleray.tune.sweep import put
+from eagleray.sweeps.sweep import put
 
 POLL = 0.2  # seconds between two looks at a run's metrics
 PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped

@@ -4,10 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 from eagleray import config
-from eagleray.report.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
-from eagleray.tune import plots
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import Sweep, count
+from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
+from eagleray.sweeps import plots
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import Sweep, count
 
 CAPTIONS = {
     "keys": "The objective over each key that is varied.",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagleray.report.page import Picture, uri
-from eagleray.report.read import Run
+from eagleray.reports.page import Picture, uri
+from eagleray.reports.read import Run
 from eagleray.runs.plots import BLUE, BOTTOM, GREY, TOP, Curve, Line, Panel, fill, gradients, mark, thin
 
 SIZE = (4.6, 2.9)  # inches

@@ -6,10 +6,10 @@ from typing import Any
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.report import plots
-from eagleray.report.page import Page, Section, Table, signed
-from eagleray.report.read import Run, names
-from eagleray.report.sections import about, figures, measured, what
+from eagleray.reports import plots
+from eagleray.reports.page import Page, Section, Table, signed
+from eagleray.reports.read import Run, names
+from eagleray.reports.sections import about, figures, measured, what
 
 TIMES = ("wall_seconds", "goodput", "restarts")
 

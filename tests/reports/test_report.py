@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cli import main
-from eagleray.report import page, plots, write
-from eagleray.report.read import names, read
+from eagleray.reports import page, plots, write
+from eagleray.reports.read import names, read
 from eagleray.runs import recipe
 from eagleray.runs.plots import Panel
 from eagleray.storage import store
-from eagleray.tune import sweep
+from eagleray.sweeps import sweep
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 ALWAYS = {"Curves", "Recipe", "Environment", "Time"}

@@ -19,9 +19,9 @@ from eagleray.runs.plan import resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
-from eagleray.tune.study import Book
-from eagleray.tune.sweep import RANGES, Space, Sweep, recipe_of, tidy
-from eagleray.tune.trial import POLL, Following, place_of, reap
+from eagleray.sweeps.study import Book
+from eagleray.sweeps.sweep import RANGES, Space, Sweep, recipe_of, tidy
+from eagleray.sweeps.trial import POLL, Following, place_of, reap
 
 DEATHS = 3  # of a trial's process, after which the trial has failed
 MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something

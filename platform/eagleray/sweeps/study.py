@@ -15,7 +15,7 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.runs.recipe import Recipe
-from eagleray.tune.sweep import Sweep, count, suggest
+from eagleray.sweeps.sweep import Sweep, count, suggest
 
 DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
 GROWS = ("trials", "hours", "out")  # what may differ when a sweep is continued

@@ -12,9 +12,9 @@ import yaml
 
 from eagleray.evaluation.results import UNTRAINED as BARE
 from eagleray.evaluation.results import Result, lone, settled
-from eagleray.report import plots
-from eagleray.report.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
-from eagleray.report.read import Run, names
+from eagleray.reports import plots
+from eagleray.reports.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
+from eagleray.reports.read import Run, names
 from eagleray.runs.health import KINDS
 
 UNTRAINED = "_untrained"
