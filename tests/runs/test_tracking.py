@@ -2,12 +2,8 @@
 
 import json
 import logging
-import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -16,27 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import mlflow_server
 from helpers.processes import free_port
-from mlflow import MlflowClient
+from helpers.tracking import BLOCKED, logged, record, wait_for
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from eagleray.base.errors import Outage
-from eagleray.base.files import JsonLines, read_lines
+from eagleray.base.files import JsonLines
 from eagleray.runs import tracking as track
-from eagleray.runs.mlflow_db import make_database
-from eagleray.runs.system_metrics import Machine
 from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing, shown
-
-AWAY = 20  # seconds for which a server is away
-BLOCKED = 0.010  # seconds that a step may be held up
-
-
-def record(step: int) -> dict[str, Any]:
-    return {"step": step, "loss": 1 / step, "lr": 0.1} | ({"knn/top1": 50.0} if step % 3 == 0 else {})
-
 
 # A server in memory that fails when it is told to, before or after it has done what it was asked.
 
@@ -252,26 +237,6 @@ def test_the_machine_is_watched(memory: Memory, tmp_path: Path):
     assert seen["system/system_memory_usage_percentage"].step == 7
 
 
-def test_gpus_are_watched_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second is split and does not tell all."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '35, 1000, 2000, 120.5'\necho '[N/A], 500, 2000, [N/A]'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    seen = Machine(tmp_path).look()
-    assert {k: v for k, v in seen.items() if "gpu" in k} == {
-        "system/gpu_0_utilization_percentage": 35,
-        "system/gpu_0_power_usage_watts": 120.5,
-        "system/gpu_0_memory_usage_megabytes": 1048.58,
-        "system/gpu_0_memory_usage_percentage": 50,
-        "system/gpu_1_memory_usage_megabytes": 524.29,
-        "system/gpu_1_memory_usage_percentage": 25,
-    }
-    program.write_text("#!/bin/sh\nexit 9\n")
-    machine = Machine(tmp_path)
-    assert not any("gpu" in k for k in machine.look() | machine.look())
-
-
 def test_an_address_that_is_none_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     history = MLflow(tmp_path, Tracking("none"), {})
     history.log(record(1))
@@ -280,24 +245,6 @@ def test_an_address_that_is_none_is_told_at_once(tmp_path: Path, caplog: pytest.
     assert time.monotonic() - began < 20
     [warning] = caplog.messages
     assert warning.startswith("MLflow at none cannot be used, metrics go to metrics.jsonl alone: ")
-
-
-def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its maker may be killed, and several may make it at once: half of it would be of no use to anybody."""
-    uri, path = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow.db"
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "search_experiments", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            make_database(uri)
-    assert not path.exists()
-    command = [sys.executable, "-c", f"from eagleray.runs.mlflow_db import make_database; make_database({uri!r})"]
-    makers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "platform"}) for _ in range(2)]
-    assert [m.wait() for m in makers] == [0, 0]
-    assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]
-    client = MlflowClient(uri)
-    made = client.create_run(client.create_experiment("one")).info.run_id
-    make_database(uri)
-    assert client.get_run(made).info.run_id == made
 
 
 def test_parent_and_child(memory: Memory, tmp_path: Path):
@@ -365,148 +312,3 @@ def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
         first, last = (m for m in said if uri in m)  # threads of other tests may still say something
         assert why in first
         assert "does not answer" in last
-
-
-def logged(history: MLflow, steps: range, pause: float, lines: JsonLines | None = None) -> float:
-    """Log steps one after the other. Returns the longest that one call took on this thread's clock."""
-    longest = 0.0
-    for step in steps:
-        if lines:
-            lines.log(record(step))
-        given = record(step)
-        began = time.perf_counter()
-        history.log(given)
-        longest = max(longest, time.perf_counter() - began)
-        time.sleep(pause)
-    return longest
-
-
-# Real servers.
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[mlflow_server.Server]:
-    root = tmp_path_factory.mktemp(request.param)
-    if request.param == "sqlite":
-        with mlflow_server.running(root) as server:
-            yield server
-    else:
-        with mlflow_server.postgres() as database, mlflow_server.running(root, database) as server:
-            yield server
-
-
-def steps_there(server: mlflow_server.Server, out: Path) -> list[int]:
-    """The steps of the loss, in order of their logging, of the only run of that name."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(server.uri)
-    found = client.search_runs(
-        [client.get_experiment_by_name("eagleray").experiment_id], f"attributes.run_name = '{out.name}'"
-    )
-    [run] = found
-    return [m.step for m in client.get_metric_history(run.info.run_id, "loss")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_server_that_is_away_for_a_while_misses_nothing(
-    server: mlflow_server.Server, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-):
-    out = tmp_path / f"away-{how}-{time.time():.0f}"
-    out.mkdir()
-    caplog.set_level(logging.INFO)
-    lines = JsonLines(out / "metrics.jsonl", step=0)
-    history = MLflow(out, Tracking(server.uri), {"seed": 0})
-    held = [logged(history, range(1, 51), 0.05, lines)]
-    server.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    held.append(logged(history, range(51, 51 + AWAY * 20), 0.05, lines))
-    if how == "killed":
-        server.start()
-    else:
-        server.signal(signal.SIGCONT)
-    held.append(logged(history, range(51 + AWAY * 20, 551), 0.05, lines))
-    history.close("FINISHED", [out / "metrics.jsonl"])
-    assert not history.thread.is_alive()
-    assert sorted(steps_there(server, out)) == list(range(1, 551))
-    assert "what it misses is sent later" in caplog.text
-    assert "answers again" in caplog.text
-    assert max(held) < BLOCKED, held
-
-
-RUN = """
-import sys, time
-from pathlib import Path
-from eagleray.base.files import JsonLines
-from eagleray.runs.tracking import MLflow, Tracking
-out, uri, begin, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-lines = JsonLines(out / "metrics.jsonl", step=begin)
-history = MLflow(out, Tracking(uri), {})
-for step in range(begin + 1, end + 1):
-    lines.log({"step": step, "loss": 1 / step})
-    history.log({"step": step, "loss": 1 / step})
-    time.sleep(0.05)
-history.close("KILLED", [])
-"""
-
-
-@pytest.mark.slow
-def test_a_run_killed_while_the_server_was_away_loses_nothing(server: mlflow_server.Server, tmp_path: Path):
-    out = tmp_path / f"lost-{time.time():.0f}"
-    out.mkdir()
-    command = [sys.executable, "-c", RUN, str(out), server.uri]
-    environment = os.environ | {"PYTHONPATH": str(Path(track.__file__).parents[2])}
-    process = subprocess.Popen([*command, "0", "100000"], env=environment)
-    wait_for(lambda: (out / "mlflow.json").exists() and "run_id" in (out / "mlflow.json").read_text())
-    server.signal(signal.SIGKILL)
-    here = len(read_lines(out / "metrics.jsonl"))
-    wait_for(lambda: len(read_lines(out / "metrics.jsonl")) > here + 100)
-    process.kill()
-    process.wait()
-    last = read_lines(out / "metrics.jsonl")[-1]["step"]
-    server.start()
-    assert max(steps_there(server, out), default=0) < last - 50
-    done = subprocess.run([*command, str(last - 20), str(last + 20)], env=environment, timeout=300, check=False)
-    assert done.returncode == 0
-    assert sorted(steps_there(server, out)) == list(range(1, last + 21))
-
-
-def wait_for(true: Any) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_what_a_server_missed_at_the_end_is_sent_by_the_next_command(
-    server: mlflow_server.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Under a parent, with files."""
-    from mlflow import MlflowClient
-
-    monkeypatch.setattr(track, "PATIENCE", 3.0)
-    out = tmp_path / f"end-{time.time():.0f}"
-    (out / "export").mkdir(parents=True)
-    for name in ("recipe.yaml", "summary.json", "export/backbone.json"):
-        (out / name).write_text(json.dumps({"steps": 30, "linear/top1": 9.0}))
-    parent = parent_run(Tracking(server.uri), tmp_path / "parent.json", "sweep", {"trials": 1})
-    tracking = Tracking(server.uri, parent=parent, tags={"trial": "a1"})
-    lines = JsonLines(out / "metrics.jsonl", step=0)
-    history = MLflow(out, tracking, {"seed": 0})
-    logged(history, range(1, 21), 0.1, lines)
-    server.signal(signal.SIGKILL)
-    logged(history, range(21, 31), 0.1, lines)
-    history.close("FINISHED", [out / "export"])
-    assert history.thread.is_alive()
-    server.start()
-    send_missing(out, tracking, {"seed": 0})
-    assert sorted(steps_there(server, out)) == list(range(1, 31))
-    run = MlflowClient(server.uri).get_run(history.run.id)
-    assert run.info.status == "FINISHED"
-    assert run.data.params == {"seed": "0"}
-    assert run.data.metrics["linear/top1"] == 9.0
-    assert run.data.tags.items() >= {"mlflow.parentRunId": parent, "trial": "a1"}.items()
-    files = MlflowClient(server.uri).list_artifacts(history.run.id)
-    assert {f.path for f in files} == {"recipe.yaml", "summary.json", "export"}
-    finish(Tracking(server.uri), parent, "FINISHED", {"best": 9.0}, [tmp_path / "parent.json"])
-    assert MlflowClient(server.uri).get_run(parent).info.status == "FINISHED"

@@ -1,0 +1,175 @@
+"""Runs sent to a real head of Ray, with token authentication."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.runs import arguments
+from helpers.s3.server import free_block
+
+from eagleray.cli import main
+from eagleray.cluster import job_package
+
+TOKEN = "test-0123456789abcdef"
+
+
+class Head:
+    def __init__(self, folder: Path) -> None:
+        port = free_block(64)
+        self.address = f"http://127.0.0.1:{port + 1}"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
+        self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        self.env |= {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.folder = folder
+        options = {"port": port, "dashboard-port": port + 1, "dashboard-agent-listen-port": port + 2}
+        options |= {"min-worker-port": port + 4, "max-worker-port": port + 63, "num-cpus": 2}
+        options |= {"node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "temp-dir": folder}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+        command += [f"--{k}={v}" for k, v in (options | {"object-store-memory": 100_000_000}).items()]
+        with (folder / "head.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=self.env, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+            )
+
+    def up(self) -> bool:
+        """Wait for it; a head that does not see itself within 30 s gives up, and on a busy machine that happens."""
+        end, log = time.monotonic() + 240, self.folder / "head.log"
+        while "block forever" not in log.read_text():
+            if self.process.poll() is not None and "timed out during startup" in log.read_text():
+                return False
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < end, "no head within four minutes"
+            time.sleep(0.5)
+        return True
+
+    def start(self, *args: Any, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "eagleray.cli", *map(str, args), "--address", self.address]
+        path = str(Path(main.__file__).parents[2])
+        return subprocess.Popen(
+            command,
+            env=self.env | {"PYTHONPATH": path} | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+        )
+
+    def __call__(self, *args: Any, **env: str) -> tuple[int, str]:
+        process = self.start(*args, **env)
+        text = process.communicate(timeout=500)[0]
+        return process.returncode, text
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return json.loads(self("jobs", "--json")[1])
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Head]:
+    for _ in range(4):
+        head = Head(Path(tempfile.mkdtemp(prefix="er")))  # a short path: Ray's sockets are in it
+        try:
+            if head.up():
+                yield head
+                return
+        finally:
+            head.close()
+    raise AssertionError("no head came up")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_job_of_a_real_head_ends_as_its_run(real: Head, small: Path, shards: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    args = ["submit", *arguments(small, shards, out), "evaluate.probe_epochs=0", "--follow"]
+    code, text = real(*args)
+    assert code == 0, text
+    assert "1 node(s) with 2 CPUs and 0 GPUs" in text
+    assert re.search(r"step \d+/20", text)
+    assert json.loads((out / "summary.json").read_text())["steps"] == 20
+    # The package that ran is the one that was sent, alone with the recipe, and not what is installed there.
+    ran = Path(json.loads((out / "environment.json").read_text())["command"][0])
+    assert "_ray_pkg_" in str(ran)
+    assert {p.name for p in ran.parents[1].iterdir()} == {"eagleray", "recipe.yaml"}
+
+    code, text = real(*args)
+    assert code == 0, text
+    assert "done already" in text
+    name = job_package.identify(str(out))
+    assert [(j["id"], j["state"], j["status"]) for j in real.jobs()] == [
+        (name, "succeeded", 0),
+        (f"{name}-2", "succeeded", 0),
+    ]
+
+    code, text = real(*args, f"out={tmp_path / 'wrong'}", f"data.train={tmp_path / 'nowhere'}")
+    assert code == 2, text
+    assert f"error: {tmp_path / 'nowhere'}: cannot be read: No such file or directory" in text.splitlines()
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_stopped_job_has_saved_and_continues(real: Head, small: Path, shards: Path, tmp_path: Path):
+    """On a worker of Ray Train; everything in the job's own environment."""
+    out = tmp_path / "out"
+    keys = ["workers=1", "optim.epochs=400", "max_steps=4000", "evaluate.probe_epochs=0", "checkpoint.minutes=60"]
+    args = ["submit", *arguments(small, shards, out, *keys)]
+    code, text = real(*args)
+    assert code == 0, text
+    name = job_package.identify(str(out))
+    end = time.monotonic() + 600
+    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert time.monotonic() < end, real("logs", name)[1]
+        time.sleep(0.5)
+    assert not list((out / "checkpoints").glob("*.json"))
+    code, text = real(*args)
+    assert code == 2
+    assert f"error: {name}: this run is running" in text
+    follower = real.start(*args, "--follow")
+    assert follower.stdout
+    assert follower.stdout.readline() == f"{name}: this run is running\n"
+    code, text = real("stop", name)
+    assert code == 0, text
+    assert f"{name}: stopped" in text
+    text = follower.communicate(timeout=300)[0]
+    assert follower.returncode == 1, text
+    [saved] = (out / "checkpoints").glob("*.json")
+    step = int(saved.stem.rpartition("-")[2])
+    assert 3 <= step < 4000
+    code, text = real(*args, f"max_steps={step + 5}", "--follow")
+    assert code == 0, text
+    assert f"{name}-2: submitted" in text
+    assert f"continuing from step {step}" in text
+    assert json.loads((out / "summary.json").read_text())["steps"] == step + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_head_asks_for_its_token(real: Head, tmp_path: Path):
+    for env, wanted in (
+        ({"RAY_AUTH_TOKEN": "wrong"}, "the cluster asks for another token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}, "the cluster asks for a token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "disabled"}, "the cluster asks for a token"),
+    ):
+        code, text = real("jobs", **env)
+        assert code == 2, text
+        [line] = text.strip().splitlines()
+        assert wanted in line
