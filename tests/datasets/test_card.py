@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.layouts import fill, run
+from helpers.layouts import fill, run_prepare
 from helpers.pictures import encode, jpeg, picture, spoiled, write_shards
 from PIL import Image
 from typer.testing import CliRunner
@@ -14,14 +14,14 @@ from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.data.decode import decode
 from eagleray.datasets import card, contact_sheet
-from eagleray.datasets.stats import ASPECTS, EXAMPLES, OTHER, REASONS, SIDES, Census, fitted, format_of
+from eagleray.datasets.stats import ASPECTS, EXAMPLES, OTHER, REASONS, SIDES, ImageStats, fit_within, image_format
 
 
-def counted(*sizes: tuple[int, int]) -> Census:
-    census = Census()
+def counted(*sizes: tuple[int, int]) -> ImageStats:
+    stats = ImageStats()
     for height, width in sizes:
-        census.count(jpeg(1), height, width)
-    return census
+        stats.count(jpeg(1), height, width)
+    return stats
 
 
 def test_censuses_add_up():
@@ -38,16 +38,16 @@ def test_censuses_add_up():
     assert a.dropped["small"].count == 31
     assert a.dropped["small"].examples == ["x", *(f"y{i}" for i in range(EXAMPLES - 1))]
     assert a.dropped["broken"].examples == ["z"]
-    assert Census.of(json.loads(json.dumps(a.plain()))) == a
+    assert ImageStats.from_json(json.loads(json.dumps(a.to_json()))) == a
 
 
 def test_no_more_reasons_than_a_person_reads():
-    census = Census()
+    stats = ImageStats()
     for i in range(REASONS + 5):
-        census.drop(f"reason {i}", "key")
-    assert len(census.dropped) == REASONS + 1
-    assert census.dropped[OTHER].count == 5
-    assert census.dropped[OTHER].examples[0] == f"key: reason {REASONS}"
+        stats.drop(f"reason {i}", "key")
+    assert len(stats.dropped) == REASONS + 1
+    assert stats.dropped[OTHER].count == 5
+    assert stats.dropped[OTHER].examples[0] == f"key: reason {REASONS}"
 
 
 @pytest.mark.parametrize(("side", "low", "high"), [(256, 256, 304), (255, 215, 256), (16, 16, 19)])
@@ -63,19 +63,19 @@ def test_usual_shapes_lie_well_inside_their_bins(ratio: float):
 
 def test_formats_are_told_from_bytes():
     kinds = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
-    assert [format_of(encode(picture(1), k)) for k in kinds] == kinds
+    assert [image_format(encode(picture(1), k)) for k in kinds] == kinds
 
 
 def test_fitted_keeps_the_shape_and_a_pixel():
-    assert fitted(100, 200, 50) == (25, 50)
-    assert fitted(333, 500, 100) == (67, 100)
-    assert fitted(1000, 1, 10) == (10, 1)
+    assert fit_within(100, 200, 50) == (25, 50)
+    assert fit_within(333, 500, 100) == (67, 100)
+    assert fit_within(1000, 1, 10) == (10, 1)
 
 
 def test_stats_of_a_prepared_set(tmp_path: Path):
     fill(tmp_path / "in", [f"{c}/{i}.jpg" for c in "ab" for i in range(5)])
-    done = run("folder", tmp_path / "in", tmp_path / "out")
-    found, images = card.look(str(tmp_path / "out"), tmp_path)
+    done = run_prepare("folder", tmp_path / "in", tmp_path / "out")
+    found, images = card.describe(str(tmp_path / "out"), tmp_path)
     assert found == done
     assert len(images) == 10
     text = "\n".join(card.lines(found))
@@ -86,21 +86,21 @@ def test_stats_of_a_prepared_set(tmp_path: Path):
 
 def test_stats_without_a_card_tell_what_the_index_and_a_sample_tell(tmp_path: Path):
     write_shards(tmp_path / "in", 40, 3, broken=[7, 9])
-    found, images = card.look(str(tmp_path / "in"), tmp_path)
+    found, images = card.describe(str(tmp_path / "in"), tmp_path)
     assert (found["images"], found["classes"], found["shards"], found["sampled"]) == (40, 10, 3, 38)
     assert sum(d["count"] for d in found["dropped"].values()) == 2
-    assert "no dataset.json; what follows is of 38 images" in "\n".join(card.lines(found))
-    _, again = card.look(str(tmp_path / "in" / "x-*.tar"), tmp_path)
+    assert "no dataset.json; the lines below describe 38 images" in "\n".join(card.lines(found))
+    _, again = card.describe(str(tmp_path / "in" / "x-*.tar"), tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(images, again, strict=True))
 
 
 def test_where_nothing_can_be_shown_one_line_says_so(tmp_path: Path):
     write_shards(tmp_path / "in", 3, 1, broken=[0, 1, 2])
     with pytest.raises(UserError, match="none of 3 images can be decoded"):
-        card.look(str(tmp_path / "in"), tmp_path)
+        card.describe(str(tmp_path / "in"), tmp_path)
     (tmp_path / "in" / card.NAME).write_text("{}")
-    with pytest.raises(UserError, match=r"dataset.json: is no card of this program"):
-        card.look(str(tmp_path / "in"), tmp_path)
+    with pytest.raises(UserError, match=r"dataset.json: not a dataset.json written by eagleray"):
+        card.describe(str(tmp_path / "in"), tmp_path)
 
 
 def test_pictures(tmp_path: Path):
@@ -111,9 +111,9 @@ def test_pictures(tmp_path: Path):
         drawn = np.asarray(image)
     assert (drawn[:, :6] == contact_sheet.PAPER).all()
     assert (drawn[-70:, 3 * 150 + 6 :] == contact_sheet.PAPER).all(), "eleven images"
-    census = counted((240, 320), (240, 320), (1, 9000))
+    stats = counted((240, 320), (240, 320), (1, 9000))
     for name in ("one", "two"):
-        contact_sheet.sizes(census, tmp_path / f"{name}.png")
+        contact_sheet.sizes(stats, tmp_path / f"{name}.png")
     with Image.open(tmp_path / "one.png") as image:
         assert image.width > image.height > 300
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
@@ -131,4 +131,4 @@ def test_the_command_prints_and_draws(tmp_path: Path):
 
 def test_spoiled_images_are_no_census():
     with pytest.raises(OSError, match="cannot identify"):
-        format_of(spoiled(1))
+        image_format(spoiled(1))

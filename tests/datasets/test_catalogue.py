@@ -1,25 +1,21 @@
 """Sets by name: from a source laid out as it is downloaded to shards with its images, labels and splits."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from datasets.test_sources import listed, reasons, refused
-from helpers.layouts import fill, run
+from helpers.layouts import fill
 from helpers.pictures import picture
+from helpers.sources import Images, Layout, check_shards, check_split, drop_reasons, read_source, source_error
 from scipy.io import savemat
 
 from eagleray.cli.catalogue import catalogue
-from eagleray.data.decode import decode
-from eagleray.data.index import open_index
-from eagleray.datasets.catalogue import DATASETS
+from eagleray.datasets import sources
+from eagleray.datasets.catalogue import DATASETS, MODULES, OTHERS, SOURCES
+from eagleray.datasets.sources import domainnet as domainnet_source
 from eagleray.datasets.sources.imagenet_100 import CLASSES
-from eagleray.datasets.sources.known import DOMAINS, SOURCES
-
-Images = dict[str, tuple[Any, int]]  # bytes or pixels (H, W, 3), and the label, by key
-Make = Callable[[Path, str], Images]  # lays a folder out as a set is downloaded; what is in a split of it
 
 
 def cifar(folder: Path, split: str, *, fine: bool = False) -> Images:
@@ -107,45 +103,16 @@ def imagenet_100(folder: Path, split: str) -> Images:
     return {f"{c}/{c}_{split}": (data[f"{split}/{c}/{c}_{split}.JPEG"], i) for i, c in enumerate(CLASSES)}
 
 
-SETS: dict[str, Make] = {
+SETS: dict[str, Layout] = {
     "cifar-10": cifar,
     "cifar-100": cifar_100,
     "svhn": svhn,
     "flowers-102": flowers,
     "pets": pets,
     "imagenet-100": imagenet_100,
-    **{name: domainnet(name) for name in DOMAINS},
+    **{name: domainnet(name) for name in domainnet_source.SOURCES},
 }
 CASES = [(name, split) for name in SETS for split in DATASETS[name].splits]
-
-
-def same(data: bytes, expected: Any) -> bool:
-    if isinstance(expected, bytes):
-        return data == expected
-    return bool((decode(data).permute(1, 2, 0).numpy() == expected).all())
-
-
-def check_split(make: Make, name: str, split: str, folder: Path) -> None:
-    """What is found in a split is what was put there."""
-    expected = make(folder / "in", split)
-    found = listed(name, folder / "in", split=split)[1]
-    assert found.keys() == expected.keys()
-    for key, (data, item) in found.items():
-        assert same(data, expected[key][0]), key
-        assert item.label == expected[key][1], key
-    if split == next(iter(DATASETS[name].splits)):
-        assert listed(name, folder / "in")[1].keys() == expected.keys(), "the first split is the default"
-
-
-def check_shards(make: Make, name: str, form: str, folder: Path) -> None:
-    """Shards hold what the source holds, in the form that it is kept in."""
-    expected = make(folder / "in", "test")
-    card = run(name, folder / "in", folder / "out", split="test")
-    assert card["images"] == card["listed"] == len(expected)
-    assert not card["dropped"]
-    assert set(card["formats"]) == {form}
-    index = open_index(str(folder / "out"), folder)
-    assert sorted(index.label.tolist()) == sorted(label for _, label in expected.values())
 
 
 @pytest.mark.parametrize(("name", "split"), CASES)
@@ -161,7 +128,7 @@ def test_shards_hold_what_the_source_holds(name: str, form: str, tmp_path: Path)
 def test_classes_have_their_names(tmp_path: Path):
     def names(name: str) -> list[str]:
         SETS[name](tmp_path / name, next(iter(DATASETS[name].splits)))
-        return list(listed(name, tmp_path / name)[0].classes)
+        return list(read_source(name, tmp_path / name)[0].classes)
 
     assert names("cifar-10") == [f"class{i}" for i in range(10)]
     assert names("cifar-100") == [f"class{i}" for i in range(100)]
@@ -176,22 +143,23 @@ def test_pickles_are_refused(tmp_path: Path):
         place = tmp_path / name / file
         place.parent.mkdir(parents=True)
         place.write_bytes(b"\x80\x02}")
-        line = refused(name, tmp_path / name)
-        assert f"holds the Python version, pickles that could run any code; expected {name}-binary.tar.gz" in line
+        line = source_error(name, tmp_path / name)
+        assert "holds the Python version, whose pickles could run any code; expected" in line
+        assert f"the other files of {name}-binary.tar.gz, unpacked" in line
 
 
 def test_an_archive_must_be_unpacked(tmp_path: Path):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
-    line = refused("cifar-10", tmp_path)
+    line = source_error("cifar-10", tmp_path)
     assert "expected data_batch_1.bin in it, as cifar-10-binary.tar.gz unpacks; " in line
     assert line.endswith("; cifar-10-binary.tar.gz must be unpacked first")
-    assert "train_32x32.mat in it" in refused("svhn", tmp_path)
+    assert "train_32x32.mat in it" in source_error("svhn", tmp_path)
 
 
 def damaged(folder: Path, name: str, edit: Callable[[Path], None]) -> str:
     SETS[name](folder, next(iter(DATASETS[name].splits)))
     edit(folder)
-    return refused(name, folder)
+    return source_error(name, folder)
 
 
 def write(path: str, content: bytes) -> Callable[[Path], None]:
@@ -201,11 +169,11 @@ def write(path: str, content: bytes) -> Callable[[Path], None]:
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
 @pytest.mark.parametrize(("name", "file"), [("flowers-102", "imagelabels.mat"), ("svhn", "train_32x32.mat")])
 def test_a_download_that_was_cut_off_is_one_line(name: str, file: str, share: float, tmp_path: Path):
-    def cut(folder: Path) -> None:
+    def cut_short(folder: Path) -> None:
         data = (folder / file).read_bytes()
         (folder / file).write_bytes(data[: int(share * len(data))])
 
-    assert f"{file}: expected a MATLAB file with" in damaged(tmp_path / "in", name, cut)
+    assert f"{file}: expected a MATLAB file with" in damaged(tmp_path / "in", name, cut_short)
 
 
 def test_other_layouts_are_one_line(tmp_path: Path):
@@ -226,11 +194,11 @@ def test_other_layouts_are_one_line(tmp_path: Path):
     line = damaged(tmp_path / "f", "real", write("real_train.txt", b"real/x.jpg\n"))
     assert "real_train.txt: line 1: expected a path and a class number" in line
     line = damaged(tmp_path / "g", "imagenet-100", lambda f: (f / f"train/{CLASSES[5]}").rename(f / f"../{CLASSES[5]}"))
-    assert f"1 of ImageNet-100's classes are not there: {CLASSES[5]}" in line
+    assert f"1 of ImageNet-100's classes are missing: {CLASSES[5]}" in line
     labels = {"trnid": [1], "valid": [12], "tstid": [2]}
     mat = {k: np.array([v]) for k, v in labels.items()}
     line = damaged(tmp_path / "h", "flowers-102", lambda f: savemat(f / "setid.mat", mat))
-    assert "setid.mat: image 12 is none of the 9 of imagelabels.mat" in line
+    assert "setid.mat: image 12 is not among the 9 images of imagelabels.mat" in line
 
 
 @pytest.mark.parametrize("name", ["flowers-102", "pets", "clipart"])
@@ -238,24 +206,30 @@ def test_images_that_are_listed_and_missing_are_reported(name: str, tmp_path: Pa
     expected = SETS[name](tmp_path, "test")
     key = next(iter(expected))
     next(p for p in tmp_path.rglob("*.jpg") if str(p.with_suffix("")).endswith(key)).unlink()
-    assert reasons(name, tmp_path, split="test") == {key: "listed, but not among the files"}
+    assert drop_reasons(name, tmp_path, split="test") == {key: "listed, but not among the files"}
 
 
 def test_a_split_that_a_set_does_not_have_is_refused(tmp_path: Path):
-    assert refused("cifar-10", tmp_path, split="val") == "--split val: expected train, test"
-    assert refused("pets", tmp_path, split="train") == "--split train: expected trainval, test"
+    assert source_error("cifar-10", tmp_path, split="val") == "--split val: expected train, test"
+    assert source_error("pets", tmp_path, split="train") == "--split train: expected trainval, test"
 
 
-def test_every_set_can_be_prepared():
-    others = {name for name in DATASETS if name.endswith("-small")} | {"pcam", "ucf101"}
-    assert DATASETS.keys() - others <= SOURCES.keys()
+def test_every_source_file_is_in_the_catalogue_and_every_name_is_there_once():
+    folder = Path(sources.__path__[0])
+    described = {p.stem for p in folder.glob("*.py") if re.search(r"^SOURCES\b", p.read_text(), re.MULTILINE)}
+    assert described == {m.__name__.rpartition(".")[2] for m in MODULES}
+    assert len(SOURCES) == sum(len(m.SOURCES) for m in MODULES)
+    assert not SOURCES.keys() & OTHERS.keys()
     assert len({d.short for d in DATASETS.values()}) == len(DATASETS)
 
 
 def test_sets_are_listed():
-    listed = catalogue("datasets")
-    assert listed.keys() == DATASETS.keys()
-    assert listed["svhn"].startswith("SVHN: 73,257 train, 26,032 test; 10 classes; classifier/top1; from ufldl")
+    lines = catalogue("datasets")
+    assert lines.keys() == DATASETS.keys()
+    assert lines["svhn"] == (
+        "SVHN has 10 classes, 73,257 images in train and 26,032 in test. "
+        "Download train_32x32.mat and test_32x32.mat from ufldl.stanford.edu/housenumbers."
+    )
 
 
 def test_sizes_are_those_of_drlocs_table_1():

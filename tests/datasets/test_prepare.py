@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import webdataset
-from helpers.layouts import everything, fill, refused, run, tar_bytes, write_parquet
+from helpers.layouts import fill, prepare_error, read_tree, run_prepare, tar_bytes, write_parquet
 from helpers.pictures import encode, jpeg, picture, spoiled, write_tar
 from PIL import Image
 
@@ -27,11 +27,11 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
 from eagleray.datasets import card
-from eagleray.datasets.assignment import Order, cut
+from eagleray.datasets.assignment import ShardAssignment, cut_evenly
 from eagleray.datasets.pack import NOTES
 from eagleray.datasets.prepare import prepare
 from eagleray.datasets.sources.item import Item, table
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.options import PrepareOptions
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def test_bytes_labels_index_and_card(photos: tuple[Path, dict[str, bytes]], tmp_
     folder, data = photos
     (folder / "ant" / "bad.jpg").write_bytes(spoiled(1))
     (folder / "ant" / "empty.jpg").touch()
-    done = run("folder", folder, tmp_path / "out", size=3)
+    done = run_prepare("folder", folder, tmp_path / "out", size=3)
     expected = {name.removesuffix(".jpg"): (d, ("ant", "bee", "cat").index(name[:3])) for name, d in data.items()}
     assert {k: (s["jpg"], int(s["cls"])) for k, s in samples(tmp_path / "out").items()} == expected
     index = open_index(str(tmp_path / "out"), note=lambda _: pytest.fail("is indexed again"))
@@ -83,8 +83,8 @@ def test_bytes_labels_index_and_card(photos: tuple[Path, dict[str, bytes]], tmp_
 
 
 def test_the_index_is_that_of_its_shards(photos: tuple[Path, dict[str, bytes]], tmp_path: Path):
-    """What was noted while writing is what reading the tars would find."""
-    run("folder", photos[0], tmp_path / "out")
+    """What was read_note while writing is what reading the tars would find."""
+    run_prepare("folder", photos[0], tmp_path / "out")
     ours = open_index(str(tmp_path / "out"))
     (tmp_path / "out" / "index.parquet").unlink()
     again = open_index(str(tmp_path / "out"), note=lambda _: None)
@@ -97,7 +97,7 @@ def test_the_index_is_that_of_its_shards(photos: tuple[Path, dict[str, bytes]], 
 
 def test_equal_keys_are_told_apart(tmp_path: Path):
     data = fill(tmp_path / "in", ["a.jpg", "a.b.jpg", "a_b.jpg", "a.JPG", "a~2.jpg"])
-    run("folder", tmp_path / "in", tmp_path / "out")
+    run_prepare("folder", tmp_path / "in", tmp_path / "out")
     found = samples(tmp_path / "out")
     assert sorted(s["jpg"] for s in found.values()) == sorted(data.values())
     assert sorted(found) == ["a", "a_b", "a_b~2", "a~2", "a~2~2"]
@@ -106,14 +106,14 @@ def test_equal_keys_are_told_apart(tmp_path: Path):
 def test_long_and_foreign_names(tmp_path: Path):
     """Tars take 100 bytes without more ado."""
     data = fill(tmp_path / "in", ["x" * 180 + ".jpg", "größe/ä.jpg"])
-    run("folder", tmp_path / "in", tmp_path / "out")
+    run_prepare("folder", tmp_path / "in", tmp_path / "out")
     assert {k: s["jpg"] for k, s in samples(tmp_path / "out").items()} == {k[:-4]: d for k, d in data.items()}
     assert len(open_index(str(tmp_path / "out"))) == 2
 
 
 def test_metadata_becomes_a_json_member(tmp_path: Path):
     data = write_parquet(tmp_path / "in" / "a.parquet", 0, 5, nsfw=pa.array([0.5] * 5), license=pa.array(["x"] * 5))
-    run("parquet", tmp_path / "in", tmp_path / "out")
+    run_prepare("parquet", tmp_path / "in", tmp_path / "out")
     found = samples(tmp_path / "out")
     assert [found[f"img_{i}"]["jpeg"] for i in range(5)] == data
     assert all(json.loads(s["json"]) == {"nsfw": 0.5, "license": "x"} for s in found.values())
@@ -126,7 +126,7 @@ def test_sides(tmp_path: Path):
     for i, (name, (height, width)) in enumerate(sizes.items()):
         image = Image.fromarray(picture(i, height, width))
         (tmp_path / "in" / f"{name}.png").write_bytes(encode(image.convert("L") if name == "gray" else image, "PNG"))
-    done = run("folder", tmp_path / "in", tmp_path / "out", max_side=64, min_side=30)
+    done = run_prepare("folder", tmp_path / "in", tmp_path / "out", max_side=64, min_side=30)
     found = samples(tmp_path / "out")
     assert found["small"]["png"] == (tmp_path / "in" / "small.png").read_bytes()
     shapes = {name: tuple(decode(s["jpg"]).shape[1:]) for name, s in found.items() if "jpg" in s}
@@ -146,7 +146,7 @@ def test_duplicates_go_and_the_first_stays(tmp_path: Path, monkeypatch: Any):
     data = fill(tmp_path / "in", [f"{i:02d}.jpg" for i in range(20)])
     for copy, original in {"07b": "07", "03x": "03", "19z": "03"}.items():
         (tmp_path / "in" / f"{copy}.jpg").write_bytes(data[f"{original}.jpg"])
-    done = run("folder", tmp_path / "in", tmp_path / "out", dedup=True, size=2)
+    done = run_prepare("folder", tmp_path / "in", tmp_path / "out", dedup=True, size=2)
     assert set(samples(tmp_path / "out")) == {name[:-4] for name in data}
     assert done["dropped"] == {
         "exact duplicate": {"count": 3, "examples": ["03x (of 03)", "07b (of 07)", "19z (of 03)"]}
@@ -155,13 +155,13 @@ def test_duplicates_go_and_the_first_stays(tmp_path: Path, monkeypatch: Any):
 
 
 def samples_of(folder: Path, **options: Any) -> dict[str, Any]:
-    run("folder", folder / "in", folder / "again", **options)
+    run_prepare("folder", folder / "in", folder / "again", **options)
     return samples(folder / "again")
 
 
 def test_the_seed_makes_the_order(photos: tuple[Path, dict[str, bytes]], tmp_path: Path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run("folder", photos[0], tmp_path / name, seed=seed)
+        run_prepare("folder", photos[0], tmp_path / name, seed=seed)
     a, b, c = (list(samples(tmp_path / name)) for name in "abc")
     assert a == b != c
     assert sorted(a) == sorted(c) != a
@@ -171,7 +171,7 @@ def test_the_seed_makes_the_order(photos: tuple[Path, dict[str, bytes]], tmp_pat
 def test_an_order_is_a_permutation_in_even_shards():
     sizes = np.random.default_rng(0).integers(1, 1000, 5000)
     items = table(Item(f"k{i}", "u", 0, int(n)) for i, n in enumerate(sizes))
-    order = Order.of(items, size=20_000, seed=3)
+    order = ShardAssignment.shuffle(items, size=20_000, seed=3)
     rows = [order.rows(n) for n in range(len(order))]
     assert sorted(np.concatenate(rows).tolist()) == list(range(5000))
     held = np.array([sizes[r].sum() for r in rows])
@@ -182,7 +182,7 @@ def test_an_order_is_a_permutation_in_even_shards():
 
 def test_row_groups_stay_together_and_are_mixed_within_a_shard():
     items = table(Item(f"k{i}", "u", i % 10, 100, group=i // 10) for i in range(1000))
-    order = Order.of(items, size=5000, seed=0)
+    order = ShardAssignment.shuffle(items, size=5000, seed=0)
     rows = [order.rows(n) for n in range(len(order))]
     groups = [Counter((r // 10).tolist()) for r in rows]
     assert sum(len(g) for g in groups) <= 100 + len(order), "each is read once, or twice where a shard ends in it"
@@ -190,52 +190,56 @@ def test_row_groups_stay_together_and_are_mixed_within_a_shard():
 
 
 def test_cuts_are_even_and_no_shard_is_empty():
-    assert cut(np.array([4, 4, 4, 4, 4, 4]), 10).tolist() == [0, 2, 4, 6]
-    assert cut(np.array([1]), 10).tolist() == [0, 1]
-    assert cut(np.array([0, 0]), 10).tolist() == [0, 2]
-    huge = cut(np.array([5, 100, 5, 5]), 10)
+    assert cut_evenly(np.array([4, 4, 4, 4, 4, 4]), 10).tolist() == [0, 2, 4, 6]
+    assert cut_evenly(np.array([1]), 10).tolist() == [0, 1]
+    assert cut_evenly(np.array([0, 0]), 10).tolist() == [0, 2]
+    huge = cut_evenly(np.array([5, 100, 5, 5]), 10)
     assert (np.diff(huge) > 0).all()
     assert huge[-1] == 4
 
 
 def test_again_with_the_same_options_is_done_already(photos: tuple[Path, dict[str, bytes]], tmp_path: Path):
-    first = run("folder", photos[0], tmp_path / "out")
-    before = everything(tmp_path / "out")
+    first = run_prepare("folder", photos[0], tmp_path / "out")
+    before = read_tree(tmp_path / "out")
     said: list[str] = []
-    job = Job(source="folder", origin=str(photos[0]), destination=str(tmp_path / "out"))
+    options = PrepareOptions(source="folder", origin=str(photos[0]), destination=str(tmp_path / "out"))
     tick = partial(pytest.fail, "works again")
-    assert prepare(job, run=map, command="other", note=said.append, tick=lambda *_: tick()) == first
-    assert said == [f"{tmp_path}/out: done already"]
-    assert everything(tmp_path / "out") == before
+    assert prepare(options, run=map, command="other", note=said.append, tick=lambda *_: tick()) == first
+    assert said == [f"{tmp_path}/out: already complete"]
+    assert read_tree(tmp_path / "out") == before
 
 
 def test_what_differs_is_named(photos: tuple[Path, dict[str, bytes]], tmp_path: Path):
     folder, _ = photos
-    run("folder", folder, tmp_path / "out", seed=1)
-    assert refused("folder", folder, tmp_path / "out", seed=2) == (
-        f"{tmp_path}/out: was begun with --seed 1, not 2; give the same options, or another folder"
+    run_prepare("folder", folder, tmp_path / "out", seed=1)
+    assert prepare_error("folder", folder, tmp_path / "out", seed=2) == (
+        f"{tmp_path}/out: was begun with --seed 1, now --seed 2; give the same options, or another folder"
     )
-    assert "was begun with --max-side not given, not 9" in refused(
+    assert "was begun with no --max-side, now --max-side 9" in prepare_error(
         "folder", folder, tmp_path / "out", seed=1, max_side=9
     )
     fill(folder, ["ant/new.jpg"])
-    assert f"{folder} has changed since" in refused("folder", folder, tmp_path / "out", seed=1)
+    assert f"the files of {folder} have changed since" in prepare_error("folder", folder, tmp_path / "out", seed=1)
 
 
 def test_destinations_that_hold_something_else_are_refused(photos: tuple[Path, dict[str, bytes]], tmp_path: Path):
     write_tar(tmp_path / "out" / "x.tar", [("a.jpg", jpeg(1))])
-    assert "holds shards already" in refused("folder", photos[0], tmp_path / "out")
+    assert "holds shards already" in prepare_error("folder", photos[0], tmp_path / "out")
     (tmp_path / "file").touch()
-    assert f"{tmp_path}/file/out" in refused("folder", photos[0], tmp_path / "file" / "out")
+    assert f"{tmp_path}/file/out" in prepare_error("folder", photos[0], tmp_path / "file" / "out")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / card.NAME).write_text("[]")
-    assert "dataset.json: is no card of this program" in refused("folder", photos[0], tmp_path / "odd")
+    assert "dataset.json: not a dataset.json written by eagleray" in prepare_error(
+        "folder", photos[0], tmp_path / "odd"
+    )
 
 
 def test_nothing_usable_is_refused(tmp_path: Path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jpg").write_bytes(spoiled(1))
-    assert "no image is left of 1; most were dropped for: " in refused("folder", tmp_path / "in", tmp_path / "out")
+    assert "none of the 1 listed images is left; the most frequent reason: " in prepare_error(
+        "folder", tmp_path / "in", tmp_path / "out"
+    )
 
 
 def command(words: list[Any], folder: Path) -> subprocess.Popen[str]:
@@ -271,7 +275,7 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(large: Path, tmp_path: Path
             kill_somewhere(words, tmp_path / name, random.Random(number))
         code, err = finished(words, tmp_path / name)
         assert code == 0, err
-        results[name] = everything(tmp_path / name)
+        results[name] = read_tree(tmp_path / name)
     assert results["killed"] == results["whole"]
     assert len(results["whole"]) > 5
     assert json.loads(results["whole"][f"out/{card.NAME}"])["dropped"]["exact duplicate"]["count"] == 3
@@ -292,7 +296,7 @@ def kill_somewhere(words: list[Any], folder: Path, draw: random.Random) -> None:
 def test_what_was_done_before_is_kept(large: Path, tmp_path: Path):
     """Shards are not written again, and somebody is told."""
     said: list[str] = []
-    job = Job(source="imagenet-22k", origin=str(large), destination=str(tmp_path / "out"), size=1)
+    options = PrepareOptions(source="imagenet-22k", origin=str(large), destination=str(tmp_path / "out"), size=1)
 
     def stops(function: Any, tasks: Any) -> Any:
         yield from itertools.islice(map(function, tasks), 2)
@@ -300,10 +304,10 @@ def test_what_was_done_before_is_kept(large: Path, tmp_path: Path):
 
     quiet = {"command": "", "note": said.append, "tick": lambda *_: None}
     with pytest.raises(UserError, match="enough"):
-        prepare(job, run=stops, **quiet)
+        prepare(options, run=stops, **quiet)
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.tar")}
     assert len(written) == 2
-    prepare(job, run=map, **quiet)
+    prepare(options, run=map, **quiet)
     assert {p: p.stat().st_mtime_ns for p in written} == written
     assert any(line.startswith("write: ") and line.endswith(" images were done before") for line in said)
 
@@ -312,9 +316,9 @@ def test_workers_change_nothing(large: Path, tmp_path: Path):
     """Ray's processes write what this one does, and what they raise is a line for the user."""
     runners = {"alone": map, "ray": partial(ray_map, workers=2)}
     for name, runner in runners.items():
-        job = Job(source="imagenet-22k", origin=str(large), destination=str(tmp_path / name), size=1)
-        prepare(job, run=runner, command="same", note=lambda _: None, tick=lambda *_: None)
-    assert everything(tmp_path / "ray") == everything(tmp_path / "alone")
+        options = PrepareOptions(source="imagenet-22k", origin=str(large), destination=str(tmp_path / name), size=1)
+        prepare(options, run=runner, command="same", note=lambda _: None, tick=lambda *_: None)
+    assert read_tree(tmp_path / "ray") == read_tree(tmp_path / "alone")
     assert len(samples(tmp_path / "ray")) == 243
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.layouts import everything, fill, refused, run, tar_bytes, write_parquet
+from helpers.layouts import fill, prepare_error, read_tree, run_prepare, tar_bytes, write_parquet
 from helpers.pictures import jpeg
 from helpers.s3.server import store_of
 
@@ -28,7 +28,7 @@ def downloaded(url: str, folder: Path) -> dict[str, bytes]:
     for blob in store.store(url).list(url + "/"):
         folder.mkdir(exist_ok=True)
         (folder / blob.url.rpartition("/")[2]).write_bytes(bytes(store.store(url).get(blob.url)))
-    return everything(folder)
+    return read_tree(folder)
 
 
 @pytest.mark.parametrize("source", ["imagenet-22k", "folder", "parquet", "webdataset"])
@@ -47,10 +47,10 @@ def test_s3_holds_what_a_folder_would(bucket: str, tmp_path: Path, source: str):
             (here / "whole.tar").write_bytes(tars["n00000000.tar"])
     upload(here, f"{bucket}/{source}")
     origin = "whole.tar" if source == "imagenet-22k" else ""
-    run(source, here / origin if origin else here, tmp_path / "out", dedup=True)
+    run_prepare(source, here / origin if origin else here, tmp_path / "out", dedup=True)
     url = f"{bucket}/{source}" + (f"/{origin}" if origin else "")
-    run(source, url, f"{bucket}/out-{source}", dedup=True)
-    ours, theirs = everything(tmp_path / "out"), downloaded(f"{bucket}/out-{source}", tmp_path / "back")
+    run_prepare(source, url, f"{bucket}/out-{source}", dedup=True)
+    ours, theirs = read_tree(tmp_path / "out"), downloaded(f"{bucket}/out-{source}", tmp_path / "back")
     assert ours.keys() == theirs.keys()
     assert {k: v for k, v in ours.items() if k.endswith(".tar")} == {
         k: v for k, v in theirs.items() if k[-4:] == ".tar"
@@ -58,10 +58,10 @@ def test_s3_holds_what_a_folder_would(bucket: str, tmp_path: Path, source: str):
     assert len(open_index(f"{bucket}/out-{source}", note=lambda _: pytest.fail("is indexed again"))) >= 5
     left = [b.url for b in store.store(bucket).list(f"{bucket}/out-{source}/.prepare/")]
     assert left == []
-    assert run(source, url, f"{bucket}/out-{source}", dedup=True)["images"] >= 5, "and is done already"
+    assert run_prepare(source, url, f"{bucket}/out-{source}", dedup=True)["images"] >= 5, "and is done already"
 
 
 def test_a_bucket_that_is_not_there_is_one_line(bucket: str, tmp_path: Path):
     fill(tmp_path / "in", ["a.jpg"])
-    assert "s3://none" in refused("folder", tmp_path / "in", "s3://none/out")
-    assert "s3://none" in refused("folder", "s3://none/in", tmp_path / "out")
+    assert "s3://none" in prepare_error("folder", tmp_path / "in", "s3://none/out")
+    assert "s3://none" in prepare_error("folder", "s3://none/in", tmp_path / "out")

@@ -14,41 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.layouts import fill, tar_bytes, write_parquet
 from helpers.pictures import encode, jpeg, picture, write_tar
+from helpers.sources import drop_reasons, read_source, source_error
 from scipy.io import savemat
 
-from eagleray.base.errors import UserError
-from eagleray.datasets.sources.fetch import fetch
-from eagleray.datasets.sources.item import Item, Listing, table
-from eagleray.datasets.sources.job import Job
-from eagleray.datasets.sources.known import SOURCES, find
+from eagleray.datasets.catalogue import SOURCES
 
 WNIDS = ["n01440764", "n01443537", "n02119789"]
-
-
-def job(source: str, origin: Path, **options: Any) -> Job:
-    return Job(source=source, origin=str(origin), destination="/nowhere", **options)
-
-
-def listed(source: str, origin: Path, **options: Any) -> tuple[Listing, dict[str, tuple[bytes, Item]]]:
-    """What is found, with its bytes, by key."""
-    found = find(job(source, origin, **options))
-    listing = found.listing()
-    items = list(listing.items)
-    assert len({i.key for i in items}) == len(items)
-    fetched = fetch(table(i for i in items if i.reason is None), found.column)
-    return listing, {item.key: (bytes(data), item) for item, data in fetched}
-
-
-def reasons(source: str, origin: Path, **options: Any) -> dict[str, str]:
-    return {i.key: i.reason for i in find(job(source, origin, **options)).listing().items if i.reason}
-
-
-def refused(source: str, origin: Path, **options: Any) -> str:
-    with pytest.raises(UserError) as e:
-        listed(source, origin, **options)
-    assert "\n" not in str(e.value)
-    return str(e.value)
-
 
 TRAIN = {w: {f"{w}_{i}.JPEG": jpeg(10 * c + i) for i in range(4)} for c, w in enumerate(WNIDS)}
 EXPECTED = {
@@ -85,7 +56,7 @@ LAYOUTS = ["tar of tars", "class tars", "class folders", "train folder", "folder
     ("source", "layout"), [("imagenet-1k", x) for x in LAYOUTS] + [("imagenet-22k", x) for x in LAYOUTS[:3]]
 )
 def test_imagenet_is_the_same_in_every_layout(tmp_path: Path, source: str, layout: str):
-    listing, found = listed(source, imagenet(tmp_path / "in", layout))
+    listing, found = read_source(source, imagenet(tmp_path / "in", layout))
     assert {key: (data, item.label) for key, (data, item) in found.items()} == EXPECTED
     assert list(listing.classes) == WNIDS
     assert {item.extension for _, item in found.values()} == {"jpeg"}
@@ -93,7 +64,7 @@ def test_imagenet_is_the_same_in_every_layout(tmp_path: Path, source: str, layou
 
 def test_images_in_tars_of_tars_are_addressed_in_the_outer_file(tmp_path: Path):
     outer = imagenet(tmp_path, "tar of tars")
-    for data, item in listed("imagenet-22k", outer)[1].values():
+    for data, item in read_source("imagenet-22k", outer)[1].values():
         assert item.url == str(outer)
         assert outer.read_bytes()[item.offset : item.offset + item.size] == data
 
@@ -137,7 +108,7 @@ def kaggle(folder: Path) -> Path:
 @pytest.mark.parametrize("labels", [devkit, packed_devkit, kaggle])
 def test_validation_classes_are_numbered_as_those_of_training(tmp_path: Path, labels: Any):
     tar, expected = validation(tmp_path)
-    listing, found = listed("imagenet-1k", tar, split="val", labels=str(labels(tmp_path / "labels")))
+    listing, found = read_source("imagenet-1k", tar, split="val", labels=str(labels(tmp_path / "labels")))
     assert {key: (data, item.label) for key, (data, item) in found.items()} == expected
     assert list(listing.classes) == WNIDS
 
@@ -149,37 +120,37 @@ def _labels(tmp_path: Path) -> None:
 
 def test_imagenet_that_cannot_be_used_is_refused(tmp_path: Path):
     tar, _ = validation(tmp_path / "val")
-    assert "give --labels ILSVRC2012_devkit_t12.tar.gz" in refused("imagenet-1k", tar, split="val")
-    assert "expected a tar of class tars" in refused("imagenet-1k", tar)
-    assert "expected a tar of class tars" in refused("imagenet-1k", tmp_path / "labels")
+    assert "give --labels ILSVRC2012_devkit_t12.tar.gz" in source_error("imagenet-1k", tar, split="val")
+    assert "expected a tar of class tars" in source_error("imagenet-1k", tar)
+    assert "expected a tar of class tars" in source_error("imagenet-1k", tmp_path / "labels")
     imagenet(tmp_path / "unpacked", "train folder")
-    line = refused("imagenet-1k", tmp_path / "unpacked", split="val")
+    line = source_error("imagenet-1k", tmp_path / "unpacked", split="val")
     assert line == f"{tmp_path}/unpacked: expected val/ beside the other splits"
-    assert refused("imagenet-1k", tmp_path / "none") == f"{tmp_path}/none: no such file or folder"
-    assert refused("imagenet-1k", tmp_path / "none.tar") == f"{tmp_path}/none.tar: no such file"
+    assert source_error("imagenet-1k", tmp_path / "none") == f"{tmp_path}/none: no such file or folder"
+    assert source_error("imagenet-1k", tmp_path / "none.tar") == f"{tmp_path}/none.tar: no such file"
     wrong = {"labels": str(tmp_path / "val"), "split": "val"}
-    assert "expected the development kit of ILSVRC 2012" in refused("imagenet-1k", tar, **wrong)
+    assert "expected the development kit of ILSVRC 2012" in source_error("imagenet-1k", tar, **wrong)
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     wrong = {"labels": str(tmp_path / "x.csv"), "split": "val"}
-    assert "columns ImageId and PredictionString" in refused("imagenet-1k", tar, **wrong)
+    assert "columns ImageId and PredictionString" in source_error("imagenet-1k", tar, **wrong)
     (tmp_path / "x.csv").write_text("ImageId,PredictionString\nILSVRC2012_val_00000001")
-    assert "no class for ILSVRC2012_val_00000001; the file may be cut off" in refused("imagenet-1k", tar, **wrong)
+    assert "no class for ILSVRC2012_val_00000001; the file may be cut off" in source_error("imagenet-1k", tar, **wrong)
     (tmp_path / "x.tar.gz").write_bytes(b"no archive")
     wrong = {"labels": str(tmp_path / "x.tar.gz"), "split": "val"}
-    assert "x.tar.gz: cannot be unpacked" in refused("imagenet-1k", tar, **wrong)
+    assert "x.tar.gz: cannot be unpacked" in source_error("imagenet-1k", tar, **wrong)
 
 
 def test_archives_that_are_compressed_cut_off_or_none_are_refused(tmp_path: Path):
     whole = imagenet(tmp_path, "tar of tars").read_bytes()
     (tmp_path / "zipped.tar").write_bytes(gzip.compress(whole))
-    assert "zipped.tar: is compressed (gzip)" in refused("imagenet-22k", tmp_path / "zipped.tar")
+    assert "zipped.tar: compressed with gzip" in source_error("imagenet-22k", tmp_path / "zipped.tar")
     (tmp_path / "cut.tar").write_bytes(whole[: len(whole) // 2])
-    assert "cut.tar: cut off or damaged after" in refused("imagenet-22k", tmp_path / "cut.tar")
+    assert "cut.tar: cut off or damaged after" in source_error("imagenet-22k", tmp_path / "cut.tar")
     (tmp_path / "text.tar").write_text("no tar" * 500)
-    assert "text.tar: not a tar archive" in refused("imagenet-22k", tmp_path / "text.tar")
+    assert "text.tar: not a tar archive" in source_error("imagenet-22k", tmp_path / "text.tar")
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "fall11.tar.gz").write_bytes(gzip.compress(whole))
-    assert refused("imagenet-22k", tmp_path / "packed").endswith("; fall11.tar.gz must be unpacked first")
+    assert source_error("imagenet-22k", tmp_path / "packed").endswith("; fall11.tar.gz must be unpacked first")
 
 
 HEADER = (
@@ -206,31 +177,36 @@ def openimages(folder: Path) -> tuple[Path, Path, dict[str, bytes]]:
 
 def test_openimages_joins_the_list_with_the_files(tmp_path: Path):
     path, mirror, data = openimages(tmp_path)
-    found = listed("openimages", path, images=str(mirror))[1]
+    found = read_source("openimages", path, images=str(mirror))[1]
     assert {key: d for key, (d, _) in found.items()} == {name: data[f"{name}.jpg"] for name in IDS[:3]}
     assert all(item.label == -1 for _, item in found.values())
     said = json.loads(found[IDS[0]][1].meta or "")
     assert said["License"] == "https://creativecommons.org/licenses/by/2.0/"
     assert said["Title"] == 'A title, "quoted"\nin two lines'
     assert "Thumbnail300KURL" not in said
-    assert reasons("openimages", path, images=str(mirror)) == {IDS[3]: "listed, but not among the images"}
-    assert set(listed("openimages", path, images=str(mirror), split="validation")[1]) == {"0009"}
+    assert drop_reasons("openimages", path, images=str(mirror)) == {IDS[3]: "listed, but not among the images"}
+    assert set(read_source("openimages", path, images=str(mirror), split="validation")[1]) == {"0009"}
 
 
 def test_a_list_of_boxes_names_each_image_once(tmp_path: Path):
     _, mirror, _ = openimages(tmp_path)
     boxes = tmp_path / "boxes.csv"
     boxes.write_text("ImageID,Source,LabelName\n" + "".join(f"{i},xclick,/m/0k4j\n" for i in (IDS[0], IDS[0], IDS[1])))
-    assert set(listed("openimages", boxes, images=str(mirror))[1]) == set(IDS[:2])
+    assert set(read_source("openimages", boxes, images=str(mirror))[1]) == set(IDS[:2])
 
 
 def test_openimages_that_cannot_be_used_is_refused(tmp_path: Path):
     path, mirror, _ = openimages(tmp_path)
-    assert "expected a CSV of image ids" in refused("openimages", tmp_path)
-    assert refused("openimages", path, images=str(tmp_path / "x")) == f"--images {tmp_path}/x: no image files there"
-    assert "lists no image of --split test" in refused("openimages", path, images=str(mirror), split="test")
+    assert "expected a CSV of image ids" in source_error("openimages", tmp_path)
+    assert (
+        source_error("openimages", path, images=str(tmp_path / "x"))
+        == f"--images {tmp_path}/x: contains no image files"
+    )
+    assert "lists no image of --split test" in source_error("openimages", path, images=str(mirror), split="test")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    assert "expected a column ImageID, found a, b" in refused("openimages", tmp_path / "other.csv", images=str(mirror))
+    assert "expected a column ImageID, found a, b" in source_error(
+        "openimages", tmp_path / "other.csv", images=str(mirror)
+    )
 
 
 def webvision(folder: Path) -> dict[str, bytes]:
@@ -246,41 +222,41 @@ def webvision(folder: Path) -> dict[str, bytes]:
 
 def test_webvision_follows_its_lists(tmp_path: Path):
     data = webvision(tmp_path / "in")
-    listing, found = listed("webvision", tmp_path / "in")
+    listing, found = read_source("webvision", tmp_path / "in")
     assert {key: (d, item.label) for key, (d, item) in found.items()} == {
         "google/q0001/a1": (data["google/q0001/a1.jpg"], 0),
         "google/q0002/b2": (data["google/q0002/b2.jpg"], 2),
         "flickr/q0001/12_3": (data["flickr/q0001/12_3.jpg"], 1),
     }
     assert list(listing.classes) == WNIDS
-    assert reasons("webvision", tmp_path / "in") == {"google/q0002/gone": "listed, but not among the files"}
-    [(d, item)] = listed("webvision", tmp_path / "in", split="val")[1].values()
+    assert drop_reasons("webvision", tmp_path / "in") == {"google/q0002/gone": "listed, but not among the files"}
+    [(d, item)] = read_source("webvision", tmp_path / "in", split="val")[1].values()
     assert (d, item.label) == (data["val_images_256/val000001.jpg"], 2)
 
 
 def test_webvision_that_cannot_be_used_is_refused(tmp_path: Path):
     webvision(tmp_path / "in")
     (tmp_path / "in" / "info" / "train_filelist_flickr.txt").write_text("flickr/q0001/12_3.jpg\n")
-    assert "line 1: expected a path and a class number" in refused("webvision", tmp_path / "in")
-    assert "expected info/test_filelist.txt in it" in refused("webvision", tmp_path / "in", split="test")
+    assert "line 1: expected a path and a class number" in source_error("webvision", tmp_path / "in")
+    assert "expected info/test_filelist.txt in it" in source_error("webvision", tmp_path / "in", split="test")
 
 
 def test_coco_has_no_labels(tmp_path: Path):
     names = ["train2017/000000000009.jpg", "train2017/000000000025.jpg", "val2017/000000000139.jpg"]
     data = fill(tmp_path / "coco", names)
     (tmp_path / "coco" / "annotations").mkdir()
-    found = listed("coco", tmp_path / "coco")[1]
+    found = read_source("coco", tmp_path / "coco")[1]
     assert {key: (d, item.label) for key, (d, item) in found.items()} == {
         "000000000009": (data[names[0]], -1),
         "000000000025": (data[names[1]], -1),
     }
-    assert set(listed("coco", tmp_path / "coco", split="val2017")[1]) == {"000000000139"}
-    assert "expected a folder test2017/ with images" in refused("coco", tmp_path / "coco", split="test2017")
+    assert set(read_source("coco", tmp_path / "coco", split="val2017")[1]) == {"000000000139"}
+    assert "expected a folder test2017/ with images" in source_error("coco", tmp_path / "coco", split="test2017")
 
 
 def test_a_folder_has_classes_where_every_image_is_in_one(tmp_path: Path):
     data = fill(tmp_path / "in", ["b/1.jpg", "a/x/v1.0.JPG", "a/2.jpg", "a/._2.jpg"])
-    listing, found = listed("folder", tmp_path / "in")
+    listing, found = read_source("folder", tmp_path / "in")
     assert {key: (d, item.label) for key, (d, item) in found.items()} == {
         "a/2": (data["a/2.jpg"], 0),
         "a/x/v1_0": (data["a/x/v1.0.JPG"], 0),
@@ -288,7 +264,7 @@ def test_a_folder_has_classes_where_every_image_is_in_one(tmp_path: Path):
     }
     assert list(listing.classes) == ["a", "b"]
     fill(tmp_path / "in", ["top.jpg"])
-    listing, found = listed("folder", tmp_path / "in")
+    listing, found = read_source("folder", tmp_path / "in")
     assert not listing.classes
     assert {item.label for _, item in found.values()} == {-1}
 
@@ -302,10 +278,10 @@ def test_webdataset_keeps_labels_and_metadata(tmp_path: Path):
     write_tar(tmp_path / "in" / "s-1.tar", second)
     cut = tar_bytes({"e.jpg": a})[: len(a)]
     (tmp_path / "in" / "s-2.tar").write_bytes(cut)
-    found = listed("webdataset", tmp_path / "in")[1]
+    found = read_source("webdataset", tmp_path / "in")[1]
     assert {k: (d, i.label, i.extension) for k, (d, i) in found.items()} == {"x/a": (a, 7, "jpg"), "b": (b, -1, "png")}
     assert json.loads(found["x/a"][1].meta or "") == said
-    assert reasons("webdataset", tmp_path / "in") == {
+    assert drop_reasons("webdataset", tmp_path / "in") == {
         "c": "no image: only cls",
         "d": "its .cls or .json cannot be read",
         "s-2": "cut off or damaged after 1 members",
@@ -316,7 +292,7 @@ def test_parquet_of_hugging_face(tmp_path: Path):
     scores = pa.array([i / 10 for i in range(8)])
     data = write_parquet(tmp_path / "in" / "train-00000-of-00002.parquet", 0, 8, punsafe=scores)
     data += write_parquet(tmp_path / "in" / "train-00001-of-00002.parquet", 8, 4, punsafe=scores[:4])
-    found = listed("parquet", tmp_path / "in")[1]
+    found = read_source("parquet", tmp_path / "in")[1]
     assert {k: (d, i.label) for k, (d, i) in found.items()} == {
         f"img_{i}": (d, (i if i < 8 else i - 8) % 4) for i, d in enumerate(data)
     }
@@ -329,27 +305,30 @@ def test_parquet_of_plain_bytes_where_some_are_missing(tmp_path: Path):
     data = [jpeg(1), None, jpeg(3)]
     path = tmp_path / "plain.parquet"
     pq.write_table(pa.table({"jpg": pa.array(data, pa.large_binary()), "thumb": pa.array(data, pa.binary())}), path)
-    assert refused("parquet", path) == f"{path}: expected one column of bytes, found jpg, thumb; name one with --column"
-    found = listed("parquet", path, column="jpg")[1]
+    assert (
+        source_error("parquet", path)
+        == f"{path}: expected one column of bytes, found jpg, thumb; name one with --column"
+    )
+    found = read_source("parquet", path, column="jpg")[1]
     assert [d for d, _ in found.values()] == [jpeg(1), b"", jpeg(3)]
     assert list(found) == ["plain-000000000", "plain-000000001", "plain-000000002"]
-    assert refused("parquet", path, column="x") == f"--column x: {path} has bytes in jpg, thumb"
+    assert source_error("parquet", path, column="x") == f"--column x: {path} has bytes in jpg, thumb"
     pq.write_table(pa.table({"url": ["a"]}), tmp_path / "urls.parquet")
-    assert "expected one column of bytes, found none among url" in refused("parquet", tmp_path / "urls.parquet")
+    assert "expected one column of bytes, found none among url" in source_error("parquet", tmp_path / "urls.parquet")
     (tmp_path / "no.parquet").write_text("text")
-    assert "no.parquet: is no Parquet file" in refused("parquet", tmp_path / "no.parquet")
+    assert "no.parquet: not a Parquet file" in source_error("parquet", tmp_path / "no.parquet")
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_place_that_holds_nothing_is_one_line(tmp_path: Path, source: str):
-    assert str(tmp_path / "labels") in refused(source, tmp_path / "labels")
-    assert str(tmp_path / "none") in refused(source, tmp_path / "none")
+    assert str(tmp_path / "labels") in source_error(source, tmp_path / "labels")
+    assert str(tmp_path / "none") in source_error(source, tmp_path / "none")
 
 
 def test_options_that_a_source_does_not_take_are_refused(tmp_path: Path):
-    assert refused("imagenet", tmp_path).startswith("SOURCE imagenet: unknown; known are imagenet-1k,")
-    assert refused("folder", tmp_path, split="val") == "--split val: folder has no splits"
-    assert refused("coco", tmp_path, split="train") == (
+    assert source_error("imagenet", tmp_path).startswith("SOURCE imagenet: unknown; expected one of imagenet-1k,")
+    assert source_error("folder", tmp_path, split="val") == "--split val: folder has no splits"
+    assert source_error("coco", tmp_path, split="train") == (
         "--split train: expected train2017, val2017, test2017, unlabeled2017"
     )
-    assert refused("folder", tmp_path, labels="/x") == "--labels /x: folder does not take it"
+    assert source_error("folder", tmp_path, labels="/x") == "--labels /x: folder does not take this option"

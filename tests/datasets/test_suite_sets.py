@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets.test_catalogue import Images, Make, check_shards, check_split
-from datasets.test_sources import listed, reasons, refused
 from helpers.layouts import fill
 from helpers.pictures import encode, picture
+from helpers.sources import Images, Layout, check_shards, check_split, drop_reasons, read_source, source_error
 from scipy.io import savemat
 
 from eagleray.datasets.catalogue import DATASETS
@@ -110,7 +109,7 @@ def caltech_101(folder: Path, split: str) -> Images:
     """Which images are drawn, the tests below say."""
     names = [f"{c}/image_{i:04d}.jpg" for c in ("accordion", "BACKGROUND_Google") for i in range(33)]
     data = fill(folder / "101_ObjectCategories", names)
-    found = listed("caltech-101", folder, split=split)[1]
+    found = read_source("caltech-101", folder, split=split)[1]
     return {k: (data[f"{k}.jpg"], int(k.startswith("accordion"))) for k in found}
 
 
@@ -183,7 +182,7 @@ def hateful_memes(folder: Path, split: str) -> Images:
     return {name.removesuffix(".png"): (data[name], y) for name, y in rows[split].items()}
 
 
-SETS: dict[str, Make] = {
+SETS: dict[str, Layout] = {
     "food-101": food_101,
     "sun397": sun397,
     "cars": cars,
@@ -227,7 +226,7 @@ def test_caltechs_splits_are_drawn_30_of_a_class_and_always_the_same(tmp_path: P
     assert len(train) == 60
     assert len(test) == 6
     assert not train.keys() & test.keys()
-    assert train.keys() == listed("caltech-101", tmp_path / "test", split="train")[1].keys()
+    assert train.keys() == read_source("caltech-101", tmp_path / "test", split="train")[1].keys()
 
 
 def test_an_image_that_is_listed_and_missing_is_reported(tmp_path: Path):
@@ -238,14 +237,14 @@ def test_an_image_that_is_listed_and_missing_is_reported(tmp_path: Path):
     ):
         SETS[name](tmp_path / name, "train")
         (tmp_path / name / path).unlink()
-        assert reasons(name, tmp_path / name, split="train") == {key: "listed, but not among the files"}
+        assert drop_reasons(name, tmp_path / name, split="train") == {key: "listed, but not among the files"}
 
 
 def test_other_layouts_are_one_line(tmp_path: Path):
     def damaged(name: str, file: str, content: bytes) -> str:
         SETS[name](tmp_path / name, "test" if "test" in DATASETS[name].splits else "train")
         (tmp_path / name / file).write_bytes(content)
-        return refused(name, tmp_path / name)
+        return source_error(name, tmp_path / name)
 
     assert "train.txt: expected lines with an image and its class, found 'x.jpg'" in damaged(
         "food-101", "meta/train.txt", b"x\n"
@@ -265,19 +264,19 @@ def test_other_layouts_are_one_line(tmp_path: Path):
     assert "expected annotations with the fields fname and class" in damaged_cars(tmp_path / "cars")
     SETS["gtsrb"](tmp_path / "signs", "test")
     (tmp_path / "signs" / "Training" / "00042").rename(tmp_path / "signs" / "Training" / "stop")
-    assert "expected a class of 0 to 42, found 'stop'" in refused("gtsrb", tmp_path / "signs")
+    assert "expected a class of 0 to 42, found 'stop'" in source_error("gtsrb", tmp_path / "signs")
     lines = (tmp_path / "signs" / TRUTH).read_text().splitlines()
     (tmp_path / "signs" / TRUTH).write_text("\n".join([lines[0], "00000.ppm;53"]))
-    assert "expected a class of 0 to 42, found None" in refused("gtsrb", tmp_path / "signs", split="test")
+    assert "expected a class of 0 to 42, found None" in source_error("gtsrb", tmp_path / "signs", split="test")
 
 
 def damaged_cars(folder: Path) -> str:
     cars(folder, "train")
     savemat(folder / "devkit" / "cars_train_annos.mat", {"annotations": np.arange(3)})
-    return refused("cars", folder)
+    return source_error("cars", folder)
 
 
 def test_an_archive_must_be_unpacked(tmp_path: Path):
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
-    line = refused("mnist", tmp_path)
+    line = source_error("mnist", tmp_path)
     assert line.endswith("expected train-images-idx3-ubyte in it; train-images-idx3-ubyte.gz must be unpacked first")

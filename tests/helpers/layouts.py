@@ -1,4 +1,4 @@
-"""Sources of images for the tests of `eagleray prepare`, and what it makes of them."""
+"""Make sources of images for the tests of `eagleray prepare`, and run it on them."""
 
 import io
 import tarfile
@@ -12,11 +12,11 @@ from helpers.pictures import jpeg
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.prepare import prepare
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.options import PrepareOptions
 
 
 def fill(folder: Path, names: list[str]) -> dict[str, bytes]:
-    """Files with pictures of their own."""
+    """Write a different picture into each file; return the bytes by name."""
     data = {name: jpeg(i) for i, name in enumerate(names)}
     for name, content in data.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def tar_bytes(members: dict[str, bytes]) -> bytes:
 
 
 def write_parquet(path: Path, first: int, rows: int, **more: Any) -> list[bytes]:
-    """As Hugging Face's `datasets` writes it, in row groups of three."""
+    """Write images as Hugging Face's `datasets` does, in row groups of three; return their bytes."""
     data = [jpeg(first + i) for i in range(rows)]
     cells = [{"bytes": d, "path": f"img.{first + i}.JPEG"} for i, d in enumerate(data)]
     struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -45,17 +45,17 @@ def write_parquet(path: Path, first: int, rows: int, **more: Any) -> list[bytes]
     return data
 
 
-def run(source: str, origin: Path, destination: Path, **options: Any) -> dict[str, Any]:
-    job = Job(source=source, origin=str(origin), destination=str(destination), **options)
-    return prepare(job, run=map, command="eagleray prepare ...", note=lambda _: None, tick=lambda *_: None)
+def run_prepare(source: str, origin: Path, destination: Path, **options: Any) -> dict[str, Any]:
+    prepare_options = PrepareOptions(source=source, origin=str(origin), destination=str(destination), **options)
+    return prepare(prepare_options, run=map, command="eagleray prepare ...", note=lambda _: None, tick=lambda *_: None)
 
 
-def refused(*arguments: Any, **options: Any) -> str:
+def prepare_error(*arguments: Any, **options: Any) -> str:
     with pytest.raises(UserError) as e:
-        run(*arguments, **options)
+        run_prepare(*arguments, **options)
     assert "\n" not in str(e.value)
     return str(e.value)
 
 
-def everything(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -20,7 +20,7 @@ from eagleray.base.progress import Ticks
 from eagleray.cluster.ray_map import ray_map
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.engine import world
 from eagleray.engine.export import snippet, to_timm
 from eagleray.models import weights
@@ -128,13 +128,13 @@ def history(tracking: str) -> str:
     return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"
 
 
-def prepare(job: Job, *, workers: int | None) -> None:
+def prepare(options: PrepareOptions, *, workers: int | None) -> None:
     """Write shards, index and card of a source: in this process, or as so many Ray tasks at once, None meaning as many
     as there are CPUs. Raises UserError and Outage."""
-    job = job.resolved()
+    options = options.resolved()
     with Ticks() as ticks:
         done = preparing.prepare(
-            job,
+            options,
             run=map if workers == 0 else partial(ray_map, workers=workers),
             command=card.command(sys.argv[1:]),
             note=lambda line: out.print(line, markup=False),
@@ -142,7 +142,7 @@ def prepare(job: Job, *, workers: int | None) -> None:
         )
     for line in card.lines(done):
         out.print(line, markup=False)
-    out.print(f"{job.destination}: shards, index.parquet and {card.NAME}", markup=False)
+    out.print(f"{options.destination}: shards, index.parquet and {card.NAME}", markup=False)
 
 
 def export(path: str, destination: Path | None) -> None:

@@ -10,7 +10,7 @@ from eagleray.base.errors import UserError
 from eagleray.cli import commands
 from eagleray.datasets.shapes import CLASSES, image
 from eagleray.datasets.shards import Sample, encode, write_shards
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.storage import store
 
 RECIPE = "mocov3_vitxs8_shapes_demo"
@@ -58,7 +58,7 @@ def own(data: str) -> list[str]:
     if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
         return [f"data.train={data}"]
     place = RUNS / f"shards-{name(data)}"
-    commands.prepare(Job(source="folder", origin=data, destination=str(place)), workers=0)
+    commands.prepare(PrepareOptions(source="folder", origin=data, destination=str(place)), workers=0)
     return [f"data.train={place}"]
 
 

@@ -43,9 +43,9 @@ def shard(
 ) -> None:
     """Write shards and their index from a folder of images: `prepare folder`, without Ray."""
     from eagleray.cli import commands
-    from eagleray.datasets.sources.job import Job
+    from eagleray.datasets.sources.options import PrepareOptions
 
-    commands.prepare(Job(source="folder", origin=str(folder), destination=destination, size=size), workers=0)
+    commands.prepare(PrepareOptions(source="folder", origin=str(folder), destination=destination, size=size), workers=0)
 
 
 @app.command()
@@ -86,9 +86,9 @@ def prepare(
 ) -> None:
     """Turn a source of images into shards, index and card. The same command continues after an interruption."""
     from eagleray.cli import commands
-    from eagleray.datasets.sources.job import Job
+    from eagleray.datasets.sources.options import PrepareOptions
 
-    job = Job(
+    options = PrepareOptions(
         source=source,
         origin=origin,
         destination=destination,
@@ -102,7 +102,7 @@ def prepare(
         dedup=dedup,
         seed=seed,
     )
-    commands.prepare(job, workers=workers)
+    commands.prepare(options, workers=workers)
 
 
 @data.command()
@@ -113,12 +113,12 @@ def stats(
     """Print what a set of shards holds, and draw a contact sheet and its sizes."""
     from eagleray.datasets import card, contact_sheet
 
-    found, images = card.look(url, destination)
+    found, images = card.describe(url, destination)
     for line in card.lines(found):
         out.print(line, markup=False)
     destination.mkdir(parents=True, exist_ok=True)
     contact_sheet.contact(images, destination / "contact.png")
-    contact_sheet.sizes(card.census(found), destination / "sizes.png")
+    contact_sheet.sizes(card.image_stats(found), destination / "sizes.png")
     out.print(f"{destination / 'contact.png'}, {destination / 'sizes.png'}", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""Which item of a source goes into which shard: a shuffle, cut into even pieces."""
+"""Assign the items of a source to shards: shuffle them, then cut them into shards of about equal size."""
 
 from dataclasses import dataclass
 
@@ -9,33 +9,37 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Order:
-    """N items in S shards."""
+class ShardAssignment:
+    """The shard of each of N items, for S shards."""
 
     order: NDArray[np.int64]  # (N,) items in the order of the shards
-    cuts: NDArray[np.int64]  # (S + 1,) first item of each, and N
+    cuts: NDArray[np.int64]  # (S + 1,) position of the first item of each shard, and N
     seed: int
 
     @classmethod
-    def of(cls, items: pa.Table, *, size: int, seed: int) -> "Order":
-        """Shuffled; what is read together stays together, and is shuffled within its shard."""
+    def shuffle(cls, items: pa.Table, *, size: int, seed: int) -> "ShardAssignment":
+        """Shuffle the items and cut them into shards of about `size` bytes.
+
+        The rows of a Parquet row group are read together, so they stay together and are shuffled within their shard.
+        """
         group, url = items["group"].to_numpy(), items["url"]
-        new = np.r_[True, (group[1:] != group[:-1]) | (group[1:] < 0) | pc.not_equal(url[1:], url[:-1]).to_numpy()]
-        number = np.cumsum(new) - 1  # (N,) of what is read together
-        place = np.random.default_rng([seed, 0]).permutation(number[-1] + 1)
-        order = np.argsort(place[number], kind="stable")
-        return cls(order, cut(items["size"].to_numpy()[order], size), seed)
+        starts = np.r_[True, (group[1:] != group[:-1]) | (group[1:] < 0) | pc.not_equal(url[1:], url[:-1]).to_numpy()]
+        unit = np.cumsum(starts) - 1  # (N,) number of the unit that each item is read with
+        rank = np.random.default_rng([seed, 0]).permutation(unit[-1] + 1)
+        order = np.argsort(rank[unit], kind="stable")
+        return cls(order, cut_evenly(items["size"].to_numpy()[order], size), seed)
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
 
     def rows(self, shard: int) -> NDArray[np.int64]:
-        mine = self.order[self.cuts[shard] : self.cuts[shard + 1]]
-        return np.random.default_rng([self.seed, 1, shard]).permutation(mine)
+        """Return the items of a shard in the order in which they are written."""
+        members = self.order[self.cuts[shard] : self.cuts[shard + 1]]
+        return np.random.default_rng([self.seed, 1, shard]).permutation(members)
 
 
-def cut(sizes: NDArray[np.int64], target: int) -> NDArray[np.int64]:
-    """First items of runs of about `target` bytes, all about equally large, and N; sizes are (N,)."""
+def cut_evenly(sizes: NDArray[np.int64], target: int) -> NDArray[np.int64]:
+    """Cut N items of these sizes (N,) into runs of about `target` bytes; return the first item of each run, and N."""
     ends = np.cumsum(sizes)
     pieces = max(-(-int(ends[-1]) // target), 1)
     inner = np.searchsorted(ends, ends[-1] * (np.arange(1, pieces) / pieces), "right")

@@ -1,4 +1,4 @@
-"""Pictures of a set of images: a contact sheet, and how large and how wide its images are."""
+"""Draw a set of images: a contact sheet, and histograms of the sizes and aspect ratios."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from eagleray.datasets.stats import ASPECTS, SIDES, Census
+from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 
 TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images
 PAPER = (250, 250, 248)
@@ -16,7 +16,7 @@ INK, BAR, LIGHT = "#2b2b2b", "#3b6ea5", "#dcdcd8"
 
 
 def contact(images: Sequence[Tensor], path: Path) -> None:
-    """Images (3, H, W), whole and in their own shapes, each in the middle of its square."""
+    """Draw images (3, H, W) in rows, each uncropped in the middle of its square tile."""
     rows = -(-len(images) // COLUMNS)
     step = TILE + GAP
     sheet = Image.new("RGB", (COLUMNS * step + GAP, rows * step + GAP), PAPER)
@@ -27,33 +27,33 @@ def contact(images: Sequence[Tensor], path: Path) -> None:
     sheet.save(path)
 
 
-def sizes(census: Census, path: Path) -> None:
-    """Two histograms over bins of equal width on a logarithmic scale; the bins at the ends are open."""
+def sizes(stats: ImageStats, path: Path) -> None:
+    """Draw histograms of the shorter side and of width : height over logarithmic bins; the outermost bins are open."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
-    _histogram(left, census.sides, SIDES, {s: str(s) for s in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)})
+    _histogram(left, stats.sides, SIDES, {s: str(s) for s in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)})
     left.set(title="Shorter side", xlabel="pixels", ylabel="images, %")
     ratios = {1 / 4: "1:4", 1 / 2: "1:2", 2 / 3: "2:3", 1: "1:1", 3 / 2: "3:2", 2: "2:1", 4: "4:1"}
-    _histogram(right, census.aspects, ASPECTS, ratios)
+    _histogram(right, stats.aspects, ASPECTS, ratios)
     right.set(title="Shape", xlabel="width : height")
     figure.savefig(path)
 
 
 def _histogram(axes: Any, counts: Sequence[int], edges: Sequence[float], ticks: dict[float, str]) -> None:
-    where = np.log2(edges)
-    step = where[1] - where[0]
+    positions = np.log2(edges)
+    step = positions[1] - positions[0]
     shares = 100 * np.array(counts) / max(sum(counts), 1)
-    filled = np.flatnonzero(counts)
-    first, last = int(filled[0]), int(filled[-1])
-    lefts = np.r_[where[0] - step, where]
+    nonzero = np.flatnonzero(counts)
+    first, last = int(nonzero[0]), int(nonzero[-1])
+    lefts = np.r_[positions[0] - step, positions]
     axes.bar(lefts[first : last + 1], shares[first : last + 1], width=step * 0.92, align="edge", color=BAR)
     axes.set_xlim(lefts[max(first - 1, 0)], lefts[last] + 2 * step)
-    inside = {
+    visible = {
         np.log2(t): name for t, name in ticks.items() if lefts[first] - step <= np.log2(t) <= lefts[last] + 2 * step
     }
-    axes.set_xticks(list(inside), list(inside.values()))
+    axes.set_xticks(list(visible), list(visible.values()))
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=LIGHT, linewidth=0.8)
     axes.tick_params(length=0, labelcolor=INK)

@@ -1,4 +1,4 @@
-"""Which images have the same bytes: a digest of each, by tasks that may run anywhere."""
+"""Find images with identical bytes by their digests, which are computed in tasks that may run on any machine."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.datasets.pack import put_table
-from eagleray.datasets.sources.fetch import fetch
+from eagleray.datasets.sources.source import Read, fetch
 
-BYTES = 16  # of a digest: among 1e10 images two equal ones by chance are less likely than 1e-18
+BYTES = 16  # of a digest: among 1e10 images the chance that two different ones collide is below 1e-18
 
 
 @dataclass(frozen=True)
-class Hash:
-    """Writes the digests of some items to a note."""
+class HashTask:
+    """Digests the images of some items and writes the digests to a note."""
 
     notes: str
-    column: str
+    read: Read
 
     def __call__(self, task: tuple[int, bytes]) -> int:
-        """Number and items of a task; returns how many these were."""
-        number, packed = task
-        items = pa.ipc.open_stream(packed).read_all()
-        digests = [_digest(data) for _, data in fetch(items, self.column)]
+        """Run one task, given as its number and its serialized items; return the number of items."""
+        number, message = task
+        items = pa.ipc.open_stream(message).read_all()
+        digests = [_digest(data) for _, data in fetch(items, self.read)]
         put_table(f"{self.notes}/{self.name(number)}", pa.table({"digest": pa.array(digests, pa.binary(BYTES))}))
         return len(items)
 
@@ -34,15 +34,15 @@ class Hash:
 
 
 def _digest(data: bytes | memoryview) -> bytes | None:
-    """None for no bytes, of which nothing is a copy."""
+    """Return the digest, or None for empty data, which is never a duplicate."""
     return hashlib.blake2b(data, digest_size=BYTES).digest() if len(data) else None
 
 
-def copies(digests: pa.ChunkedArray) -> NDArray[np.int64]:
-    """The first item with the same digest as each (N,)."""
+def first_copies(digests: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return for each of N items the first item that has the same digest (N,)."""
     first = np.arange(len(digests))
-    known = np.flatnonzero(digests.is_valid().to_numpy())
+    valid = np.flatnonzero(digests.is_valid().to_numpy())
     values = np.frombuffer(b"".join(digests.drop_null().to_pylist()), f"V{BYTES}")
-    _, place, of = np.unique(values, return_index=True, return_inverse=True)
-    first[known] = known[place[of]]
+    _, position, inverse = np.unique(values, return_index=True, return_inverse=True)
+    first[valid] = valid[position[inverse]]
     return first

@@ -1,4 +1,4 @@
-"""One shard from its items: a pure function of what is asked, so whoever writes it again writes the same bytes."""
+"""Write one shard from its items; equal options and items give equal bytes, whichever process writes them."""
 
 import io
 import json
@@ -17,72 +17,72 @@ from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index_file import SCHEMA
 from eagleray.data.tar_scan import image_extensions
-from eagleray.datasets.sources.fetch import fetch
 from eagleray.datasets.sources.item import Item
-from eagleray.datasets.stats import Census, fitted, format_of
+from eagleray.datasets.sources.source import Read, fetch
+from eagleray.datasets.stats import ImageStats, fit_within, image_format
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 QUALITY = 95  # of a JPEG that was made smaller; its colours are not subsampled
-EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # of formats that are not called as their files
-NOTES = ".prepare"  # the folder in the destination that says what is done, gone at the end
+EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # of formats whose usual extension is not PIL's name in lower case
+NOTES = ".prepare"  # folder in the destination that records what is done; it is deleted at the end
 
 
 @dataclass(frozen=True)
-class Part:
-    """A shard that is written: its place, what the index says of it, and what is in it."""
+class ShardNote:
+    """The record of a shard that has been written: its file, its rows of the index and its statistics."""
 
-    blob: Blob  # of size 0 where no image was left, and then there is no file
+    blob: Blob  # of size 0 where no image was left, in which case there is no file
     rows: pa.Table  # SCHEMA
-    census: Census
+    stats: ImageStats
 
 
 @dataclass(frozen=True)
-class Pack:
-    """Writes a shard and, after it, the note that says so."""
+class PackTask:
+    """Writes a shard and then the note that records it."""
 
     destination: str
-    column: str
+    read: Read
     max_side: int
     min_side: int
 
     def __call__(self, task: tuple[int, bytes]) -> int:
-        """Number and items of a shard; returns how many these were."""
-        number, packed = task
-        items = pa.ipc.open_stream(packed).read_all()
+        """Run one task, given as the shard's number and its serialized items; return the number of items."""
+        number, message = task
+        items = pa.ipc.open_stream(message).read_all()
         url = f"{self.destination}/shard-{number:06d}.tar"
         with tempfile.NamedTemporaryFile() as file:
-            census, rows = self._write(items, file)
+            stats, rows = self._write(items, file)
             file.flush()
-            size = file.tell() if census.images else 0
+            size = file.tell() if stats.images else 0
             if size:
                 put(url, Path(file.name))
-        note(f"{self.destination}/{NOTES}/{note_name(number)}", Part(Blob(url, size), rows, census))
+        write_note(f"{self.destination}/{NOTES}/{note_name(number)}", ShardNote(Blob(url, size), rows, stats))
         return len(items)
 
-    def _write(self, items: pa.Table, file: "tempfile._TemporaryFileWrapper[bytes]") -> tuple[Census, pa.Table]:
+    def _write(self, items: pa.Table, file: "tempfile._TemporaryFileWrapper[bytes]") -> tuple[ImageStats, pa.Table]:
         from webdataset import TarWriter
 
-        census, written = Census(), []
-        # Without a clock and a user in the headers, the same items make the same bytes. PAX takes any length of name.
+        stats, rows = ImageStats(), []
+        # The headers hold no time and no user, so the same items make the same bytes. PAX allows names of any length.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", format="PAX_FORMAT") as tar:
-            for item, data in fetch(items, self.column):
+            for item, data in fetch(items, self.read):
                 try:
-                    data, extension = self._image(item, data, census)
+                    data, extension = self._image(item, data, stats)
                 except BadImage as e:
-                    census.drop(str(e), item.key)
+                    stats.drop(str(e), item.key)
                     continue
                 label = {} if item.label < 0 else {"cls": str(item.label).encode()}
                 meta = {} if item.meta is None else {"json": item.meta.encode()}
                 tar.write({"__key__": item.key, extension: data, **label, **meta})
-                written.append((item.key, f"{item.key}.{extension}", len(data), item.label, zlib.crc32(data)))
-        keys, members, sizes, labels, crcs = zip(*written, strict=True) if written else ((),) * 5
+                rows.append((item.key, f"{item.key}.{extension}", len(data), item.label, zlib.crc32(data)))
+        keys, members, sizes, labels, crcs = zip(*rows, strict=True) if rows else ((),) * 5
         offsets = _offsets(file)
-        columns = [keys, [offsets[m] for m in members], sizes, labels, crcs, [None] * len(written)]
-        return census, pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
+        columns = [keys, [offsets[m] for m in members], sizes, labels, crcs, [None] * len(rows)]
+        return stats, pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
 
-    def _image(self, item: Item, data: bytes | memoryview, census: Census) -> tuple[bytes | memoryview, str]:
-        """The bytes to write and their extension. Raises BadImage for what is left out."""
+    def _image(self, item: Item, data: bytes | memoryview, stats: ImageStats) -> tuple[bytes | memoryview, str]:
+        """Return the bytes to write and their extension. Raises BadImage for an image to leave out."""
         if not len(data):
             raise BadImage("the image has no bytes")
         pixels = decode(data)
@@ -91,16 +91,16 @@ class Pack:
             raise BadImage(f"shorter side below {self.min_side} pixels")
         extension = item.extension
         if self.max_side and max(height, width) > self.max_side:
-            height, width = fitted(height, width, self.max_side)
-            data, extension = smaller(pixels, height, width), "jpg"
+            height, width = fit_within(height, width, self.max_side)
+            data, extension = shrink_to_jpeg(pixels, height, width), "jpg"
         elif extension not in image_extensions():
-            extension = EXTENSIONS.get(kind := format_of(data), kind.lower())
-        census.count(data, height, width)
+            extension = EXTENSIONS.get(kind := image_format(data), kind.lower())
+        stats.count(data, height, width)
         return data, extension
 
 
-def smaller(pixels: torch.Tensor, height: int, width: int) -> bytes:
-    """An image (3, H, W) as a JPEG of this size."""
+def shrink_to_jpeg(pixels: torch.Tensor, height: int, width: int) -> bytes:
+    """Resize an image (3, H, W) and encode it as a JPEG."""
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=QUALITY, subsampling="4:4:4")
@@ -108,6 +108,7 @@ def smaller(pixels: torch.Tensor, height: int, width: int) -> bytes:
 
 
 def put(url: str, source: Path) -> None:
+    """Store a local file under a URL. Raises UserError when it cannot be written."""
     try:
         store.store(url).put(url, source)
     except OSError as e:
@@ -115,6 +116,7 @@ def put(url: str, source: Path) -> None:
 
 
 def put_bytes(url: str, data: bytes) -> None:
+    """Store bytes under a URL. Raises UserError when they cannot be written."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -122,31 +124,35 @@ def put_bytes(url: str, data: bytes) -> None:
 
 
 def put_table(url: str, table: pa.Table) -> None:
+    """Store a table as a Parquet file under a URL. Raises UserError when it cannot be written."""
     with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
         pq.write_table(table, file.name, compression="zstd")
         put(url, Path(file.name))
 
 
 def note_name(number: int) -> str:
+    """Return the file name of a shard's note."""
     return f"shard-{number:06d}.parquet"
 
 
-def note(url: str, part: Part) -> None:
-    about = {"url": part.blob.url, "size": part.blob.size, "census": part.census.plain()}
-    put_table(url, part.rows.replace_schema_metadata({"part": json.dumps(about)}))
+def write_note(url: str, note: ShardNote) -> None:
+    """Write the note of a shard: its rows as a table, everything else in the table's metadata."""
+    about = {"url": note.blob.url, "size": note.blob.size, "census": note.stats.to_json()}
+    put_table(url, note.rows.replace_schema_metadata({"part": json.dumps(about)}))
 
 
-def noted(url: str) -> Part:
+def read_note(url: str) -> ShardNote:
+    """Read the note that `write_note` wrote."""
     table = pq.read_table(pa.BufferReader(store.store(url).get(url)))
     about = json.loads(table.schema.metadata[b"part"])
-    return Part(Blob(about["url"], about["size"]), table.cast(SCHEMA), Census.of(about["census"]))
+    return ShardNote(Blob(about["url"], about["size"]), table.cast(SCHEMA), ImageStats.from_json(about["census"]))
 
 
 def _offsets(file: "tempfile._TemporaryFileWrapper[bytes]") -> dict[str, int]:
-    """Where each member's bytes begin in the tar that has just been written."""
+    """Return the offset in bytes of each member's data in a tar that has just been written."""
     end = file.tell()
     file.seek(0)
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        found = {m.name: m.offset_data for m in tar}
+        offsets = {m.name: m.offset_data for m in tar}
     file.seek(end)
-    return found
+    return offsets

@@ -1,7 +1,7 @@
-"""From a source of images to shards, their index and their card; begun anew anywhere, it ends with the same bytes.
+"""Make shards, their index and their card from a source of images; an interrupted preparation ends with the same bytes.
 
-What is to be done is written down before anything else: the items of the source and the options. A shard is a pure
-function of both and of its number, and a note beside the items says that it is done. The card comes last.
+The items of the source and the options are written down first. A shard is a pure function of both and of its number,
+and a note beside the items records that it has been written. The card is written last.
 """
 
 import hashlib
@@ -22,165 +22,178 @@ from eagleray.base.errors import UserError
 from eagleray.data import index
 from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets import card
-from eagleray.datasets.assignment import Order, cut
-from eagleray.datasets.dedup import Hash, copies
-from eagleray.datasets.pack import NOTES, Pack, note_name, noted, put_bytes, put_table
+from eagleray.datasets.assignment import ShardAssignment, cut_evenly
+from eagleray.datasets.catalogue import SOURCES, find
+from eagleray.datasets.dedup import HashTask, first_copies
+from eagleray.datasets.pack import NOTES, PackTask, note_name, put_bytes, put_table, read_note
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, table
-from eagleray.datasets.sources.job import Job
-from eagleray.datasets.sources.known import SOURCES, find
-from eagleray.datasets.stats import Census
+from eagleray.datasets.sources.item import table
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Read, SourceFiles
+from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 from eagleray.storage.ordered_map import ahead
 
 T = TypeVar("T")
 R = TypeVar("R")
-Tick = Callable[[str, int, int], None]  # what is done, images so far, images in all
-FILES = "files of the source"  # what they are must stay the same, as options must
+Tick = Callable[[str, int, int], None]  # name of the pass, images done, images in all
+FILES = "files of the source"  # the key of their fingerprint, which must stay the same, as the options must
 KEY, MIB = "key", 2**20
 
 
 class Run(Protocol):
-    """How tasks are run: `map`, or Ray's way."""
+    """A way to run tasks, `map` or that of Ray, which yields the results in any order."""
 
     def __call__(self, function: Callable[[T], R], tasks: Iterable[T], /) -> Iterator[R]: ...
 
 
-def prepare(job: Job, *, run: Run, command: str, note: Callable[[str], None], tick: Tick) -> dict[str, Any]:
-    """Returns the card. Raises UserError, also for a destination that holds something else."""
-    found = find(job)
-    asked = job.options() | {FILES: _fingerprint(found)}
-    plan = _plan(job, asked)
+def prepare(
+    options: PrepareOptions, *, run: Run, command: str, note: Callable[[str], None], tick: Tick
+) -> dict[str, Any]:
+    """Write the shards of a source, their index and their card; return the card.
+
+    Raises UserError, also when the destination holds something else.
+    """
+    source = find(options)
+    identity = options.identity() | {FILES: _fingerprint(source)}
+    plan = _read_plan(options, identity)
     if plan is not None and plan["done"]:
-        _tidy(job.destination)
-        note(f"{job.destination}: done already")
-        return card.read(job.destination)
+        _delete_notes(options.destination)
+        note(f"{options.destination}: already complete")
+        return card.read(options.destination)
     if plan is None:
-        note(f"listing {job.origin}")
-        plan = _begin(job, found, asked)
-    census = Census()
-    items = _usable(_load(f"{job.destination}/{NOTES}/items.parquet"), census, job.origin)
-    work = Work(job, found.column, run, note, tick)
-    if job.dedup:
-        items = work.unique(items, census)
-    return _finish(job, plan, command, census, shards=work.write(items))
+        note(f"listing {options.origin}")
+        plan = _write_plan(options, source, identity)
+    stats = ImageStats()
+    items = _drop_unusable(_load(f"{options.destination}/{NOTES}/items.parquet"), stats, options.origin)
+    passes = TaskPasses(options, source.read, run, note, tick)
+    if options.dedup:
+        items = passes.unique(items, stats)
+    return _finish(options, plan, command, stats, shards=passes.write(items))
 
 
 @dataclass(frozen=True)
-class Work:
-    """The two passes over the bytes of the source, in tasks whose notes say which are done."""
+class TaskPasses:
+    """The two passes over the bytes of a source, in tasks that leave a note when they are done."""
 
-    job: Job
-    column: str
+    options: PrepareOptions
+    read: Read
     run: Run
     note: Callable[[str], None]
     tick: Tick
 
     @property
     def notes(self) -> str:
-        return f"{self.job.destination}/{NOTES}"
+        return f"{self.options.destination}/{NOTES}"
 
-    def unique(self, items: pa.Table, census: Census) -> pa.Table:
-        """The items whose bytes no item before them has."""
-        cuts = cut(items["size"].to_numpy(), self.job.size * MIB)
+    def unique(self, items: pa.Table, stats: ImageStats) -> pa.Table:
+        """Return the items whose bytes no earlier item has, and count the others as dropped."""
+        cuts = cut_evenly(items["size"].to_numpy(), self.options.size * MIB)
         pieces = [np.arange(a, b) for a, b in itertools.pairwise(cuts)]
-        names = [Hash.name(n) for n in range(len(pieces))]
-        self._do("hash", Hash(self.notes, self.column), items, pieces, names)
+        names = [HashTask.name(n) for n in range(len(pieces))]
+        self._run_missing("hash", HashTask(self.notes, self.read), items, pieces, names)
         digests = pa.concat_tables(ahead(lambda name: _load(f"{self.notes}/{name}"), names))
-        first = copies(digests["digest"])
-        here = np.arange(len(items))
-        for row in np.flatnonzero(first != here):
-            census.drop("exact duplicate", f"{items[KEY][row].as_py()} (of {items[KEY][int(first[row])].as_py()})")
-        return items.filter(pa.array(first == here))
+        first = first_copies(digests["digest"])
+        rows = np.arange(len(items))
+        for row in np.flatnonzero(first != rows):
+            stats.drop("exact duplicate", f"{items[KEY][row].as_py()} (of {items[KEY][int(first[row])].as_py()})")
+        return items.filter(pa.array(first == rows))
 
     def write(self, items: pa.Table) -> int:
-        """Write the shards that are not there yet. Returns how many there are in all."""
-        order = Order.of(items, size=self.job.size * MIB, seed=self.job.seed)
-        pieces = [order.rows(n) for n in range(len(order))]
+        """Write the shards that are missing; return the number of all shards."""
+        assignment = ShardAssignment.shuffle(items, size=self.options.size * MIB, seed=self.options.seed)
+        pieces = [assignment.rows(n) for n in range(len(assignment))]
         self.note(f"{len(items):,} images, {len(pieces):,} shard(s)")
-        pack = Pack(self.job.destination, self.column, self.job.max_side, self.job.min_side)
-        self._do("write", pack, items, pieces, [note_name(n) for n in range(len(pieces))])
+        pack = PackTask(self.options.destination, self.read, self.options.max_side, self.options.min_side)
+        self._run_missing("write", pack, items, pieces, [note_name(n) for n in range(len(pieces))])
         return len(pieces)
 
-    def _do(
+    def _run_missing(
         self,
-        what: str,
+        name: str,
         function: Callable[[tuple[int, bytes]], int],
         items: pa.Table,
         pieces: Sequence[NDArray[np.int64]],
-        names: Sequence[str],
+        notes: Sequence[str],
     ) -> None:
-        """Run the tasks, each with its rows of the items, that have left no note of this name."""
-        there = {b.url.rpartition("/")[2] for b in files.directly(self.notes + "/")}
-        missing = [n for n, name in enumerate(names) if name not in there]
+        """Run the tasks whose notes are missing, each with its piece of the items."""
+        finished = {b.url.rpartition("/")[2] for b in files.list_folder(self.notes + "/")}
+        missing = [n for n, note in enumerate(notes) if note not in finished]
         done = len(items) - sum(len(pieces[n]) for n in missing)
         if done:
-            self.note(f"{what}: {done:,} images were done before")
+            self.note(f"{name}: {done:,} images were done before")
         if not missing:
             return
-        self.tick(what, done, len(items))
-        whole = items.combine_chunks()  # taking rows out of many chunks is 50 times slower
-        for count in self.run(function, ((n, packed(whole.take(pieces[n]))) for n in missing)):
+        self.tick(name, done, len(items))
+        whole = items.combine_chunks()  # taking rows from many chunks is 50 times slower
+        for count in self.run(function, ((n, serialize(whole.take(pieces[n]))) for n in missing)):
             done += count
-            self.tick(what, done, len(items))
+            self.tick(name, done, len(items))
 
 
-def packed(items: pa.Table) -> bytes:
-    """Items to send to another process."""
+def serialize(items: pa.Table) -> bytes:
+    """Serialize items so that they can be sent to another process."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, items.schema) as writer:
         writer.write_table(items)
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _fingerprint(found: Found) -> str:
-    """Of names, sizes and, on S3, contents."""
+def _fingerprint(source: SourceFiles) -> str:
+    """Return a digest of the names and sizes of all files, and of their ETags on S3."""
     digest = hashlib.blake2b(digest_size=16)
-    for blob in found.files:
+    for blob in source.files:
         digest.update(f"{blob.url}\0{blob.size}\0{blob.tag}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
-def _plan(job: Job, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier command wrote down, or None. Raises UserError when that was another one."""
-    done = card.find(job.destination)
+def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the plan of an earlier command, or None. Raises UserError when its options or files were others."""
+    done = card.find(options.destination)
     if done is not None:
         plan = {"options": done["options"], "done": True}
     else:
         try:
-            plan = json.loads(bytes(store.store(job.destination).get(f"{job.destination}/{NOTES}/plan.json")))
+            plan = json.loads(bytes(store.store(options.destination).get(f"{options.destination}/{NOTES}/plan.json")))
         except FileNotFoundError:
-            _check_empty(job.destination)
+            _check_empty(options.destination)
             return None
-    for name, value in asked.items():
+    for name, value in identity.items():
         before = plan["options"].get(name)
         if before != value and name == FILES:
-            raise UserError(f"{job.destination}: {job.origin} has changed since it was begun; give another folder")
+            raise UserError(
+                f"{options.destination}: the files of {options.origin} have changed since this preparation began; "
+                "give another folder"
+            )
         if before != value:
             raise UserError(
-                f"{job.destination}: was begun with {name} {before or 'not given'}, not {value or 'not given'}; "
+                f"{options.destination}: was begun with {_setting(name, before)}, now {_setting(name, value)}; "
                 "give the same options, or another folder"
             )
     return plan  # type: ignore[no-any-return]
 
 
+def _setting(name: str, value: Any) -> str:
+    return f"{name} {value}" if value or name == "--seed" else f"no {name}"
+
+
 def _check_empty(destination: str) -> None:
-    if any(b.url.endswith(".tar") for b in files.directly(destination + "/")):
+    if any(b.url.endswith(".tar") for b in files.list_folder(destination + "/")):
         raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
 
 
-def _begin(job: Job, found: Found, asked: dict[str, Any]) -> dict[str, Any]:
-    """Write down what is to be done. The plan comes after the items, so where it is, they are whole."""
-    listing = found.listing()
-    items = _own_keys(table(listing.items))
-    plan = {"options": asked, "done": False, "classes": list(listing.classes)}
-    put_table(f"{job.destination}/{NOTES}/items.parquet", items)
-    put_bytes(f"{job.destination}/{NOTES}/plan.json", json.dumps(plan).encode())
+def _write_plan(options: PrepareOptions, source: SourceFiles, identity: dict[str, Any]) -> dict[str, Any]:
+    """List the source and write the items, then the plan; so where there is a plan, the items are complete."""
+    listing = source.listing()
+    items = _unique_keys(table(listing.items))
+    plan = {"options": identity, "done": False, "classes": list(listing.classes)}
+    put_table(f"{options.destination}/{NOTES}/items.parquet", items)
+    put_bytes(f"{options.destination}/{NOTES}/plan.json", json.dumps(plan).encode())
     return plan
 
 
-def _own_keys(items: pa.Table) -> pa.Table:
-    """The same items, where of equal keys all but the first get `~2`, `~3`, ... at their ends."""
+def _unique_keys(items: pa.Table) -> pa.Table:
+    """Append `~2`, `~3`, ... to all but the first of equal keys."""
     keys = items[KEY]
     while pc.count_distinct(keys).as_py() < len(keys):
         counts = pc.value_counts(keys)
@@ -198,52 +211,57 @@ def _load(url: str) -> pa.Table:
     return pq.read_table(pa.BufferReader(store.store(url).get(url)))
 
 
-def _usable(items: pa.Table, census: Census, origin: str) -> pa.Table:
+def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
+    """Return the items without a reason against them. Raises UserError when there is none."""
     for row in items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"]).to_pylist():
-        census.drop(row["reason"], row[KEY])
-    good = items.filter(pc.is_null(items["reason"]))
-    if not len(good):
-        why = f"; {len(items)} listed, {next(iter(census.dropped))}" if len(items) else ""
-        raise UserError(f"{origin}: holds no image that can be used{why}")
-    return good
+        stats.drop(row["reason"], row[KEY])
+    usable = items.filter(pc.is_null(items["reason"]))
+    if not len(usable):
+        why = f"; {len(items)} listed, {next(iter(stats.dropped))}" if len(items) else ""
+        raise UserError(f"{origin}: holds no usable image{why}")
+    return usable
 
 
-def _finish(job: Job, plan: dict[str, Any], command: str, census: Census, shards: int) -> dict[str, Any]:
-    """Index, card, and away with the notes. The index is made of these: no image is read again."""
-    listed, labels, parts = sum(d.count for d in census.dropped.values()), set(), []
-    for part in ahead(lambda n: noted(f"{job.destination}/{NOTES}/{note_name(n)}"), range(shards)):
-        census.add(part.census)
-        listed += part.census.images + sum(d.count for d in part.census.dropped.values())
-        labels |= set(pc.unique(part.rows["label"]).to_pylist()) - {-1}
-        if part.blob.size:
-            parts.append(part)
-    if not parts:
-        worst = max(census.dropped, key=lambda r: census.dropped[r].count)
-        raise UserError(f"{job.destination}: no image is left of {listed}; most were dropped for: {worst}")
-    index.save(job.destination, [(p.blob, p.rows) for p in parts])
+def _finish(
+    options: PrepareOptions, plan: dict[str, Any], command: str, stats: ImageStats, shards: int
+) -> dict[str, Any]:
+    """Write the index and the card from the notes, without reading any image again, and delete the notes."""
+    listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
+    for note in ahead(lambda n: read_note(f"{options.destination}/{NOTES}/{note_name(n)}"), range(shards)):
+        stats.add(note.stats)
+        listed += note.stats.images + sum(d.count for d in note.stats.dropped.values())
+        labels |= set(pc.unique(note.rows["label"]).to_pylist()) - {-1}
+        if note.blob.size:
+            notes.append(note)
+    if not notes:
+        worst = max(stats.dropped, key=lambda r: stats.dropped[r].count)
+        raise UserError(
+            f"{options.destination}: none of the {listed} listed images is left; the most frequent reason: {worst}"
+        )
+    index.save(options.destination, [(n.blob, n.rows) for n in notes])
     done = {
-        "source": job.source,
+        "source": options.source,
         "command": command,
-        "licence": SOURCES[job.source].licence,
+        "licence": SOURCES[options.source].licence,
         "listed": listed,
         "classes": len(labels),
-        "shards": len(parts),
-        **census.plain(),
+        "shards": len(notes),
+        **stats.to_json(),
         "options": plan["options"],
         "class_names": plan["classes"],
     }
-    card.write(job.destination, done)
-    _tidy(job.destination)
+    card.write(options.destination, done)
+    _delete_notes(options.destination)
     return done
 
 
-def _tidy(destination: str) -> None:
-    """Delete the notes, and what a killed process had not finished writing."""
-    place = store.store(destination)
-    for blob in files.below(f"{destination}/{NOTES}"):
-        place.delete(blob.url)
+def _delete_notes(destination: str) -> None:
+    """Delete the notes, and the files that a killed process left half written."""
+    storage = store.store(destination)
+    for blob in files.list_tree(f"{destination}/{NOTES}"):
+        storage.delete(blob.url)
     if not destination.startswith("s3:"):
         shutil.rmtree(store.local(f"{destination}/{NOTES}"), ignore_errors=True)
-    for blob in files.directly(destination + "/"):
+    for blob in files.list_folder(destination + "/"):
         if blob.url.rpartition("/")[2].startswith((".shard-", f".{INDEX}.", f".{card.NAME}.")):
-            place.delete(blob.url)
+            storage.delete(blob.url)

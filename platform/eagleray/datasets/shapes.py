@@ -1,7 +1,7 @@
-"""Twenty classes of drawn pictures, a shape filled with a texture: the labelled set that needs no download.
+"""Draw pictures of twenty classes, a shape filled with a texture each: a labelled data set that needs no download.
 
-The label is the outline and the pattern. Colours, light, place, scale, tilt and noise are drawn without looking at it,
-in the ranges that crops, flips and colour jitter cover, so views of one picture agree on little but the class.
+The class is the pair of shape and texture. Colours, light, position, scale, tilt and noise do not depend on it; they
+vary in the ranges that crops, flips and colour jitter cover, so two views of a picture share little but the class.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Field = np.ndarray  # (H, H) float32 over the picture
 Mask = Callable[[Field, Field], Field]  # negative inside a shape, positive on the ink of a texture
 
 LUMAS = np.array([0.2, 0.75, 0.45])  # ground, figure, ink: apart enough to stay apart in grey
-CHROMA = 0.15  # of hues drawn freely, which jitter turns all the way round
+CHROMA = 0.15  # strength of the hues, which are drawn freely, as jitter turns them all the way round
 LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green, blue
 
 
@@ -61,7 +61,7 @@ CLASSES = tuple(f"{texture.__name__} {shape.__name__}" for shape in SHAPES for t
 
 
 def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
-    """The picture and its class, a function of (seed, index); both at least 0. Classes take turns."""
+    """Draw the picture of (seed, index), both at least 0, and return it with its class; classes take turns."""
     label = index % len(CLASSES)
     shape, texture = SHAPES[label // len(TEXTURES)], TEXTURES[label % len(TEXTURES)]
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
@@ -70,32 +70,33 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
     scale, period = np.float32(draw.uniform(0.6, 0.85)), np.float32(draw.uniform(0.42, 0.5))
     phase = draw.random(2, np.float32)
     x, y = grid(2 * size)  # drawn at twice the size, then averaged, for smooth edges
-    u, v = turned(x - left, y - up, draw.uniform(-0.15, 0.15))
+    u, v = rotate(x - left, y - up, draw.uniform(-0.15, 0.15))
     ink = texture(u / period + phase[0], v / period + phase[1]) > 0
     canvas = paint[np.where(shape(u / scale, v / scale) < 0, 1 + ink, 0)]
-    canvas *= (1 + np.float32(draw.uniform(-0.35, 0.35)) * x)[..., None]  # light from a side, which a flip swaps
+    canvas *= (1 + np.float32(draw.uniform(-0.35, 0.35)) * x)[..., None]  # light from one side; a flip swaps the sides
     canvas = canvas.reshape(size, 2, size, 2, 3).mean((1, 3))
     canvas += 0.05 * draw.standard_normal(canvas.shape, np.float32)
     return Image.fromarray((255 * canvas.clip(0, 1)).astype(np.uint8)), label
 
 
 def colours(draw: np.random.Generator) -> np.ndarray:
-    """(3, 3): red, green, blue of the ground, the figure and its ink, under one exposure and contrast."""
+    """Draw the colours (3, 3), red, green and blue, of the ground, the figure and its ink under one exposure."""
     turns = draw.random(3)
     tint = np.cos(2 * np.pi * (turns[:, None] - np.arange(3) / 3)) * CHROMA * draw.uniform(0.9, 1, (3, 1))
-    tint -= (tint @ LUMA)[:, None]  # a hue must not make its layer lighter
+    tint -= (tint @ LUMA)[:, None]  # a hue must not change the brightness
     exposure, contrast = draw.uniform(0.7, 1.3, 2)
     return (exposure * (0.5 + contrast * (LUMAS[:, None] - 0.5) + tint)).astype(np.float32)
 
 
-def turned(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
+def rotate(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
+    """Rotate coordinates by an angle in radians."""
     c, s = np.float32(np.cos(angle)), np.float32(np.sin(angle))
     return c * x - s * y, s * x + c * y
 
 
 @cache
 def grid(size: int) -> tuple[Field, Field]:
-    """x and y of the pixel centres, -1 to 1."""
+    """Return x and y of the pixel centres, both (size, size), from -1 to 1."""
     axis = (np.arange(size, dtype=np.float32) + 0.5) * (2 / size) - 1
     x, y = np.meshgrid(axis, axis)
     return x, y

@@ -1,4 +1,4 @@
-"""WebDataset shards from samples made in memory."""
+"""Write WebDataset shards from samples that are in memory."""
 
 import io
 import tempfile
@@ -17,7 +17,7 @@ SIZE = 128 * 2**20  # bytes of images per shard
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image file as it is, its key, extension and, where it has one, class."""
+    """The bytes of one image file with its key, its extension and, where it has one, its class."""
 
     key: str
     extension: str
@@ -26,24 +26,25 @@ class Sample:
 
 
 def write_shards(samples: Iterable[Sample], destination: str, *, size: int = SIZE) -> tuple[int, int]:
-    """Write `shard-000000.tar` ... and `index.parquet` into a folder, local or s3://. Returns shards and samples.
+    """Write `shard-000000.tar` ... and `index.parquet` into a folder, local or s3://.
 
-    Raises UserError when there are shards already, or when there is no sample.
+    Returns the numbers of shards and samples. Raises UserError when the folder holds shards already, or when there is
+    no sample.
     """
     destination = store.absolute(destination).rstrip("/")
     _check_empty(destination)
-    shards = written = 0
+    shards = count = 0
     for group in _groups(samples, size):
         _write(group, f"{destination}/shard-{shards:06d}.tar")
-        shards, written = shards + 1, written + len(group)
-    if not written:
+        shards, count = shards + 1, count + len(group)
+    if not count:
         raise UserError(f"{destination}: there is no image to write")
     write_index(destination)
-    return shards, written
+    return shards, count
 
 
 def encode(picture: Image.Image) -> bytes:
-    """A picture made in memory as the bytes of a PNG file."""
+    """Encode an image as a PNG file."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
@@ -60,13 +61,13 @@ def _check_empty(destination: str) -> None:
 
 def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
     group: list[Sample] = []
-    held = 0
+    total = 0
     for sample in samples:
-        if group and held + len(sample.data) > size:
+        if group and total + len(sample.data) > size:
             yield group
-            group, held = [], 0
+            group, total = [], 0
         group.append(sample)
-        held += len(sample.data)
+        total += len(sample.data)
     if group:
         yield group
 
@@ -75,7 +76,7 @@ def _write(group: list[Sample], url: str) -> None:
     from webdataset import TarWriter
 
     with tempfile.NamedTemporaryFile() as file:
-        # Without a clock and a user in the headers, the same samples make the same bytes.
+        # The headers hold no time and no user, so the same samples make the same bytes.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", format="PAX_FORMAT") as tar:
             for s in group:
                 label = {} if s.label is None else {"cls": str(s.label).encode()}

@@ -1,4 +1,4 @@
-"""What a set of images is like: counts, formats, sizes and shapes, and what was left out and why. Censuses add up."""
+"""Statistics of a set of images: counts, formats, sizes, aspect ratios, and the images left out with their reasons."""
 
 import io
 import math
@@ -9,49 +9,54 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-EXAMPLES = 20  # of dropped images, per reason
-REASONS = 50  # that are told apart
+EXAMPLES = 20  # dropped images that are named, per reason
+REASONS = 50  # reasons that are listed; all further ones are counted under OTHER
 OTHER = "other reasons"
-# Both in equal steps of the logarithm; outside of the edges lies one more bin on either side. A photograph of 4:3, 3:2
-# or 16:9 lies well inside a bin.
+# Both have equal steps of the logarithm, and one open bin beyond either end. The edges of ASPECTS are placed so that
+# photographs of 4:3, 3:2 and 16:9 lie well inside a bin.
 SIDES = [round(16 * 2 ** (i / 4)) for i in range(37)]  # pixels of the shorter side
 ASPECTS = [round(2 ** ((2 * i + 1) / 10), 4) for i in range(-11, 11)]  # width / height
 Data = bytes | memoryview
 
 
 @dataclass
-class Dropped:
+class DropCount:
+    """How many images were left out for one reason, and the keys of some of them."""
+
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
 
 @dataclass
-class Census:
+class ImageStats:
+    """Counts of images by format, size and shape; the statistics of two sets can be added."""
+
     images: int = 0
     bytes: int = 0
     formats: Counter[str] = field(default_factory=Counter)
     sides: list[int] = field(default_factory=lambda: [0] * (len(SIDES) + 1))
     aspects: list[int] = field(default_factory=lambda: [0] * (len(ASPECTS) + 1))
-    dropped: dict[str, Dropped] = field(default_factory=dict)
+    dropped: dict[str, DropCount] = field(default_factory=dict)
 
     def count(self, data: Data, height: int, width: int) -> None:
-        """One more image, upright."""
+        """Count one image file, whose height and width are those of the upright image in pixels."""
         self.images += 1
         self.bytes += len(data)
-        self.formats[format_of(data)] += 1
+        self.formats[image_format(data)] += 1
         self.sides[int(np.searchsorted(SIDES, min(height, width), "right"))] += 1
         self.aspects[int(np.searchsorted(ASPECTS, width / height, "right"))] += 1
 
     def drop(self, reason: str, example: str, count: int = 1) -> None:
-        """One more image that is left out."""
+        """Count images that are left out, of which `example` is the key of one."""
         if reason not in self.dropped and len(self.dropped) >= REASONS:
             example, reason = f"{example}: {reason}", OTHER
-        entry = self.dropped.setdefault(reason, Dropped())
+        entry = self.dropped.setdefault(reason, DropCount())
         entry.count += count
         if len(entry.examples) < EXAMPLES:
             entry.examples.append(example)
 
-    def add(self, other: "Census") -> None:
+    def add(self, other: "ImageStats") -> None:
+        """Add the counts of another set to these."""
         self.images += other.images
         self.bytes += other.bytes
         self.formats.update(other.formats)
@@ -63,23 +68,24 @@ class Census:
             if mine:
                 mine.examples += entry.examples[1 : 1 + EXAMPLES - len(mine.examples)]
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the statistics as plain values that JSON can hold."""
         return asdict(self) | {"formats": dict(sorted(self.formats.items()))}
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> "Census":
-        dropped = {reason: Dropped(**entry) for reason, entry in plain["dropped"].items()}
-        return cls(**plain | {"formats": Counter(plain["formats"]), "dropped": dropped})
+    def from_json(cls, values: dict[str, Any]) -> "ImageStats":
+        """Rebuild the statistics from what `to_json` returned."""
+        dropped = {reason: DropCount(**entry) for reason, entry in values["dropped"].items()}
+        return cls(**values | {"formats": Counter(values["formats"]), "dropped": dropped})
 
 
-def format_of(data: Data) -> str:
-    """As PIL names it, whatever the file is called."""
+def image_format(data: Data) -> str:
+    """Return PIL's name of the format of an image, read from its bytes and not from its file name."""
     with Image.open(io.BytesIO(data)) as image:
         return str(image.format)
 
 
-def fitted(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Height and width, shrunk so that the longer one is `longest`."""
+def fit_within(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Scale a height and width in pixels so that the longer side becomes `longest`; neither falls below 1."""
     scale = longest / max(height, width)
     return max(math.floor(height * scale + 0.5), 1), max(math.floor(width * scale + 0.5), 1)

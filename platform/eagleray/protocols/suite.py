@@ -97,7 +97,7 @@ def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
     Raises UserError when their shards are missing."""
     known = list(DATASETS[name].splits)
     whole, test = known[:2]
-    available = {s for s in known if any(b.url.endswith(".tar") for b in files.directly(f"{folder}/{s}/"))}
+    available = {s for s in known if any(b.url.endswith(".tar") for b in files.list_folder(f"{folder}/{s}/"))}
     if test not in available:
         raise UserError(f"{folder}/{test}: no shards there")
     if {"train", "val"} <= available:

@@ -1,4 +1,4 @@
-"""Caltech-101: class folders without splits. As usual 30 images of each class, drawn, are to learn from."""
+"""Caltech-101: class folders without splits; the training split is 30 random images of each class, as is usual."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,37 +7,54 @@ import numpy as np
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing, is_image, named, numbered
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
-FOLDER, OF_EACH = "101_ObjectCategories", 30
+FOLDER, TRAIN_IMAGES = "101_ObjectCategories", 30
 
 
-def caltech_101(job: Job) -> Found:
-    """The folder that has 101_ObjectCategories/, whose BACKGROUND_Google is the 102nd class."""
-    place = f"{job.origin}/{FOLDER}"
-    blobs = [b for b in files.below(place) if is_image(b.url)]
+def caltech_101(options: PrepareOptions) -> SourceFiles:
+    """Find 101_ObjectCategories/ in the folder; its BACKGROUND_Google is the 102nd class."""
+    root = f"{options.origin}/{FOLDER}"
+    blobs = [b for b in files.list_tree(root) if is_image(b.url)]
     if not blobs:
-        raise files.nothing(job.origin, f"{FOLDER}/ with class folders in it")
-    return Found(blobs, partial(_listing, place, blobs, job.split or "train"))
+        raise files.missing_error(options.origin, f"{FOLDER}/ with class folders in it")
+    return SourceFiles(blobs, partial(_listing, root, blobs, options.split or "train"))
 
 
-def _listing(place: str, blobs: Sequence[Blob], split: str) -> Listing:
+def _listing(root: str, blobs: Sequence[Blob], split: str) -> Listing:
     groups: dict[str, list[Blob]] = {}
     for blob in blobs:
-        name = files.relative(blob, place)
+        name = files.relative_path(blob, root)
         if name.count("/") != 1:
             raise UserError(f"{blob.url}: expected CLASS/IMAGE below {FOLDER}/")
         groups.setdefault(name.partition("/")[0], []).append(blob)
-    return Listing(_items(place, groups, split), list(numbered(groups)))
+    return Listing(_items(root, groups, split), list(class_labels(groups)))
 
 
-def _items(place: str, groups: dict[str, list[Blob]], split: str) -> Iterator[Item]:
-    for name, label in numbered(groups).items():
+def _items(root: str, groups: dict[str, list[Blob]], split: str) -> Iterator[Item]:
+    for name, label in class_labels(groups).items():
         blobs = groups[name]
-        drawn = set(np.random.default_rng(label).permutation(len(blobs))[:OF_EACH].tolist())
+        train = set(np.random.default_rng(label).permutation(len(blobs))[:TRAIN_IMAGES].tolist())
         for i, blob in enumerate(blobs):
-            if (i in drawn) == (split == "train"):
-                key, extension = named(files.relative(blob, place))
+            if (i in train) == (split == "train"):
+                key, extension = key_and_extension(files.relative_path(blob, root))
                 yield Item(key, blob.url, 0, blob.size, extension, label)
+
+
+SOURCES = {
+    "caltech-101": Source(
+        caltech_101,
+        licence="CC BY 4.0; the images belong to their owners",
+        dataset=Dataset(
+            "Caltech-101",
+            short="caltech101",
+            classes=102,
+            splits={"train": 3_060, "test": 6_084},
+            obtain="Download caltech-101.zip from data.caltech.edu; 101_ObjectCategories.tar.gz is in it",
+            contents="`101_ObjectCategories/`",
+        ),
+    )
+}

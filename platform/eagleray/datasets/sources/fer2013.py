@@ -1,7 +1,8 @@
-"""FER2013 as Kaggle has it: one CSV of classes, pixels in words, and splits."""
+"""FER2013 as Kaggle publishes it: one CSV of classes, pixels as decimal numbers, and splits."""
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from PIL import Image
@@ -9,13 +10,14 @@ from PIL import Image
 from eagleray.base.errors import UserError
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import RESEARCH, Data, Dataset, Source, SourceFiles, read_ranges
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 SIDE, NAME = 48, "fer2013.csv"
-WORDS = "words"  # the extension of such an image, which is no file yet
+WORDS = "words"  # extension of items whose bytes are pixels as decimal numbers
 CLASSES = ("angry", "disgust", "fear", "happy", "sad", "surprise", "neutral")
 USAGES = {
     "trainval": (b"Training", b"PublicTest"),
@@ -26,16 +28,21 @@ USAGES = {
 LINE = re.compile(rb'([0-6]),"?((?:\d+ ){2303}\d+)"?,(\w+)\s*')
 
 
-def fer2013(job: Job) -> Found:
-    """The folder that has fer2013.csv."""
-    here = [b for b in files.directly(job.origin + "/") if b.url.endswith(f"/{NAME}")]
-    if not here:
-        raise files.nothing(job.origin, f"{NAME} in it")
-    return Found(here, lambda: Listing(_items(here[0], USAGES[job.split or "trainval"]), CLASSES))
+def fer2013(options: PrepareOptions) -> SourceFiles:
+    """Find fer2013.csv in the folder."""
+    blobs = [b for b in files.list_folder(options.origin + "/") if b.url.endswith(f"/{NAME}")]
+    if not blobs:
+        raise files.missing_error(options.origin, f"{NAME} in it")
+    listing = partial(_listing, blobs[0], USAGES[options.split or "trainval"])
+    return SourceFiles(blobs, listing, partial(read_ranges, encode=png))
+
+
+def _listing(blob: Blob, usages: tuple[bytes, ...]) -> Listing:
+    return Listing(_items(blob, usages), CLASSES)
 
 
 def _items(blob: Blob, usages: tuple[bytes, ...]) -> Iterator[Item]:
-    at = 0
+    offset = 0
     for number, line in enumerate(bytes(store.store(blob.url).get(blob.url)).splitlines(keepends=True)):
         match = LINE.fullmatch(line)
         if not match and number and line.strip():
@@ -44,10 +51,29 @@ def _items(blob: Blob, usages: tuple[bytes, ...]) -> Iterator[Item]:
             )
         if match and match[3] in usages:
             start, end = match.span(2)
-            yield Item(f"{match[3].decode()}/{number - 1:05d}", blob.url, at + start, end - start, WORDS, int(match[1]))
-        at += len(line)
+            key = f"{match[3].decode()}/{number - 1:05d}"
+            yield Item(key, blob.url, offset + start, end - start, WORDS, int(match[1]))
+        offset += len(line)
 
 
-def picture(words: bytes | memoryview) -> bytes:
+def png(words: Data) -> bytes:
+    """Encode the decimal numbers of an image's grey pixels as a PNG."""
     pixels = np.array(bytes(words).split(), np.int64).astype(np.uint8)
     return encode(Image.fromarray(pixels.reshape(SIDE, SIDE)))
+
+
+SOURCES = {
+    "fer2013": Source(
+        fer2013,
+        licence=RESEARCH,
+        dataset=Dataset(
+            "FER2013",
+            short="fer2013k",
+            classes=7,
+            splits={"trainval": 32_298, "test": 3_589, "train": 28_709, "val": 3_589},
+            obtain="Download fer2013.tar.gz from "
+            "kaggle.com/c/challenges-in-representation-learning-facial-expression-recognition-challenge",
+            contents="`fer2013.csv`",
+        ),
+    )
+}

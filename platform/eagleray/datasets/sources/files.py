@@ -1,4 +1,4 @@
-"""Files of a source: one, those of a folder, or those of all folders below it."""
+"""Find the files of a source: a single one, those in a folder, or those in the whole tree below it."""
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
@@ -7,45 +7,46 @@ from eagleray.storage.blob import Blob
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
-def one(url: str) -> Blob:
-    """Raises UserError when it is not there."""
-    found = [b for b in directly(url) if b.url == url]
-    if not found:
+def find_file(url: str) -> Blob:
+    """Return the file at a URL. Raises UserError when there is none."""
+    blobs = [b for b in list_folder(url) if b.url == url]
+    if not blobs:
         raise UserError(f"{url}: no such file")
-    return found[0]
+    return blobs[0]
 
 
-def directly(url: str) -> list[Blob]:
-    """The one file, or the files of the folder; none where there is no such place."""
+def list_folder(url: str) -> list[Blob]:
+    """Return the file at a URL, or the files directly in the folder; nothing where neither exists."""
     if url.startswith("s3:") or store.local(url).exists():
         return store.store(url).list(url)
     return []
 
 
-def below(url: str) -> list[Blob]:
-    """All files below a folder, by their URLs; none where there is no such folder."""
+def list_tree(url: str) -> list[Blob]:
+    """Return all files below a folder, sorted by URL; nothing where the folder does not exist."""
     return sorted(store.store(url).walk(url.rstrip("/")), key=lambda b: b.url)
 
 
-def relative(blob: Blob, folder: str) -> str:
+def relative_path(blob: Blob, folder: str) -> str:
+    """Return the path of a file below a folder."""
     return blob.url.removeprefix(folder.rstrip("/") + "/")
 
 
-def text(url: str) -> str:
-    """A small file. Raises UserError when it is not there."""
+def read_text(url: str) -> str:
+    """Read a small UTF-8 file. Raises UserError when it does not exist or is not UTF-8."""
     try:
         return bytes(store.store(url).get(url)).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{url}: no such file") from None
     except UnicodeDecodeError as e:
-        raise UserError(f"{url}: is no UTF-8 text ({e.reason} at byte {e.start})") from None
+        raise UserError(f"{url}: not UTF-8 text ({e.reason} at byte {e.start})") from None
 
 
-def nothing(url: str, expected: str) -> UserError:
-    """What to say of a place that holds nothing of use."""
-    here = directly(url)
-    if not here and not url.startswith("s3:") and not store.local(url).exists():
+def missing_error(url: str, expected: str) -> UserError:
+    """Make the error for a folder that lacks what was expected, with a hint where an archive must be unpacked."""
+    blobs = list_folder(url)
+    if not blobs and not url.startswith("s3:") and not store.local(url).exists():
         return UserError(f"{url}: no such file or folder")
-    archive = next((b.url for b in here if b.url.lower().endswith(COMPRESSED)), None)
+    archive = next((b.url for b in blobs if b.url.lower().endswith(COMPRESSED)), None)
     hint = f"; {archive.rpartition('/')[2]} must be unpacked first" if archive else ""
     return UserError(f"{url}: expected {expected}{hint}")

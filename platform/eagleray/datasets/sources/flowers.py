@@ -7,32 +7,52 @@ import numpy as np
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files, lists, matlab
-from eagleray.datasets.sources.item import Found, Listing, is_image
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Listing, is_image
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import RESEARCH, Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
 LABELS, SPLITS = "imagelabels.mat", "setid.mat"
 NUMBERS = {"trainval": ("trnid", "valid"), "test": ("tstid",), "train": ("trnid",), "val": ("valid",)}
 
 
-def flowers(job: Job) -> Found:
-    """The folder that has jpg/, imagelabels.mat and setid.mat. Training is with both of its small splits, as usual."""
-    here = {b.url.rpartition("/")[2]: b for b in files.directly(job.origin + "/")}
-    images = [b for b in files.below(f"{job.origin}/jpg") if is_image(b.url)] if here else []
-    missing = [name for name in (LABELS, SPLITS) if name not in here] or ["jpg/image_00001.jpg"] * (not images)
+def flowers(options: PrepareOptions) -> SourceFiles:
+    """Find jpg/, imagelabels.mat and setid.mat; the default split joins both small splits, as is usual."""
+    blobs = {b.url.rpartition("/")[2]: b for b in files.list_folder(options.origin + "/")}
+    images = [b for b in files.list_tree(f"{options.origin}/jpg") if is_image(b.url)] if blobs else []
+    missing = [name for name in (LABELS, SPLITS) if name not in blobs] or ["jpg/image_00001.jpg"] * (not images)
     if missing:
-        raise files.nothing(job.origin, f"{missing[0]} in it")
-    return Found([here[LABELS], here[SPLITS], *images], partial(_listing, job, images))
+        raise files.missing_error(options.origin, f"{missing[0]} in it")
+    return SourceFiles([blobs[LABELS], blobs[SPLITS], *images], partial(_listing, options, images))
 
 
-def _listing(job: Job, images: list[Blob]) -> Listing:
-    return Listing(lists.items(_wanted(job), {files.relative(b, f"{job.origin}/jpg"): b for b in images}))
+def _listing(options: PrepareOptions, images: list[Blob]) -> Listing:
+    blobs = {files.relative_path(b, f"{options.origin}/jpg"): b for b in images}
+    return Listing(lists.match_items(_rows(options), blobs))
 
 
-def _wanted(job: Job) -> Iterator[tuple[str, int]]:
-    labels = matlab.arrays(f"{job.origin}/{LABELS}", "labels")[0].ravel()
-    ids = matlab.arrays(f"{job.origin}/{SPLITS}", *NUMBERS[job.split or "trainval"])
+def _rows(options: PrepareOptions) -> Iterator[tuple[str, int]]:
+    labels = matlab.read_arrays(f"{options.origin}/{LABELS}", "labels")[0].ravel()
+    ids = matlab.read_arrays(f"{options.origin}/{SPLITS}", *NUMBERS[options.split or "trainval"])
     for number in np.sort(np.concatenate([i.ravel() for i in ids])).tolist():
         if not 1 <= number <= len(labels):
-            raise UserError(f"{job.origin}/{SPLITS}: image {number} is none of the {len(labels)} of {LABELS}")
+            raise UserError(
+                f"{options.origin}/{SPLITS}: image {number} is not among the {len(labels)} images of {LABELS}"
+            )
         yield f"image_{number:05d}.jpg", int(labels[number - 1]) - 1
+
+
+SOURCES = {
+    "flowers-102": Source(
+        flowers,
+        licence=RESEARCH,
+        dataset=Dataset(
+            "Oxford Flowers-102",
+            short="flowers",
+            classes=102,
+            splits={"trainval": 2_040, "test": 6_149, "train": 1_020, "val": 1_020},
+            obtain="Download 102flowers.tgz, imagelabels.mat and setid.mat from robots.ox.ac.uk/~vgg/data/flowers/102",
+            contents="`jpg/`, `imagelabels.mat`, `setid.mat`",
+        ),
+    )
+}

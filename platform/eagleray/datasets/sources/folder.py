@@ -1,40 +1,53 @@
-"""Plain folders of images: any, and COCO's, which are used without labels."""
+"""Plain folders of images: any folder, and COCO's, which are used without labels."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing, is_image, named, numbered
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import OWN, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
 
-def folder(job: Job) -> Found:
-    """Every image below a folder. Folders directly below it are the classes, if there are two and every image is in
-    one."""
-    blobs = [b for b in files.below(job.origin) if is_image(b.url)]
+def folder(options: PrepareOptions) -> SourceFiles:
+    """Find every image below a folder.
+
+    The folders directly below it are the classes if there are at least two and every image is in one of them.
+    """
+    blobs = [b for b in files.list_tree(options.origin) if is_image(b.url)]
     if not blobs:
-        raise files.nothing(job.origin, "a folder with images in it or below it")
-    return Found(blobs, partial(_classes, job.origin, blobs))
+        raise files.missing_error(options.origin, "a folder with images in it or below it")
+    return SourceFiles(blobs, partial(_listing, options.origin, blobs))
 
 
-def coco(job: Job) -> Found:
-    """A folder of one split below the folder of the set, as its zip files unpack."""
-    place = f"{job.origin}/{job.split or 'train2017'}"
-    blobs = [b for b in files.below(place) if is_image(b.url)]
+def coco(options: PrepareOptions) -> SourceFiles:
+    """Find the folder of a split below the folder of the data set, as COCO's zip files unpack."""
+    root = f"{options.origin}/{options.split or 'train2017'}"
+    blobs = [b for b in files.list_tree(root) if is_image(b.url)]
     if not blobs:
-        raise files.nothing(job.origin, f"a folder {place.rpartition('/')[2]}/ with images")
-    return Found(blobs, lambda: Listing(_items(place, blobs)))
+        raise files.missing_error(options.origin, f"a folder {root.rpartition('/')[2]}/ with images")
+    return SourceFiles(blobs, lambda: Listing(_items(root, blobs)))
 
 
-def _classes(origin: str, blobs: Sequence[Blob]) -> Listing:
-    tops = {files.relative(b, origin).rpartition("/")[0].partition("/")[0] for b in blobs}
-    numbers = numbered(tops) if "" not in tops and len(tops) > 1 else {}
-    return Listing(_items(origin, blobs, numbers), list(numbers))
+def _listing(origin: str, blobs: Sequence[Blob]) -> Listing:
+    tops = {files.relative_path(b, origin).rpartition("/")[0].partition("/")[0] for b in blobs}
+    labels = class_labels(tops) if "" not in tops and len(tops) > 1 else {}
+    return Listing(_items(origin, blobs, labels), list(labels))
 
 
-def _items(origin: str, blobs: Sequence[Blob], numbers: dict[str, int] | None = None) -> Iterator[Item]:
+def _items(origin: str, blobs: Sequence[Blob], labels: dict[str, int] | None = None) -> Iterator[Item]:
     for blob in blobs:
-        name = files.relative(blob, origin)
-        key, extension = named(name)
-        yield Item(key, blob.url, 0, blob.size, extension, (numbers or {}).get(name.partition("/")[0], -1))
+        name = files.relative_path(blob, origin)
+        key, extension = key_and_extension(name)
+        yield Item(key, blob.url, 0, blob.size, extension, (labels or {}).get(name.partition("/")[0], -1))
+
+
+SOURCES = {
+    "coco": Source(
+        coco,
+        licence="images under the licences of their Flickr authors, annotations CC BY 4.0",
+        splits=("train2017", "val2017", "test2017", "unlabeled2017"),
+    ),
+    "folder": Source(folder, licence=OWN),
+}

@@ -6,43 +6,66 @@ from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files, lists
-from eagleray.datasets.sources.item import Found, Listing, is_image
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Listing, is_image
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import RESEARCH, Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
 TRUTH = "GT-final_test.csv"
 CLASSES = 43
 
 
-def gtsrb(job: Job) -> Found:
-    """The folder GTSRB: Training/00000/*.ppm of GTSRB-Training_fixed.zip, Final_Test/Images/*.ppm of
-    GTSRB_Final_Test_Images.zip, and GT-final_test.csv, anywhere in it, of GTSRB_Final_Test_GT.zip."""
-    if job.split == "test":
-        truth = [b for b in files.below(job.origin) if b.url.endswith(f"/{TRUTH}")]
-        images = [b for b in files.below(f"{job.origin}/Final_Test/Images") if is_image(b.url)] if truth else []
+def gtsrb(options: PrepareOptions) -> SourceFiles:
+    """Find the files of a split in the folder GTSRB.
+
+    These are Training/00000/*.ppm of GTSRB-Training_fixed.zip, Final_Test/Images/*.ppm of GTSRB_Final_Test_Images.zip,
+    and GT-final_test.csv of GTSRB_Final_Test_GT.zip, anywhere in the folder.
+    """
+    if options.split == "test":
+        truth = [b for b in files.list_tree(options.origin) if b.url.endswith(f"/{TRUTH}")]
+        folder = f"{options.origin}/Final_Test/Images"
+        images = [b for b in files.list_tree(folder) if is_image(b.url)] if truth else []
         if not images:
-            raise files.nothing(job.origin, "Final_Test/Images/00000.ppm in it" if truth else f"{TRUTH} in it")
-        return Found([truth[0], *images], partial(_test, truth[0], images))
-    images = [b for b in files.below(f"{job.origin}/Training") if is_image(b.url)]
+            missing = "Final_Test/Images/00000.ppm in it" if truth else f"{TRUTH} in it"
+            raise files.missing_error(options.origin, missing)
+        return SourceFiles([truth[0], *images], partial(_test, truth[0], images))
+    images = [b for b in files.list_tree(f"{options.origin}/Training") if is_image(b.url)]
     if not images:
-        raise files.nothing(job.origin, "Training/00000/00000_00000.ppm in it")
-    return Found(images, partial(_train, f"{job.origin}/Training", images))
+        raise files.missing_error(options.origin, "Training/00000/00000_00000.ppm in it")
+    return SourceFiles(images, partial(_train, f"{options.origin}/Training", images))
 
 
-def _train(place: str, images: list[Blob]) -> Listing:
-    places = {files.relative(b, place): b for b in images}
-    return Listing(lists.items([(name, _label(PurePosixPath(name).parent.name, name)) for name in places], places))
+def _train(root: str, images: list[Blob]) -> Listing:
+    blobs = {files.relative_path(b, root): b for b in images}
+    return Listing(lists.match_items([(name, _label(PurePosixPath(name).parent.name, name)) for name in blobs], blobs))
 
 
 def _test(truth: Blob, images: list[Blob]) -> Listing:
-    rows = list(csv.DictReader(files.text(truth.url).splitlines(), delimiter=";"))
+    rows = list(csv.DictReader(files.read_text(truth.url).splitlines(), delimiter=";"))
     if not rows or not {"Filename", "ClassId"} <= rows[0].keys():
-        raise UserError(f"{truth.url}: expected columns Filename and ClassId, parted by semicolons")
-    places = {PurePosixPath(b.url).name: b for b in images}
-    return Listing(lists.items([(r["Filename"], _label(r["ClassId"], truth.url)) for r in rows], places))
+        raise UserError(f"{truth.url}: expected columns Filename and ClassId, separated by semicolons")
+    blobs = {PurePosixPath(b.url).name: b for b in images}
+    return Listing(lists.match_items([(r["Filename"], _label(r["ClassId"], truth.url)) for r in rows], blobs))
 
 
-def _label(text: str | None, place: str) -> int:
+def _label(text: str | None, file: str) -> int:
     if not text or not text.isdigit() or int(text) >= CLASSES:
-        raise UserError(f"{place}: expected a class of 0 to {CLASSES - 1}, found {text!r}")
+        raise UserError(f"{file}: expected a class of 0 to {CLASSES - 1}, found {text!r}")
     return int(text)
+
+
+SOURCES = {
+    "gtsrb": Source(
+        gtsrb,
+        licence=RESEARCH,
+        dataset=Dataset(
+            "GTSRB",
+            short="gtsrb",
+            classes=CLASSES,
+            splits={"train": 26_640, "test": 12_630},
+            obtain="Download GTSRB-Training_fixed.zip, GTSRB_Final_Test_Images.zip and GTSRB_Final_Test_GT.zip from "
+            "benchmark.ini.rub.de",
+            contents="`Training/`, `Final_Test/Images/`, `GT-final_test.csv`",
+        ),
+    )
+}

@@ -1,4 +1,4 @@
-"""ImageNet-1k and ImageNet-22k: tars of class tars, class tars, or folders; and the ground truth for validation."""
+"""ImageNet-1k and ImageNet-22k as a tar of class tars, as class tars or as folders, and the validation labels."""
 
 import csv
 import io
@@ -10,9 +10,10 @@ from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing, is_image, named, numbered
-from eagleray.datasets.sources.job import Job
-from eagleray.datasets.sources.matlab import loaded
+from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
+from eagleray.datasets.sources.matlab import load
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFiles
 from eagleray.datasets.sources.tars import members
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -24,57 +25,57 @@ TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 LAYOUTS = "a tar of class tars, class tars n01440764.tar ..., or class folders n01440764/ ..."
 
 
-def imagenet_1k(job: Job) -> Found:
-    """ILSVRC 2012 as it is downloaded, or unpacked into folders, as PyTorch's and Kaggle's users have it."""
-    split = job.split or "train"
-    origin, blobs = _place(job.origin, split)
-    extra = files.directly(job.labels) if job.labels else []
-    return Found([*blobs, *extra], partial(_listing, origin, blobs, split, job.labels))
+def imagenet_1k(options: PrepareOptions) -> SourceFiles:
+    """Find ILSVRC 2012 as it is downloaded, or unpacked into folders as PyTorch and Kaggle use them."""
+    split = options.split or "train"
+    origin, blobs = _find_split(options.origin, split)
+    extra = files.list_folder(options.labels) if options.labels else []
+    return SourceFiles([*blobs, *extra], partial(_listing, origin, blobs, split, options.labels))
 
 
-def imagenet_22k(job: Job) -> Found:
-    """fall11_whole.tar, winter21_whole.tar, their class tars or class folders."""
-    origin, blobs = _place(job.origin, "")
-    return Found(blobs, partial(_listing, origin, blobs, "train", ""))
+def imagenet_22k(options: PrepareOptions) -> SourceFiles:
+    """Find fall11_whole.tar or winter21_whole.tar, or the class tars or class folders unpacked from them."""
+    origin, blobs = _find_split(options.origin, "")
+    return SourceFiles(blobs, partial(_listing, origin, blobs, "train", ""))
 
 
-def _place(origin: str, split: str) -> tuple[str, list[Blob]]:
-    """The archive or the folder that holds a split, and its files."""
+def _find_split(origin: str, split: str) -> tuple[str, list[Blob]]:
+    """Return the archive or folder that holds a split, and its files."""
     if origin.endswith(".tar"):
-        return origin, [files.one(origin)]
-    here = files.directly(origin + "/")
-    archive = [b for b in here if b.url.endswith(f"/ILSVRC2012_img_{split}.tar")]
-    classes = [b for b in here if CLASS.fullmatch(PurePosixPath(b.url).stem) and b.url.endswith(".tar")]
+        return origin, [files.find_file(origin)]
+    blobs = files.list_folder(origin + "/")
+    archive = [b for b in blobs if b.url.endswith(f"/ILSVRC2012_img_{split}.tar")]
+    classes = [b for b in blobs if CLASS.fullmatch(PurePosixPath(b.url).stem) and b.url.endswith(".tar")]
     if archive or classes:
         return origin, archive or classes
     for folder in ([f"{origin}/{split}"] if split else []) + [origin]:
-        inside = [b for b in files.below(folder) if is_image(b.url)]
-        if split and any(files.relative(b, folder).startswith(("train/", "val/", "test/")) for b in inside):
-            raise files.nothing(origin, f"{split}/ beside the other splits")
-        if inside:
-            return folder, inside
-    raise files.nothing(origin, LAYOUTS)
+        images = [b for b in files.list_tree(folder) if is_image(b.url)]
+        if split and any(files.relative_path(b, folder).startswith(("train/", "val/", "test/")) for b in images):
+            raise files.missing_error(origin, f"{split}/ beside the other splits")
+        if images:
+            return folder, images
+    raise files.missing_error(origin, LAYOUTS)
 
 
 def _listing(origin: str, blobs: list[Blob], split: str, labels: str) -> Listing:
-    spans = [Span(files.relative(b, origin), b.url, 0, b.size) for b in blobs]
+    spans = [Span(files.relative_path(b, origin), b.url, 0, b.size) for b in blobs]
     if len(spans) == 1 and spans[0].url.endswith(".tar") and not CLASS.fullmatch(PurePosixPath(spans[0].name).stem):
         spans = list(members(spans[0]))
     tars = sorted(s for s in spans if s.name.endswith(".tar"))
     if tars:
-        numbers = numbered(PurePosixPath(t.name).stem for t in tars)
+        numbers = class_labels(PurePosixPath(t.name).stem for t in tars)
         return Listing(_in_tars(tars, numbers), list(numbers))
     images = sorted(s for s in spans if is_image(s.name))
     if images and all(CLASS.fullmatch(PurePosixPath(s.name).parent.name) for s in images):
-        numbers = numbered(PurePosixPath(s.name).parent.name for s in images)
+        numbers = class_labels(PurePosixPath(s.name).parent.name for s in images)
         return Listing(_in_folders(images, numbers), list(numbers))
     if split == "train" or not images:
-        raise files.nothing(origin, LAYOUTS)
+        raise files.missing_error(origin, LAYOUTS)
     if split == "test":
         return Listing(_flat(images, {}))
     if not labels:
         raise UserError(
-            f"{origin}: the validation images are in no class folders; give --labels ILSVRC2012_devkit_t12.tar.gz, "
+            f"{origin}: the validation images are not in class folders; give --labels ILSVRC2012_devkit_t12.tar.gz, "
             "the folder unpacked from it, or LOC_val_solution.csv"
         )
     truth, classes = ground_truth(labels)
@@ -85,35 +86,35 @@ def _in_tars(tars: Iterable[Span], numbers: Mapping[str, int]) -> Iterator[Item]
     for tar, images in ahead(lambda tar: (tar, [m for m in members(tar) if is_image(m.name)]), tars):
         wnid = PurePosixPath(tar.name).stem
         for image in images:
-            key, extension = named(f"{wnid}/{PurePosixPath(image.name).name}")
+            key, extension = key_and_extension(f"{wnid}/{PurePosixPath(image.name).name}")
             yield Item(key, image.url, image.offset, image.size, extension, numbers[wnid])
 
 
 def _in_folders(images: Iterable[Span], numbers: Mapping[str, int]) -> Iterator[Item]:
     for image in images:
         path = PurePosixPath(image.name)
-        key, extension = named(f"{path.parent.name}/{path.name}")
+        key, extension = key_and_extension(f"{path.parent.name}/{path.name}")
         yield Item(key, image.url, image.offset, image.size, extension, numbers[path.parent.name])
 
 
 def _flat(images: Iterable[Span], truth: Mapping[str, int]) -> Iterator[Item]:
     for image in images:
-        key, extension = named(PurePosixPath(image.name).name)
+        key, extension = key_and_extension(PurePosixPath(image.name).name)
         reason = f"no label for {key}" if truth and key not in truth else None
         label = truth.get(key, -1)
         yield Item(key, image.url, image.offset, image.size, extension, label, reason=reason)
 
 
 def ground_truth(url: str) -> tuple[dict[str, int], list[str]]:
-    """The label of every validation image, numbered as the training classes, and the classes."""
+    """Return the label of every validation image, numbered as in training, and the names of the classes."""
     wnids = _kaggle(url) if url.lower().endswith(".csv") else _devkit(url)
-    numbers = numbered(wnids.values())
+    numbers = class_labels(wnids.values())
     return {image: numbers[wnid] for image, wnid in wnids.items()}, list(numbers)
 
 
 def _kaggle(url: str) -> dict[str, str]:
-    """LOC_val_solution.csv: an image and its boxes, each of which begins with the class."""
-    rows = list(csv.DictReader(io.StringIO(files.text(url))))
+    """Read the class of every image from LOC_val_solution.csv, where it begins each of the image's boxes."""
+    rows = list(csv.DictReader(io.StringIO(files.read_text(url))))
     if not rows or not {"ImageId", "PredictionString"} <= rows[0].keys():
         raise UserError(f"{url}: expected Kaggle's LOC_val_solution.csv with columns ImageId and PredictionString")
     if cut := next((row["ImageId"] for row in rows if not (row["PredictionString"] or "").strip()), None):
@@ -122,14 +123,17 @@ def _kaggle(url: str) -> dict[str, str]:
 
 
 def _devkit(url: str) -> dict[str, str]:
-    """Its labels are numbers of its own, which meta.mat translates; synsets without children are the classes."""
-    parts, said = _devkit_files(url), f"{url}: is not the development kit of ILSVRC 2012"
+    """Read the class of every image from the development kit.
+
+    Its labels are numbers that meta.mat translates; the synsets without children are the classes.
+    """
+    parts, message = _devkit_files(url), f"{url}: not the development kit of ILSVRC 2012"
     try:
-        synsets = loaded(parts["meta.mat"], said, variable_names=["synsets"], squeeze_me=True)["synsets"]
+        synsets = load(parts["meta.mat"], message, variable_names=["synsets"], squeeze_me=True)["synsets"]
         wnids = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
         truth = [wnids[int(line)] for line in parts[TRUTH].split()]
     except (KeyError, ValueError, TypeError, IndexError) as e:
-        raise UserError(f"{said} ({type(e).__name__}: {e})") from None
+        raise UserError(f"{message} ({type(e).__name__}: {e})") from None
     classes = set(wnids.values())
     if missing := classes - set(truth):
         raise UserError(f"{url}: {len(missing)} of {len(classes)} classes have no validation image")
@@ -137,16 +141,38 @@ def _devkit(url: str) -> dict[str, str]:
 
 
 def _devkit_files(url: str) -> dict[str, bytes]:
-    wanted = ("meta.mat", TRUTH)
+    names = ("meta.mat", TRUTH)
     if url.lower().endswith((".tar.gz", ".tgz")):
-        files.one(url)
+        files.find_file(url)
         try:
             with tarfile.open(fileobj=io.BytesIO(store.store(url).get(url)), mode="r:gz") as kit:
-                inside = {PurePosixPath(m.name).name: m for m in kit.getmembers() if m.isfile()}
-                return {n: kit.extractfile(inside[n]).read() for n in wanted if n in inside}  # type: ignore[union-attr]
+                members_by_name = {PurePosixPath(m.name).name: m for m in kit.getmembers() if m.isfile()}
+                return {n: kit.extractfile(members_by_name[n]).read() for n in names if n in members_by_name}  # type: ignore[union-attr]
         except (tarfile.TarError, OSError, EOFError) as e:
             raise UserError(f"{url}: cannot be unpacked: {e}") from None
-    blobs = {PurePosixPath(b.url).name: b.url for b in files.below(url)}
-    if wanted[0] not in blobs:
-        raise files.nothing(url, "the development kit of ILSVRC 2012, which has data/meta.mat, or LOC_val_solution.csv")
-    return {n: bytes(store.store(url).get(blobs[n])) for n in wanted if n in blobs}
+    blobs = {PurePosixPath(b.url).name: b.url for b in files.list_tree(url)}
+    if names[0] not in blobs:
+        raise files.missing_error(
+            url, "the development kit of ILSVRC 2012, which has data/meta.mat, or LOC_val_solution.csv"
+        )
+    return {n: bytes(store.store(url).get(blobs[n])) for n in names if n in blobs}
+
+
+SOURCES = {
+    "imagenet-1k": Source(
+        imagenet_1k,
+        licence=IMAGENET,
+        splits=("train", "val", "test"),
+        options=("labels",),
+        dataset=Dataset(
+            "ImageNet-1k",
+            short="in1k",
+            classes=1000,
+            splits={"train": 1_281_167, "val": 50_000},
+            obtain="Download ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
+            "image-net.org/download-images",
+            contents="[the tars, or class folders](prepare.md#sources)",
+        ),
+    ),
+    "imagenet-22k": Source(imagenet_22k, licence=IMAGENET),
+}

@@ -6,8 +6,9 @@ from functools import partial
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources.imagenet import imagenet_1k
-from eagleray.datasets.sources.item import Found, Item, Listing, numbered
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing, class_labels
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFiles
 
 SYNSETS = """
 n01558993 n01692333 n01729322 n01735189 n01749939 n01773797 n01820546 n01855672 n01978455 n01980166
@@ -24,23 +25,38 @@ n04517823 n04589890 n04592741 n07714571 n07715103 n07753275 n07831146 n07836838 
 CLASSES = SYNSETS.split()
 
 
-def imagenet_100(job: Job) -> Found:
-    """Of ImageNet-1k in any layout; its classes are numbered by their places among the 100."""
-    found = imagenet_1k(job)
-    return replace(found, listing=partial(_listing, job.origin, found))
+def imagenet_100(options: PrepareOptions) -> SourceFiles:
+    """Find ImageNet-1k in any layout; the labels number the 100 classes in their sorted order."""
+    whole = imagenet_1k(options)
+    return replace(whole, listing=partial(_listing, options.origin, whole))
 
 
-def _listing(origin: str, found: Found) -> Listing:
-    whole = found.listing()
+def _listing(origin: str, source: SourceFiles) -> Listing:
+    whole = source.listing()
     if missing := sorted(set(CLASSES) - set(whole.classes)):
-        raise UserError(
-            f"{origin}: {len(missing)} of ImageNet-100's classes are not there: {', '.join(missing[:3])} ..."
-        )
+        raise UserError(f"{origin}: {len(missing)} of ImageNet-100's classes are missing: {', '.join(missing[:3])} ...")
     return Listing(_items(whole), CLASSES)
 
 
 def _items(whole: Listing) -> Iterator[Item]:
-    numbers = numbered(CLASSES)
+    labels = class_labels(CLASSES)
     for item in whole.items:
-        if item.label >= 0 and whole.classes[item.label] in numbers:
-            yield item._replace(label=numbers[whole.classes[item.label]])
+        if item.label >= 0 and whole.classes[item.label] in labels:
+            yield item._replace(label=labels[whole.classes[item.label]])
+
+
+SOURCES = {
+    "imagenet-100": Source(
+        imagenet_100,
+        licence=IMAGENET,
+        options=("labels",),
+        dataset=Dataset(
+            "ImageNet-100",
+            short="in100",
+            classes=100,
+            splits={"train": 126_689, "val": 5_000},
+            obtain="Download ImageNet-1k, of which it is a part",
+            contents="the files of `imagenet-1k`; the classes are those of CMC",
+        ),
+    )
+}

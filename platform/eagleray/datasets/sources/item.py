@@ -1,8 +1,8 @@
-"""What every source of images boils down to: items that say where the bytes of an image are."""
+"""Items: where the bytes of every image of a source are, with its key, label and metadata."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from eagleray.data.tar_scan import image_extensions
-from eagleray.storage.blob import Blob
 
 BATCH = 65_536  # items per chunk of a table
 
@@ -21,15 +20,15 @@ class Item(NamedTuple):
     key: str
     url: str  # of the file that holds it
     offset: int  # bytes; in a Parquet file the row in its row group
-    size: int  # bytes; in a Parquet file about
-    extension: str = ""  # lower case; empty: the bytes must say
+    size: int  # bytes; in a Parquet file an estimate
+    extension: str = ""  # in lower case; empty when only the bytes tell the format
     label: int = -1
     group: int = -1  # row group of a Parquet file, which is read as a whole; -1 where every image is read by itself
     meta: str | None = None  # JSON
-    reason: str | None = None  # why it is dropped
+    reason: str | None = None  # why the image is dropped
 
 
-TEXT = pa.large_string()  # plain strings end at 2 GiB in one piece
+TEXT = pa.large_string()  # the offsets of plain strings end at 2 GiB
 SCHEMA = pa.schema(
     [
         ("key", TEXT),
@@ -47,21 +46,14 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Listing:
+    """The items of a source and the names of its classes."""
+
     items: Iterable[Item]  # in an order that depends on the source alone
-    classes: Sequence[str] = ()  # names, in the order of the labels
-
-
-@dataclass(frozen=True)
-class Found:
-    """A source that has been looked at, and not yet listed."""
-
-    files: Sequence[Blob]  # everything that is read: who finds the same files finds the same items
-    listing: Callable[[], Listing]  # may read all headers of all archives
-    column: str = ""  # of the images, where the files are Parquet
+    classes: Sequence[str] = ()  # names in the order of the labels
 
 
 def table(items: Iterable[Item]) -> pa.Table:
-    """Items as columns; 14 million Python objects would not fit everybody's memory."""
+    """Return items as a table of SCHEMA; 14 million Python objects would not fit into the memory of most machines."""
     batches = []
     stream = iter(items)
     while batch := list(itertools.islice(stream, BATCH)):
@@ -71,23 +63,26 @@ def table(items: Iterable[Item]) -> pa.Table:
 
 
 def is_image(name: str) -> bool:
-    """By its name. Files that begin with a dot are what systems leave behind, such as `._photo.jpg`."""
+    """Tell by its name whether a file is an image.
+
+    A name that begins with a dot, such as `._photo.jpg`, is a leftover of an operating system.
+    """
     path = PurePosixPath(name)
     return path.suffix[1:].lower() in image_extensions() and not path.name.startswith(".")
 
 
-def named(name: str) -> tuple[str, str]:
-    """Key and extension of a file: webdataset ends a key at its first dot."""
+def key_and_extension(name: str) -> tuple[str, str]:
+    """Split a file name into key and extension; dots in the key become underscores, as webdataset ends keys at dots."""
     path = PurePosixPath(name)
     return str(path.with_suffix("")).replace(".", "_"), path.suffix[1:].lower()
 
 
-def packed(columns: Mapping[str, Any]) -> str | None:
-    """What a source says of an image beside its label, as JSON; None where it says nothing."""
-    said = {k: v for k, v in columns.items() if v not in (None, "")}
-    return json.dumps(said, ensure_ascii=False) if said else None
+def metadata_json(columns: Mapping[str, Any]) -> str | None:
+    """Encode what a source says about an image beside its label as JSON; return None where it says nothing."""
+    values = {k: v for k, v in columns.items() if v not in (None, "")}
+    return json.dumps(values, ensure_ascii=False) if values else None
 
 
-def numbered(names: Iterable[str]) -> dict[str, int]:
-    """The label of every class: its place among the sorted names."""
+def class_labels(names: Iterable[str]) -> dict[str, int]:
+    """Number the classes in the sorted order of their names."""
     return {name: i for i, name in enumerate(sorted(set(names)))}

@@ -1,18 +1,20 @@
-"""Lists of images in text files: a line for each, with its class."""
+"""Read text files that list images with their classes, one image on each line."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Item, named
+from eagleray.datasets.sources.item import Item, key_and_extension
 from eagleray.storage.blob import Blob
 
 
-def labelled(url: str, pattern: str, expected: str) -> Iterator[tuple[str, int]]:
-    """Names and class numbers of the lines, found by the pattern's groups `name` and `label`; lines that begin with #
-    are no images. Raises UserError for any other line."""
-    for number, line in enumerate(files.text(url).splitlines(), 1):
+def read_labels(url: str, pattern: str, expected: str) -> Iterator[tuple[str, int]]:
+    """Yield the name and class number of every line, which are the groups `name` and `label` of the pattern.
+
+    Empty lines and those that begin with # are skipped. Raises UserError for any other line that does not match.
+    """
+    for number, line in enumerate(files.read_text(url).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = re.fullmatch(pattern, line.strip())
@@ -21,11 +23,11 @@ def labelled(url: str, pattern: str, expected: str) -> Iterator[tuple[str, int]]
         yield match["name"], int(match["label"])
 
 
-def items(wanted: Iterable[tuple[str, int]], places: Mapping[str, Blob]) -> Iterator[Item]:
-    """The images of a list, of which some may not be there."""
-    for name, label in wanted:
-        key, extension = named(name)
-        blob = places.get(name)
+def match_items(rows: Iterable[tuple[str, int]], blobs: Mapping[str, Blob]) -> Iterator[Item]:
+    """Yield an item for every name and label; one whose file is missing carries the reason."""
+    for name, label in rows:
+        key, extension = key_and_extension(name)
+        blob = blobs.get(name)
         if blob is None:
             yield Item(key, "", 0, 0, reason="listed, but not among the files")
         else:

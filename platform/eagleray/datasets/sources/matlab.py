@@ -1,4 +1,4 @@
-"""Arrays of MATLAB's files."""
+"""Read variables from MATLAB files."""
 
 import io
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from eagleray.base.errors import UserError
 from eagleray.storage import store
 
 
-def arrays(url: str, *names: str) -> list[NDArray[Any]]:
-    """The variables of these names. Raises UserError when the file or one of them is not there."""
+def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
+    """Return the variables of these names. Raises UserError when the file or one of them is missing."""
     try:
         data = store.store(url).get(url)
     except FileNotFoundError:
         raise UserError(f"{url}: no such file") from None
-    held = loaded(bytes(data), f"{url}: expected a MATLAB file with {', '.join(names)}", variable_names=names)
-    if lacking := [name for name in names if name not in held]:
-        raise UserError(f"{url}: expected a MATLAB file with {', '.join(names)}; {lacking[0]} is not there")
-    return [held[name] for name in names]
+    arrays = load(bytes(data), f"{url}: expected a MATLAB file with {', '.join(names)}", variable_names=names)
+    if missing := [name for name in names if name not in arrays]:
+        raise UserError(f"{url}: expected a MATLAB file with {', '.join(names)}; {missing[0]} is missing")
+    return [arrays[name] for name in names]
 
 
-def loaded(data: bytes, said: str, *, variable_names: Sequence[str], squeeze_me: bool = False) -> dict[str, Any]:
-    """The variables of a file that is in memory. Raises UserError with what was `said` for what is none, or cut off."""
+def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me: bool = False) -> dict[str, Any]:
+    """Return the variables of a file in memory. Raises UserError with `message` when it cannot be parsed."""
     from scipy.io import loadmat
 
     try:
         return dict(loadmat(io.BytesIO(data), variable_names=variable_names, squeeze_me=squeeze_me))
-    except Exception as e:  # SciPy's readers fail in every way on bytes that are not what they expect
-        raise UserError(f"{said} ({type(e).__name__})") from None
+    except Exception as e:  # SciPy's readers raise errors of any type on bytes that they do not expect
+        raise UserError(f"{message} ({type(e).__name__})") from None

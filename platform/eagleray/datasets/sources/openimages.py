@@ -10,34 +10,35 @@ from pyarrow import csv
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing, is_image, named, packed
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_extension, metadata_json
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Source, SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, Ranges, Span
 
 BUCKET = "s3://open-images-dataset"
 
 
-def openimages(job: Job) -> Found:
-    """A list that has the column ImageID; its other columns become metadata."""
-    if not job.origin.lower().endswith(".csv"):
-        raise UserError(f"{job.origin}: expected a CSV of image ids, such as image_ids_and_rotation.csv")
-    split = job.split or "train"
-    place = job.images or f"{BUCKET}/{split}"
-    listed = files.one(job.origin)
-    images = [b for b in files.below(place) if is_image(b.url)]
+def openimages(options: PrepareOptions) -> SourceFiles:
+    """Find the images of a list that has the column ImageID; its other columns become metadata."""
+    if not options.origin.lower().endswith(".csv"):
+        raise UserError(f"{options.origin}: expected a CSV of image ids, such as image_ids_and_rotation.csv")
+    split = options.split or "train"
+    folder = options.images or f"{BUCKET}/{split}"
+    table = files.find_file(options.origin)
+    images = [b for b in files.list_tree(folder) if is_image(b.url)]
     if not images:
-        raise UserError(f"--images {place}: no image files there")
-    return Found([listed, *images], partial(_listing, listed, images, split))
+        raise UserError(f"--images {folder}: contains no image files")
+    return SourceFiles([table, *images], partial(_listing, table, images, split))
 
 
-def _listing(listed: Blob, images: list[Blob], split: str) -> Listing:
-    return Listing(_items(listed, {PurePosixPath(b.url).stem: b for b in images}, split))
+def _listing(table: Blob, images: list[Blob], split: str) -> Listing:
+    return Listing(_items(table, {PurePosixPath(b.url).stem: b for b in images}, split))
 
 
-def _items(listed: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
-    seen: set[str] = set()  # a list of boxes names an image once for each
-    for row in _rows(listed):
+def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
+    seen: set[str] = set()  # a list of boxes names an image once for each box
+    for row in _rows(table):
         name = row.pop("ImageID")
         if name in seen or row.get("Subset", split) != split:
             continue
@@ -46,25 +47,35 @@ def _items(listed: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
         if blob is None:
             yield Item(name, "", 0, 0, reason="listed, but not among the images")
         else:
-            key, extension = named(PurePosixPath(blob.url).name)
-            yield Item(key, blob.url, 0, blob.size, extension, meta=packed(row))
+            key, extension = key_and_extension(PurePosixPath(blob.url).name)
+            yield Item(key, blob.url, 0, blob.size, extension, meta=metadata_json(row))
     if not seen:
-        raise UserError(f"{listed.url}: lists no image of --split {split}")
+        raise UserError(f"{table.url}: lists no image of --split {split}")
 
 
-def _rows(listed: Blob) -> Iterator[dict[str, str]]:
-    source = io.BufferedReader(Ranges(Span("", listed.url, 0, listed.size)), READ)
+def _rows(table: Blob) -> Iterator[dict[str, str]]:
+    file = io.BufferedReader(Ranges(Span("", table.url, 0, table.size)), READ)
     try:
-        names = source.readline().decode("utf-8-sig").strip().split(",")
+        names = file.readline().decode("utf-8-sig").strip().split(",")
         if "ImageID" not in names:
-            raise UserError(f"{listed.url}: expected a column ImageID, found {', '.join(names)[:200]}")
+            raise UserError(f"{table.url}: expected a column ImageID, found {', '.join(names)[:200]}")
         reader = csv.open_csv(
-            source,
+            file,
             read_options=csv.ReadOptions(column_names=names),
-            parse_options=csv.ParseOptions(newlines_in_values=True),  # titles have them
+            parse_options=csv.ParseOptions(newlines_in_values=True),  # titles contain newlines
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
         for batch in reader:
             yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as e:
-        raise UserError(f"{listed.url}: is no CSV of image ids: {' '.join(str(e).split())}") from None
+        raise UserError(f"{table.url}: not a CSV of image ids: {' '.join(str(e).split())}") from None
+
+
+SOURCES = {
+    "openimages": Source(
+        openimages,
+        licence="images CC BY 2.0 as their authors state, kept as License in the metadata; annotations CC BY 4.0",
+        splits=("train", "validation", "test"),
+        options=("images",),
+    )
+}

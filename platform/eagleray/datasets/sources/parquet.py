@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing, named, packed
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing, key_and_extension, metadata_json
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import OWN, Source, SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ahead
 from eagleray.storage.range_file import READ, Ranges, Span
@@ -21,29 +22,45 @@ from eagleray.storage.range_file import READ, Ranges, Span
 LABEL = "label"
 
 
-def parquet(job: Job) -> Found:
-    """One file, or all those of a folder; a column `label` of integers are the classes."""
-    single = job.origin.lower().endswith(".parquet")
-    blobs = [files.one(job.origin)] if single else [b for b in files.directly(job.origin + "/") if _is_parquet(b)]
+def parquet(options: PrepareOptions) -> SourceFiles:
+    """Find one file, or all Parquet files of a folder; a column `label` of integers holds the classes."""
+    if options.origin.lower().endswith(".parquet"):
+        blobs = [files.find_file(options.origin)]
+    else:
+        blobs = [b for b in files.list_folder(options.origin + "/") if _is_parquet(b)]
     if not blobs:
-        raise files.nothing(job.origin, "files that end in .parquet")
-    column = _column(blobs[0], job.column)
-    return Found(blobs, partial(_listing, blobs, column), column)
+        raise files.missing_error(options.origin, "files that end in .parquet")
+    column = _image_column(blobs[0], options.column)
+    return SourceFiles(blobs, partial(_listing, blobs, column), partial(read_images, column))
 
 
-def read(url: str, group: int, column: str) -> list[bytes | None]:
-    """The images of a row group."""
-    cells = opened(files.one(url)).read_row_group(group, columns=[column])[column]
+def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
+    """Yield the items with their images; every row group is read once, and only the images of the items are held."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for position, item in enumerate(rows):
+        groups.setdefault((item.url, item.group), []).append(position)
+    images = [b""] * len(rows)
+    for (url, group), positions in groups.items():
+        cells = read_group(url, group, column)
+        for position in positions:
+            images[position] = cells[rows[position].offset] or b""
+    return zip(rows, images, strict=True)
+
+
+def read_group(url: str, group: int, column: str) -> list[bytes | None]:
+    """Return the images of a row group."""
+    cells = open_parquet(files.find_file(url)).read_row_group(group, columns=[column])[column]
     if pa.types.is_struct(cells.type):
         cells = pa.chunked_array([c.field("bytes") for c in cells.chunks], cells.type.field("bytes").type)
     return cells.to_pylist()  # type: ignore[no-any-return]
 
 
-def opened(blob: Blob) -> pq.ParquetFile:
+def open_parquet(blob: Blob) -> pq.ParquetFile:
+    """Open a Parquet file, local or on S3. Raises UserError when it is none."""
     try:
         return pq.ParquetFile(io.BufferedReader(Ranges(Span("", blob.url, 0, blob.size)), READ))
     except pa.ArrowException as e:
-        raise UserError(f"{blob.url}: is no Parquet file: {' '.join(str(e).split())}") from None
+        raise UserError(f"{blob.url}: not a Parquet file: {' '.join(str(e).split())}") from None
 
 
 def _is_parquet(blob: Blob) -> bool:
@@ -51,16 +68,16 @@ def _is_parquet(blob: Blob) -> bool:
     return name.lower().endswith(".parquet") and not name.startswith((".", "_"))
 
 
-def _column(blob: Blob, asked: str) -> str:
-    """The column of images: the one that was asked for, or the only one that can be it."""
-    schema = opened(blob).schema_arrow
-    found = [f.name for f in schema if _holds_images(f.type)]
-    if asked and asked not in found:
-        raise UserError(f"--column {asked}: {blob.url} has bytes in {', '.join(found) or 'no column'}")
-    if not asked and len(found) != 1:
-        there = f"{', '.join(found)}; name one with --column" if found else f"none among {', '.join(schema.names)}"
-        raise UserError(f"{blob.url}: expected one column of bytes, found {there}")
-    return asked or found[0]
+def _image_column(blob: Blob, column: str) -> str:
+    """Return the column of images: the one of the option, or else the only one that holds bytes."""
+    schema = open_parquet(blob).schema_arrow
+    names = [f.name for f in schema if _holds_images(f.type)]
+    if column and column not in names:
+        raise UserError(f"--column {column}: {blob.url} has bytes in {', '.join(names) or 'no column'}")
+    if not column and len(names) != 1:
+        columns = f"{', '.join(names)}; name one with --column" if names else f"none among {', '.join(schema.names)}"
+        raise UserError(f"{blob.url}: expected one column of bytes, found {columns}")
+    return column or names[0]
 
 
 def _holds_images(kind: pa.DataType) -> bool:
@@ -74,35 +91,41 @@ def _listing(blobs: list[Blob], column: str) -> Listing:
 
 
 def _items(blob: Blob, column: str) -> Iterator[Item]:
-    """A row's size would be known only from its bytes, so every row of a group gets the mean."""
-    file = opened(blob)
+    """Yield the rows of a file; each gets the mean size of its row group, as its own would take reading its bytes."""
+    file = open_parquet(blob)
     if column not in file.schema_arrow.names:
         raise UserError(f"{blob.url}: has no column {column!r}, which other files of the source have")
     kind = file.schema_arrow.field(column).type
     path = f"{column}.path" if pa.types.is_struct(kind) and "path" in [f.name for f in kind] else None
     others = [f.name for f in file.schema_arrow if f.name != column and not pa.types.is_nested(f.type)]
     others = [n for n in others if not _holds_images(file.schema_arrow.field(n).type)]
-    stem, row = PurePosixPath(blob.url).stem, 0
+    stem, number = PurePosixPath(blob.url).stem, 0
     for group in range(file.num_row_groups):
-        about = file.metadata.row_group(group)
-        size = math.ceil(_bytes(about, column) / max(about.num_rows, 1))
-        said = file.read_row_group(group, columns=others + ([path] if path else []))
-        rows = said.to_pylist() if said.num_columns else [{}] * about.num_rows
-        for place, cells in enumerate(rows):
+        metadata = file.metadata.row_group(group)
+        size = math.ceil(_column_bytes(metadata, column) / max(metadata.num_rows, 1))
+        table = file.read_row_group(group, columns=others + ([path] if path else []))
+        rows = table.to_pylist() if table.num_columns else [{}] * metadata.num_rows
+        for row, cells in enumerate(rows):
             name = (cells.pop(column, None) or {}).get("path") if path else None
-            key, extension = named(PurePosixPath(name).name) if name else (f"{stem}-{row:09d}".replace(".", "_"), "")
+            if name:
+                key, extension = key_and_extension(PurePosixPath(name).name)
+            else:
+                key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""
             label = cells.pop(LABEL, None)
-            known = isinstance(label, int) and label >= 0
-            yield Item(key, blob.url, place, size, extension, label if known else -1, group, packed(_plain(cells)))
-            row += 1
+            label = label if isinstance(label, int) and label >= 0 else -1
+            yield Item(key, blob.url, row, size, extension, label, group, metadata_json(_plain(cells)))
+            number += 1
 
 
-def _bytes(group: Any, column: str) -> int:
-    """Uncompressed, of a column and what is nested in it."""
+def _column_bytes(group: Any, column: str) -> int:
+    """Return the uncompressed bytes of a column and of what is nested in it, from the metadata of a row group."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == column)
 
 
 def _plain(cells: dict[str, Any]) -> dict[str, Any]:
-    """Dates and decimals as text."""
+    """Convert dates, decimals and the like to text."""
     return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in cells.items()}
+
+
+SOURCES = {"parquet": Source(parquet, licence=OWN, options=("column",))}

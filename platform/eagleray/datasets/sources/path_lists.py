@@ -1,4 +1,4 @@
-"""Sets whose splits are lists of images with the names of their classes: Food-101, DTD, SUN397, FGVC-Aircraft."""
+"""Data sets whose splits are lists of images with class names: Food-101, DTD, SUN397 and FGVC-Aircraft."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -6,76 +6,129 @@ from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files, lists
-from eagleray.datasets.sources.item import Found, Listing, is_image, numbered
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Listing, class_labels, is_image
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import RESEARCH, Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
-Row = tuple[str, str]  # an image's path below the folder of images, and its class
+Row = tuple[str, str]  # path of an image below the folder of images, and its class
 Splits = Mapping[str, Sequence[str]]  # the lists that make a split; the first split is the default
 
 
-def food_101(job: Job) -> Found:
-    """The folder that has images/ and meta/."""
+def food_101(options: PrepareOptions) -> SourceFiles:
+    """Find images/ and meta/ in the folder."""
     splits = {split: [f"meta/{split}.txt"] for split in ("train", "test")}
-    return _found(job, splits, "images", lambda line: _in_folder(f"{line}.jpg"))
+    return _source_files(options, splits, "images", lambda line: _folder_row(f"{line}.jpg"))
 
 
-def dtd(job: Job) -> Found:
-    """The folder that has images/ and labels/, of whose ten partitions the first counts."""
+def dtd(options: PrepareOptions) -> SourceFiles:
+    """Find images/ and labels/ in the folder; the first of the ten partitions is used."""
     train, val, test = ([f"labels/{split}1.txt"] for split in ("train", "val", "test"))
-    return _found(job, {"trainval": train + val, "test": test, "train": train, "val": val}, "images", _in_folder)
+    splits = {"trainval": train + val, "test": test, "train": train, "val": val}
+    return _source_files(options, splits, "images", _folder_row)
 
 
-def sun397(job: Job) -> Found:
-    """SUN397/ with Partitions.zip unpacked into it; the first of the ten partitions counts."""
+def sun397(options: PrepareOptions) -> SourceFiles:
+    """Find the class folders of SUN397/ and the unpacked Partitions.zip; the first of the ten partitions is used."""
     splits = {"train": ["Training_01.txt"], "test": ["Testing_01.txt"]}
-    return _found(job, splits, "", lambda line: _in_folder(line.removeprefix("/")))
+    return _source_files(options, splits, "", lambda line: _folder_row(line.removeprefix("/")))
 
 
-def aircraft(job: Job) -> Found:
-    """The folder data/ of FGVC-Aircraft; the classes are its variants."""
+def aircraft(options: PrepareOptions) -> SourceFiles:
+    """Find images/ and the lists of variants, which are the classes, in the folder data/ of FGVC-Aircraft."""
     splits = {split: [f"images_variant_{split}.txt"] for split in ("trainval", "test", "train", "val")}
-    return _found(job, splits, "images", _variant)
+    return _source_files(options, splits, "images", _variant_row)
 
 
-def _in_folder(path: str) -> Row:
+def _folder_row(path: str) -> Row:
     return path, str(PurePosixPath(path).parent)
 
 
-def _variant(line: str) -> Row:
+def _variant_row(line: str) -> Row:
     name, _, variant = line.partition(" ")
     return f"{name}.jpg", variant
 
 
-def _found(job: Job, splits: Splits, images: str, row: Callable[[str], Row]) -> Found:
-    """All lists are wanted, whichever split is asked for, as they number the classes."""
-    names = sorted({name for lists_of in splits.values() for name in lists_of})
-    below = {files.relative(b, job.origin): b for b in files.below(job.origin)}
-    missing = [name for name in names if name not in below]
+def _source_files(options: PrepareOptions, splits: Splits, folder: str, parse: Callable[[str], Row]) -> SourceFiles:
+    """Find the images in `folder` and the lists of all splits, since together these number the classes."""
+    names = sorted({name for split in splits.values() for name in split})
+    tree = {files.relative_path(b, options.origin): b for b in files.list_tree(options.origin)}
+    missing = [name for name in names if name not in tree]
     if missing:
-        raise files.nothing(job.origin, f"{missing[0]} in it")
-    prefix = f"{images}/" if images else ""
-    places = {n.removeprefix(prefix): b for n, b in below.items() if n.startswith(prefix) and is_image(n)}
-    if not places:
-        raise files.nothing(job.origin, f"{images or 'folders'}/ with images in it")
-    wanted = splits[job.split or next(iter(splits))]
-    listed = [below[name] for name in names]
-    return Found([*listed, *places.values()], partial(_listing, job.origin, names, wanted, places, row))
+        raise files.missing_error(options.origin, f"{missing[0]} in it")
+    prefix = f"{folder}/" if folder else ""
+    images = {n.removeprefix(prefix): b for n, b in tree.items() if n.startswith(prefix) and is_image(n)}
+    if not images:
+        raise files.missing_error(options.origin, f"{folder or 'folders'}/ with images in it")
+    split = splits[options.split or next(iter(splits))]
+    tables = [tree[name] for name in names]
+    return SourceFiles([*tables, *images.values()], partial(_listing, options.origin, names, split, images, parse))
 
 
 def _listing(
-    origin: str, names: Sequence[str], wanted: Sequence[str], places: Mapping[str, Blob], row: Callable[[str], Row]
+    origin: str, names: Sequence[str], split: Sequence[str], images: Mapping[str, Blob], parse: Callable[[str], Row]
 ) -> Listing:
-    rows = {name: list(_rows(f"{origin}/{name}", row)) for name in names}
-    classes = numbered(c for found in rows.values() for _, c in found)
-    return Listing(
-        lists.items(((path, classes[c]) for name in wanted for path, c in rows[name]), places), list(classes)
-    )
+    rows = {name: _rows(f"{origin}/{name}", parse) for name in names}
+    labels = class_labels(c for lines in rows.values() for _, c in lines)
+    items = lists.match_items(((path, labels[c]) for name in split for path, c in rows[name]), images)
+    return Listing(items, list(labels))
 
 
-def _rows(url: str, row: Callable[[str], Row]) -> Sequence[Row]:
-    rows = [row(line.strip()) for line in files.text(url).splitlines() if line.strip()]
+def _rows(url: str, parse: Callable[[str], Row]) -> Sequence[Row]:
+    rows = [parse(line.strip()) for line in files.read_text(url).splitlines() if line.strip()]
     wrong = next((path for path, c in rows if c in ("", ".")), None)
     if wrong:
         raise UserError(f"{url}: expected lines with an image and its class, found {wrong[:80]!r}")
     return rows
+
+
+SOURCES = {
+    "food-101": Source(
+        food_101,
+        licence=RESEARCH,
+        dataset=Dataset(
+            "Food-101",
+            short="food101k",
+            classes=101,
+            splits={"train": 75_750, "test": 25_250},
+            obtain="Download food-101.tar.gz from data.vision.ee.ethz.ch/cvl/datasets_extra/food-101",
+            contents="`images/`, `meta/`",
+        ),
+    ),
+    "sun397": Source(
+        sun397,
+        licence=RESEARCH,
+        dataset=Dataset(
+            "SUN397",
+            short="sun397",
+            classes=397,
+            splits={"train": 19_850, "test": 19_850},
+            obtain="Download SUN397.tar.gz and Partitions.zip from vision.princeton.edu/projects/2010/SUN",
+            contents="`a/` ... `z/`, `Training_01.txt`, `Testing_01.txt`",
+        ),
+    ),
+    "aircraft": Source(
+        aircraft,
+        licence="non-commercial research only",
+        dataset=Dataset(
+            "FGVC-Aircraft (variants)",
+            short="aircraft",
+            classes=100,
+            splits={"trainval": 6_667, "test": 3_333, "train": 3_334, "val": 3_333},
+            obtain="Download fgvc-aircraft-2013b.tar.gz from robots.ox.ac.uk/~vgg/data/fgvc-aircraft; use its data/",
+            contents="`images/`, `images_variant_*.txt`",
+        ),
+    ),
+    "dtd": Source(
+        dtd,
+        licence=RESEARCH,
+        dataset=Dataset(
+            "Describable Textures (partition 1)",
+            short="dtd",
+            classes=47,
+            splits={"trainval": 3_760, "test": 1_880, "train": 1_880, "val": 1_880},
+            obtain="Download dtd-r1.0.1.tar.gz from robots.ox.ac.uk/~vgg/data/dtd",
+            contents="`images/`, `labels/`",
+        ),
+    ),
+}

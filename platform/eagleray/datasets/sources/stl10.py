@@ -10,36 +10,38 @@ from PIL import Image
 from eagleray.base.errors import UserError
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import IMAGENET, Data, Dataset, Source, SourceFiles, read_ranges
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 SIDE = 96
 BYTES = 3 * SIDE**2
-COLUMNS = "columns"  # the extension of such an image, which is no file yet
+COLUMNS = "columns"  # extension of items whose bytes are raw pixels
 WORDS = "class_names.txt"
 
 
-def stl10(job: Job) -> Found:
-    """The folder stl10_binary, or the one that this is in."""
-    split = job.split or "train"
-    below = {PurePosixPath(b.url).name: b for b in files.below(job.origin)}
+def stl10(options: PrepareOptions) -> SourceFiles:
+    """Find the files of a split in the folder stl10_binary, or in one above it."""
+    split = options.split or "train"
+    blobs = {PurePosixPath(b.url).name: b for b in files.list_tree(options.origin)}
     names = [f"{split}_X.bin", f"{split}_y.bin", WORDS]
-    missing = [name for name in names if name not in below]
+    missing = [name for name in names if name not in blobs]
     if missing:
-        raise files.nothing(job.origin, f"{missing[0]} in it, as stl10_binary.tar.gz unpacks")
-    images, labels, words = (below[name] for name in names)
-    return Found([images, labels, words], partial(_listing, images, labels, words, split))
+        raise files.missing_error(options.origin, f"{missing[0]} in it, as stl10_binary.tar.gz unpacks")
+    images, labels, words = (blobs[name] for name in names)
+    listing = partial(_listing, images, labels, words, split)
+    return SourceFiles([images, labels, words], listing, partial(read_ranges, encode=png))
 
 
 def _listing(images: Blob, labels: Blob, words: Blob, split: str) -> Listing:
-    found = np.frombuffer(store.store(labels.url).get(labels.url), np.uint8)
-    if images.size != len(found) * BYTES or found.min(initial=1) < 1 or found.max(initial=1) > 10:
+    y = np.frombuffer(store.store(labels.url).get(labels.url), np.uint8)
+    if images.size != len(y) * BYTES or y.min(initial=1) < 1 or y.max(initial=1) > 10:
         raise UserError(
-            f"{images.url}: expected {len(found)} images of {BYTES} bytes with labels of 1 to 10, as in {labels.url}"
+            f"{images.url}: expected {len(y)} images of {BYTES} bytes with labels of 1 to 10, as in {labels.url}"
         )
-    return Listing(_items(images, found.tolist(), split), files.text(words.url).split())
+    return Listing(_items(images, y.tolist(), split), files.read_text(words.url).split())
 
 
 def _items(images: Blob, labels: list[int], split: str) -> Iterator[Item]:
@@ -47,5 +49,22 @@ def _items(images: Blob, labels: list[int], split: str) -> Iterator[Item]:
         yield Item(f"{split}/{i:05d}", images.url, i * BYTES, BYTES, COLUMNS, label - 1)
 
 
-def picture(planes: bytes | memoryview) -> bytes:
+def png(planes: Data) -> bytes:
+    """Encode the red, green and blue planes of an image, column after column, as a PNG."""
     return encode(Image.fromarray(np.frombuffer(planes, np.uint8).reshape(3, SIDE, SIDE).transpose(2, 1, 0)))
+
+
+SOURCES = {
+    "stl10": Source(
+        stl10,
+        licence=IMAGENET,
+        dataset=Dataset(
+            "STL-10",
+            short="stl10",
+            classes=10,
+            splits={"train": 5_000, "test": 8_000},
+            obtain="Download stl10_binary.tar.gz from cs.stanford.edu/~acoates/stl10",
+            contents="`train_X.bin`, `train_y.bin`, `test_X.bin`, `test_y.bin`, `class_names.txt`",
+        ),
+    )
+}

@@ -8,21 +8,22 @@ from PIL import Image
 from eagleray.base.errors import UserError
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files, matlab
-from eagleray.datasets.sources.item import Found, Item, Listing
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
-ARRAY = "array"  # the extension of such an image, which is no file yet; its offset is its place in the array
+ARRAY = "array"  # extension of items whose bytes are raw pixels; their offset is the position in the array
 BYTES = 3 * 32**2
 
 
-def svhn(job: Job) -> Found:
-    """The folder that has train_32x32.mat and test_32x32.mat."""
-    name = f"{job.split or 'train'}_32x32.mat"
-    here = [b for b in files.directly(job.origin + "/") if b.url.endswith(f"/{name}")]
-    if not here:
-        raise files.nothing(job.origin, f"{name} in it")
-    return Found(here, partial(_listing, here[0]))
+def svhn(options: PrepareOptions) -> SourceFiles:
+    """Find train_32x32.mat or test_32x32.mat in the folder."""
+    name = f"{options.split or 'train'}_32x32.mat"
+    blobs = [b for b in files.list_folder(options.origin + "/") if b.url.endswith(f"/{name}")]
+    if not blobs:
+        raise files.missing_error(options.origin, f"{name} in it")
+    return SourceFiles(blobs, partial(_listing, blobs[0]), read_images)
 
 
 def _listing(blob: Blob) -> Listing:
@@ -30,7 +31,7 @@ def _listing(blob: Blob) -> Listing:
 
 
 def _items(blob: Blob) -> Iterator[Item]:
-    labels = matlab.arrays(blob.url, "y")[0].ravel()
+    labels = matlab.read_arrays(blob.url, "y")[0].ravel()
     if labels.min(initial=1) < 1 or labels.max(initial=1) > 10:
         raise UserError(f"{blob.url}: expected labels of 1 to 10, found {labels.min()} to {labels.max()}")
     stem = blob.url.rpartition("/")[2].partition("_")[0]
@@ -38,8 +39,24 @@ def _items(blob: Blob) -> Iterator[Item]:
         yield Item(f"{stem}/{i:06d}", blob.url, i, BYTES, ARRAY, label % 10)
 
 
-def images(rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
-    """The PNGs of items of one file, which is read as a whole."""
-    [pixels] = matlab.arrays(rows[0].url, "X")  # (32, 32, 3, N)
+def read_images(rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
+    """Yield the items of one file with their images as PNGs; the file is read as a whole."""
+    [pixels] = matlab.read_arrays(rows[0].url, "X")  # (32, 32, 3, N)
     for item in rows:
         yield item, encode(Image.fromarray(pixels[..., item.offset]))
+
+
+SOURCES = {
+    "svhn": Source(
+        svhn,
+        licence="non-commercial use only",
+        dataset=Dataset(
+            "SVHN",
+            short="svhn",
+            classes=10,
+            splits={"train": 73_257, "test": 26_032},
+            obtain="Download train_32x32.mat and test_32x32.mat from ufldl.stanford.edu/housenumbers",
+            contents="`train_32x32.mat`, `test_32x32.mat`",
+        ),
+    )
+}

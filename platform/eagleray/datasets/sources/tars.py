@@ -1,4 +1,4 @@
-"""Where the members of tars are, and those of tars within tars: headers are read, nothing is unpacked."""
+"""Locate the members of tars, and of tars within tars, by reading headers only; nothing is unpacked."""
 
 import io
 import tarfile
@@ -10,16 +10,16 @@ from eagleray.storage.range_file import READ, Ranges, Span
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
-class Damaged(UserError):
-    """An archive that is none, or ends too early."""
+class DamagedTar(UserError):
+    """Reports a file that is not a tar, or one that ends too early."""
 
 
 def members(tar: Span) -> Iterator[Span]:
-    """The files in a tar, in their order. Raises UserError when it is compressed, and Damaged."""
+    """Yield the files in a tar in their order. Raises UserError when it is compressed, and DamagedTar."""
     source = io.BufferedReader(Ranges(tar, sparse=True), READ)
     kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
     if kind:
-        raise UserError(f"{_place(tar)}: is compressed ({kind}), so its members have no place of their own; unpack it")
+        raise UserError(f"{_title(tar)}: compressed with {kind}, so its members cannot be read in place; unpack it")
     count = 0
     try:
         with tarfile.open(fileobj=source, mode="r:") as archive:
@@ -30,8 +30,8 @@ def members(tar: Span) -> Iterator[Span]:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every header
     except tarfile.TarError as e:
         why = f"cut off or damaged after {count} members" if count else f"not a tar archive: {e}"
-        raise Damaged(f"{_place(tar)}: {why}") from None
+        raise DamagedTar(f"{_title(tar)}: {why}") from None
 
 
-def _place(tar: Span) -> str:
+def _title(tar: Span) -> str:
     return tar.url if tar.offset == 0 else f"{tar.url}: {tar.name}"

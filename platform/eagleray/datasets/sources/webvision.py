@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Found, Item, Listing, is_image, named
-from eagleray.datasets.sources.job import Job
+from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_extension
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Source, SourceFiles
 from eagleray.storage.blob import Blob
 
 LISTS = {
@@ -18,50 +19,62 @@ LISTS = {
 }
 
 
-def webvision(job: Job) -> Found:
-    """The folder that has info/, and google/ and flickr/ or the folder of the validation images."""
-    split = job.split or "train"
-    blobs = files.below(job.origin)
-    lists = [b for b in blobs if files.relative(b, job.origin) in {f"info/{name}" for name in LISTS[split]}]
-    if not lists:
-        raise files.nothing(job.origin, f"info/{LISTS[split][0]} in it")
+def webvision(options: PrepareOptions) -> SourceFiles:
+    """Find info/, and google/ and flickr/ or the folder of the validation images."""
+    split = options.split or "train"
+    blobs = files.list_tree(options.origin)
+    tables = [b for b in blobs if files.relative_path(b, options.origin) in {f"info/{name}" for name in LISTS[split]}]
+    if not tables:
+        raise files.missing_error(options.origin, f"info/{LISTS[split][0]} in it")
     images = [b for b in blobs if is_image(b.url)]
-    return Found([*lists, *images], partial(_listing, job.origin, lists, images, split))
+    return SourceFiles([*tables, *images], partial(_listing, options.origin, tables, images, split))
 
 
-def _listing(origin: str, lists: Sequence[Blob], images: Sequence[Blob], split: str) -> Listing:
+def _listing(origin: str, tables: Sequence[Blob], images: Sequence[Blob], split: str) -> Listing:
     try:
-        classes = [line.split()[0] for line in files.text(f"{origin}/info/synsets.txt").splitlines() if line.strip()]
-    except UserError:  # the lists hold numbers, so the names are not needed
-        classes = []
-    return Listing(_items(origin, lists, images, split), classes)
+        lines = files.read_text(f"{origin}/info/synsets.txt").splitlines()
+    except UserError:  # the lists hold class numbers, so the names can be missing
+        lines = []
+    classes = [line.split()[0] for line in lines if line.strip()]
+    return Listing(_items(origin, tables, images, split), classes)
 
 
-def _items(origin: str, lists: Sequence[Blob], images: Sequence[Blob], split: str) -> Iterator[Item]:
-    """Lists of training images hold paths; those of others file names, in a folder whose name tells how the images
-    were resized."""
-    places = {_place(files.relative(b, origin), split): b for b in images}
-    lines = itertools.chain.from_iterable(_lines(blob, labelled=split != "test") for blob in lists)
-    for name, label in lines:
-        key, extension = named(name)
-        blob = places.get(_place(name, split))
+def _items(origin: str, tables: Sequence[Blob], images: Sequence[Blob], split: str) -> Iterator[Item]:
+    blobs = {_list_name(files.relative_path(b, origin), split): b for b in images}
+    rows = itertools.chain.from_iterable(_rows(table, has_labels=split != "test") for table in tables)
+    for name, label in rows:
+        key, extension = key_and_extension(name)
+        blob = blobs.get(_list_name(name, split))
         if blob is None:
             yield Item(key, "", 0, 0, reason="listed, but not among the files")
         else:
             yield Item(key, blob.url, 0, blob.size, extension, label)
 
 
-def _place(name: str, split: str) -> str:
-    return name if split == "train" else PurePosixPath(name).name
+def _list_name(path: str, split: str) -> str:
+    """Return what a list calls an image: training images by their paths, others by their file names.
+
+    The folder of the others is left out because its name tells how they were resized.
+    """
+    return path if split == "train" else PurePosixPath(path).name
 
 
-def _lines(blob: Blob, *, labelled: bool) -> Iterator[tuple[str, int]]:
-    for number, line in enumerate(files.text(blob.url).splitlines(), 1):
-        name, _, label = line.strip().rpartition(" ") if labelled else (line.split()[0] if line.strip() else "", "", "")
+def _rows(table: Blob, *, has_labels: bool) -> Iterator[tuple[str, int]]:
+    for number, line in enumerate(files.read_text(table.url).splitlines(), 1):
         if not line.strip():
             continue
-        if labelled and not (name and label.isdigit()):
+        name, _, label = line.strip().rpartition(" ") if has_labels else (line.split()[0], "", "")
+        if has_labels and not (name and label.isdigit()):
             raise UserError(
-                f"{blob.url}: line {number}: expected a path and a class number, found {line.strip()[:80]!r}"
+                f"{table.url}: line {number}: expected a path and a class number, found {line.strip()[:80]!r}"
             )
-        yield name, int(label) if labelled else -1
+        yield name, int(label) if has_labels else -1
+
+
+SOURCES = {
+    "webvision": Source(
+        webvision,
+        licence="WebVision terms: non-commercial research; the images belong to their owners",
+        splits=("train", "val", "test"),
+    )
+}

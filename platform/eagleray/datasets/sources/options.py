@@ -1,0 +1,36 @@
+"""The options of one `eagleray prepare` command."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from eagleray.storage import store
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """What to read, where to write it, and how; the defaults are those of the command line."""
+
+    source: str
+    origin: str
+    destination: str
+    split: str = ""
+    labels: str = ""  # ground truth of ImageNet's validation images
+    images: str = ""  # folder of Open Images' image files
+    column: str = ""  # the column of images in a Parquet file
+    size: int = 128  # MiB of source bytes per shard
+    max_side: int = 0  # pixels; 0: no limit
+    min_side: int = 0  # pixels
+    dedup: bool = False
+    seed: int = 0
+
+    def resolved(self) -> "PrepareOptions":
+        """Return a copy whose paths and URLs are absolute and have no slash at the end."""
+        names = ("origin", "destination", "labels", "images")
+        urls: dict[str, Any] = {name: getattr(self, name) for name in names}
+        urls = {name: url and store.absolute(url).rstrip("/") for name, url in urls.items()}
+        return replace(self, **urls)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options that the bytes of the shards depend on, by their names on the command line."""
+        names = {"origin": "FROM", "source": "SOURCE"}
+        return {names.get(k) or "--" + k.replace("_", "-"): v for k, v in asdict(self).items() if k != "destination"}

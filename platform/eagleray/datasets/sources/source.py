@@ -1,0 +1,73 @@
+"""Define what a source of images is: how it is found and read, and the published facts about its data set."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.storage.blob import Blob
+from eagleray.storage.ordered_map import ahead
+from eagleray.storage.range_file import Span, content
+
+Data = bytes | memoryview
+Read = Callable[[Sequence[Item]], Iterator[tuple[Item, Data]]]
+
+# Licences that several sources share.
+OWN = "not stated by the source: you have to know it"
+IMAGENET = "ImageNet terms of access: non-commercial research and education only"
+RESEARCH = "published for research; no formal licence"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The published facts about a data set that recipes name."""
+
+    title: str
+    short: str  # its name in the names of recipes
+    classes: int
+    splits: Mapping[str, int]  # images of each split; the first split is the default of `eagleray prepare`
+    obtain: str  # how a person gets it, as a sentence without its full stop
+    contents: str  # what FROM has to contain, for the table in docs/finetune.md
+
+    def __str__(self) -> str:
+        first, second, *parts = (f"{count:,} in {name}" for name, count in self.splits.items())
+        first = first.replace(" in ", " images in ")
+        rest = f" ({' and '.join(parts)})" if parts else ""
+        return f"{self.title} has {self.classes} classes, {first} and {second}{rest}. {self.obtain}."
+
+
+def read_ranges(rows: Sequence[Item], encode: Callable[[Data], bytes] | None = None) -> Iterator[tuple[Item, Data]]:
+    """Yield every item with the range of bytes that it names; `encode` makes an image file of raw pixels."""
+    ranges = ahead(lambda i: content(Span(i.key, i.url, i.offset, i.size)), rows)
+    return ((item, encode(data) if encode else data) for item, data in zip(rows, ranges, strict=True))
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """The files of a source, whose images have not been listed yet."""
+
+    files: Sequence[Blob]  # every file that is read: equal files give equal items
+    listing: Callable[[], Listing]  # may read the headers of all archives
+    read: Read = read_ranges
+
+
+@dataclass(frozen=True)
+class Source:
+    """One SOURCE of `eagleray prepare`."""
+
+    find: Callable[[PrepareOptions], SourceFiles]  # raises UserError when the files are not there
+    licence: str
+    dataset: Dataset | None = None
+    splits: tuple[str, ...] = ()  # those of the data set when empty
+    options: tuple[str, ...] = ()  # fields of PrepareOptions that only some sources take
+
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        return self.splits or tuple(self.dataset.splits if self.dataset else ())
+
+
+def fetch(items: pa.Table, read: Read) -> Iterator[tuple[Item, Data]]:
+    """Yield the items of a table with the bytes of their image files, in order; missing images have no bytes."""
+    return read([Item(**row) for row in items.to_pylist()])
