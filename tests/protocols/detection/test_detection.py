@@ -345,7 +345,7 @@ def test_the_protocol_trains_a_copy_and_does_not_train_twice(coco: Path, tiny: s
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(
     coco: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(fine_tuning, "SAVED", 0.0)
+    monkeypatch.setattr(fine_tuning, "SAVE_SECONDS", 0.0)
     split, how = data.Coco.of(coco, "train"), training.named(tiny)
 
     def train(folder: str, note: Callable[[str], None]) -> dict[str, torch.Tensor]:

@@ -314,7 +314,7 @@ def test_upernet_trains_and_is_scored_at_many_sizes(plain: Path, tmp_path: Path)
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(fine_tuning, "SAVED", 0.0)
+    monkeypatch.setattr(fine_tuning, "SAVE_SECONDS", 0.0)
     ended = list(weights(vit(), plain, tmp_path / "whole"))
 
     def stop(line: str) -> None:
