@@ -35,7 +35,7 @@ from eagleray.methods import simsiam
 from eagleray.runs import pretrain, recipe
 from eagleray.runs.build import build_method
 from eagleray.runs.plan import resolve_paths
-from eagleray.runs.step_log import Meter
+from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
 
 SMALL = "_vitxs8_cifar10_ep2"  # the recipes of two CPU cores
@@ -92,13 +92,13 @@ def half_gradients(scale: float) -> Iterator[None]:
 
 @contextmanager
 def spoiled(how: str) -> Iterator[None]:
-    feed = Meter.feed
+    feed = StepLog.feed
 
-    def spoil(self: Meter, *args: Any) -> Iterator[tuple[pretrain.Progress, Batch]]:
+    def spoil(self: StepLog, *args: Any) -> Iterator[tuple[pretrain.Progress, Batch]]:
         for at, batch in feed(self, *args):
             yield at, replace(batch, views=SPOIL[how](batch.views))
 
-    with patch.object(Meter, "feed", spoil):
+    with patch.object(StepLog, "feed", spoil):
         yield
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.runs.attempts import Starts
+from eagleray.runs.attempts import Attempts
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_crash_costs_what_was_done_since_the_checkpoint_and_the_time_until_the_restart(
     tmp_path: Path, clock: list[float]
 ):
-    starts = Starts(tmp_path / "starts.jsonl")
+    starts = Attempts(tmp_path / "starts.jsonl")
     starts.add(step=0, ranks=2, reached=0)
     clock[0] += 100  # killed at step 90, the last checkpoint at 60
-    starts = Starts(tmp_path / "starts.jsonl")
+    starts = Attempts(tmp_path / "starts.jsonl")
     starts.add(step=60, ranks=2, reached=90)
     clock[0] += 60
     told = starts.tally(useful=120.0)
@@ -29,19 +29,19 @@ def test_a_crash_costs_what_was_done_since_the_checkpoint_and_the_time_until_the
 
 
 def test_time_between_an_end_in_order_and_the_next_start_is_nobodys(tmp_path: Path, clock: list[float]):
-    starts = Starts(tmp_path / "starts.jsonl")
+    starts = Attempts(tmp_path / "starts.jsonl")
     starts.add(step=0, ranks=1, reached=0)
     clock[0] += 50
     starts.add(ended=True)
     clock[0] += 10_000
-    starts = Starts(tmp_path / "starts.jsonl")
+    starts = Attempts(tmp_path / "starts.jsonl")
     starts.add(step=40, ranks=1, reached=40)
     clock[0] += 50
     assert starts.tally(useful=100.0) == {"restarts": 1, "steps_repeated": 0, "seconds_lost": 0.0, "goodput": 1.0}
 
 
 def test_starts_in_vain_are_those_since_the_last_progress_and_since_the_command(tmp_path: Path, clock: list[float]):
-    starts = Starts(tmp_path / "starts.jsonl")
+    starts = Attempts(tmp_path / "starts.jsonl")
     for step in (0, 10, 10, 10):
         starts.add(step=step, ranks=1, reached=step)
         clock[0] += 10

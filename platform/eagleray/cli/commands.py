@@ -43,7 +43,7 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     kept = recipe.out or ""
     remote.check_writable(kept)
     folder = remote.view(kept)
-    following = remote.Following(kept)
+    following = remote.Follower(kept)
     following.copy.fetch()
     check_same(recipe, folder)
     plan = make_plan(recipe, note=lambda line: out.print(line, markup=False))

@@ -11,6 +11,7 @@ from pathlib import Path
 import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_sizes
 from eagleray.runs.plan import training_sources
@@ -37,7 +38,7 @@ class Parcel:
         """Put everything that travels into an empty folder."""
         skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe has no base any more
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
-        (folder / "recipe.yaml").write_text(config.dump(self.recipe))
+        (folder / layout.RECIPE).write_text(config.dump(self.recipe))
 
 
 def pack(name: str, overrides: Sequence[str], gpus: int | None) -> Parcel:

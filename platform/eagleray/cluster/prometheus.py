@@ -4,24 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Name without the prefix: what it is, and the key of metrics.jsonl or of the summary.
-GAUGES = {
-    "step": ("Steps taken", "step"),
-    "epoch": ("Epochs taken", "epoch"),
-    "loss": ("Loss", "loss"),
-    "learning_rate": ("Learning rate of the last step", "lr"),
-    "gradient_norm": ("Norm of all gradients together, before clipping", "grad_norm"),
-    "images_per_second": ("Images per second over all workers", "images_per_s"),
-    "data_wait_ratio": ("Share of the time for which data was waited for", "data_wait"),
-    "bad_samples": ("Bad samples so far", "bad_samples"),
-    "goodput_ratio": ("Share of the time that went into steps that count", "goodput"),
-    "restarts": ("Restarts so far", "restarts"),
-    "steps_repeated": ("Steps taken again after restarts", "steps_repeated"),
-    "lost_seconds": ("Seconds without steps that count", "seconds_lost"),
-    "knn_accuracy_percent": ("kNN accuracy during training", "knn/top1"),
-    "monitor_knn": ("Neighbours of the same class among recent images", "monitor/knn"),
-    "backbone_rank": ("Effective rank of the backbone's features", "health/backbone_rank"),
-}
+from eagleray.runs.metrics import METRICS
+
+# The name without the prefix, and the metric that it shows.
+GAUGES = {m.gauge: m for m in METRICS.values() if m.gauge}
 PROGRESS = "progress_ratio", "Share of the planned steps that was taken"
 PLANNED = "planned_steps", "Steps that the run is to take"
 FINDINGS = "health_findings", "What was found wrong since this process began, by kind"
@@ -37,16 +23,16 @@ class Gauges:
         from ray.util.metrics import Counter, Gauge
 
         self.tags, self.steps = {"run": run, "method": method}, steps
-        told = {name: what for name, (what, _) in GAUGES.items()} | dict([PROGRESS, PLANNED])
-        self.gauges = {name: Gauge(PREFIX + name, what, TAGS) for name, what in told.items()}
+        abouts = {name: metric.meaning for name, metric in GAUGES.items()} | dict([PROGRESS, PLANNED])
+        self.gauges = {name: Gauge(PREFIX + name, what, TAGS) for name, what in abouts.items()}
         self.findings = Counter(PREFIX + FINDINGS[0], FINDINGS[1], (*TAGS, "kind"))
         self._set(PLANNED[0], steps)
 
     def update(self, record: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl or health.jsonl, or what is known of the restarts; other keys are passed over."""
-        for name, (_, key) in GAUGES.items():
-            if "kind" not in record and key in record:
-                self._set(name, record[key])
+        for name, metric in GAUGES.items():
+            if "kind" not in record and metric.key in record:
+                self._set(name, record[metric.key])
         if "kind" in record:
             self.findings.inc(1, self.tags | {"kind": str(record["kind"])})
         elif "step" in record:

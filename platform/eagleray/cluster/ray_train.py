@@ -17,7 +17,7 @@ from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.session import session
 from eagleray.engine import checkpoint
 from eagleray.engine.world import World
-from eagleray.runs import pretrain, remote
+from eagleray.runs import layout, pretrain, remote
 from eagleray.runs.recipe import Recipe, span
 from eagleray.runs.tracking import Tracking
 
@@ -124,7 +124,7 @@ def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    failure = remote.get(out, ".failure")
+    failure = remote.get(out, layout.FAILURE)
     if failure:
         told = json.loads(failure)
         raise (UserError if told["user"] else RuntimeError)(told["why"])
@@ -140,7 +140,7 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
 
     recipe = config.check(Recipe, given["recipe"], "recipe")
     out = recipe.out or ""
-    if remote.get(out, ".failure"):
+    if remote.get(out, layout.FAILURE):
         return None
     device = get_device()
     if device.type == "cpu":
@@ -151,7 +151,7 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     except Preempted:
         raise  # the restarted workers sit on other machines
     except (UserError, Outage) as e:
-        remote.put(out, ".failure", json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
+        remote.put(out, layout.FAILURE, json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
         raise
     except Exception as e:
         _count(out, given["command"], e)
@@ -167,4 +167,4 @@ def _count(out: str, command: float, error: Exception) -> None:
     remote.put(out, name, json.dumps({"command": command, "after": newest, "times": times}))
     if times == 3 or isinstance(error, Futile):
         why = f"failed {times} times without progress: {type(error).__name__}: {error}; see {out}/train.log"
-        remote.put(out, ".failure", json.dumps({"user": False, "why": why}))
+        remote.put(out, layout.FAILURE, json.dumps({"user": False, "why": why}))

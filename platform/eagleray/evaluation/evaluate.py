@@ -31,8 +31,8 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets, renumber
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
+from eagleray.runs import layout, tracking
 from eagleray.runs import remote as place
-from eagleray.runs import tracking
 from eagleray.storage import store
 from eagleray.storage.store import remote
 
@@ -301,7 +301,7 @@ def published(one: Subject) -> dict[str, float]:
     if not one.run or not one.recipe:
         return {}
     try:
-        command = json.loads((place.view(one.run) / "environment.json").read_text())["command"]
+        command = json.loads((place.view(one.run) / layout.ENVIRONMENT).read_text())["command"]
     except (OSError, ValueError, KeyError):
         return {}
     return results.published(command, config.plain(one.recipe))
@@ -319,7 +319,7 @@ def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
     copy = place.view(report.folder) / results.NAME
     if remote(report.folder):
         copy.write_text(place.get(report.folder, results.NAME) or "")
-    known = place.view(one.run) / "mlflow.json"
+    known = place.view(one.run) / layout.MLFLOW
     if why := tracking.append(tracking.tracking_of(one.run), known, metrics, [copy]):
         note(f"MLflow has no numbers of this: {why}; {report.folder}/{results.NAME} has them")
 

@@ -13,12 +13,13 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.base.files import alone
 from eagleray.config import bundled
+from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs import remote as place
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import remote
 
-NAME = "results.json"
+NAME = layout.RESULTS
 UNTRAINED = "untrained:"  # before the name of a backbone
 # Where a recipe's header has the number that a paper printed, and which of ours that is.
 PUBLISHED = {

@@ -9,6 +9,8 @@ from typing import Any
 
 from eagleray.reports.page import Picture, uri
 from eagleray.reports.read import Run
+from eagleray.runs import metrics
+from eagleray.runs.metrics import METRICS
 from eagleray.runs.plots import BLUE, BOTTOM, GREY, TOP, Curve, Line, Panel, fill, gradients, mark, thin
 
 SIZE = (4.6, 2.9)  # inches
@@ -21,10 +23,10 @@ MOST = len(COLOURS) * len(STYLES)  # runs that can be told from each other
 SPEED = Panel(
     "images/s",
     1.25,
-    [Line("images_per_s", "images a second", BLUE)],
-    right=[Line("data_wait", "share of time waiting", GREY, "--")],
+    [Line(metrics.IMAGES_PER_S, "images a second", BLUE)],
+    right=[Line(metrics.DATA_WAIT, "share of time waiting", GREY, "--")],
 )
-GOODPUT = Panel("goodput", 1.0, [Line("goodput", "goodput so far", BLUE)])
+GOODPUT = Panel("goodput", 1.0, [Line(metrics.GOODPUT, "goodput so far", BLUE)])
 # What a panel shows, for those who see it for the first time.
 EXPLAINED = {
     "loss": "Loss, and the learning rate on an axis of its own.",
@@ -39,22 +41,7 @@ EXPLAINED = {
     "goodput": "The share of all time since the first start that went into steps that count.",
 }
 # Of several runs: the key, what it is, whether its axis is logarithmic.
-COMPARED = (
-    ("loss", "loss", False),
-    ("monitor/knn", "kNN monitor, top-1 %", False),
-    ("knn/top1", "kNN evaluation, top-1 %", False),
-    ("classifier/top1", "classifier, top-1 %", False),
-    ("accuracy", "accuracy", False),
-    ("lr", "learning rate", False),
-    ("grad_norm", "gradient norm", True),
-    ("health/backbone_std", "spread of the backbone", False),
-    ("health/backbone_rank", "rank of the backbone", False),
-    ("entropy", "targets' entropy, share of ln K", False),
-    ("gain", "gain, nats", False),
-    ("health/update", "share moved by a step", True),
-    ("images_per_s", "images/s", False),
-    ("data_wait", "share of time waiting for data", False),
-)
+COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared]
 
 
 def curves(run: Run, folder: Path) -> list[Picture]:

@@ -14,13 +14,13 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
-from eagleray.runs import plots
+from eagleray.runs import layout, plots
 from eagleray.runs import remote as place
 from eagleray.runs.plots import Curve
 from eagleray.storage import store
 from eagleray.storage.store import remote
 
-LEAVES = ("recipe.yaml", "metrics.jsonl", "summary.json", "results.json")  # any of them makes a folder a run's
+LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
 LAST = 15  # lines of the log
 PARTS = ("method", "backbone", "data", "optim", "evaluate")  # of a recipe, read here
@@ -80,22 +80,22 @@ def read(given: str) -> Run:
         raise UserError(f"{given}: no such folder; expected that of a run, or its s3:// URL")
     if not any((folder / name).exists() for name in LEAVES):
         raise UserError(f"{given}: holds no run: none of {', '.join(LEAVES)} is there")
-    records = read_lines(folder / "metrics.jsonl")
-    summary, starts = _json(folder / "summary.json", {}), read_lines(folder / "starts.jsonl")
-    log = _lines(folder / "train.log")
+    records = read_lines(folder / layout.METRICS)
+    summary, starts = _json(folder / layout.SUMMARY, {}), read_lines(folder / layout.STARTS)
+    log = _lines(folder / layout.LOG)
     state, why = standing(out, folder, records, summary, starts, log)
     return Run(
         out=out,
         folder=folder,
-        recipe=_yaml(folder / "recipe.yaml"),
-        environment=_json(folder / "environment.json", {}),
+        recipe=_yaml(folder / layout.RECIPE),
+        environment=_json(folder / layout.ENVIRONMENT, {}),
         records=records,
         summary=summary,
         results=results.load(out),
-        findings=read_lines(folder / "health.jsonl"),
+        findings=read_lines(folder / layout.HEALTH),
         starts=starts,
-        skipped=read_lines(folder / "skipped.jsonl"),
-        quarantine=read_lines(folder / "quarantine.jsonl"),
+        skipped=read_lines(folder / layout.SKIPPED),
+        quarantine=read_lines(folder / layout.QUARANTINE),
         state=state,
         why=why,
         log=log[-LAST:],
@@ -116,7 +116,7 @@ def standing(
         return "running", f"It is at work, and had taken {last:,} steps when this was written."
     if summary.get("steps", -1) >= last:
         return "finished", ""
-    if failure := place.get(out, ".failure"):
+    if failure := place.get(out, layout.FAILURE):
         return "failed", str(json.loads(failure)["why"])
     if not starts and not records:
         return "not begun", "No step of it has been taken yet."

@@ -15,6 +15,7 @@ from eagleray.evaluation.results import Result, lone, settled
 from eagleray.reports import plots
 from eagleray.reports.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
 from eagleray.reports.read import Run, names
+from eagleray.runs import metrics
 from eagleray.runs.health import KINDS
 
 UNTRAINED = "_untrained"
@@ -74,18 +75,20 @@ def source(train: Any) -> str:
 def tiles(run: Run) -> Iterator[Tile]:
     """The numbers that come first."""
     s, last = run.summary, run.records[-1] if run.records else {}
-    for key, label in (("knn/top1", "kNN, top-1 %"), ("linear/top1", "linear, top-1 %")):
+    for key, label in ((metrics.KNN_TOP1, "kNN, top-1 %"), (metrics.LINEAR_TOP1, "linear, top-1 %")):
         if key in s:
             yield Tile(label, s[key], f"{s[key + UNTRAINED]:.4g} untrained" if key + UNTRAINED in s else "")
-    if "classifier/top1" in s:
-        yield Tile("classifier, top-1 %", s["classifier/top1"])
+    if metrics.CLASSIFIER_TOP1 in s:
+        yield Tile("classifier, top-1 %", s[metrics.CLASSIFIER_TOP1])
     if run.last or run.planned:
         yield Tile("steps", run.last, f"of {run.planned:,}" if run.planned else "")
     if "loss" in last:
         yield Tile("loss", last["loss"], "at the end" if run.state == "finished" else "so far")
-    if "images_per_s" in last:
-        yield Tile("images/s", statistics.median(r["images_per_s"] for r in run.records), "median")
-        yield Tile("waiting for data", f"{statistics.mean(r['data_wait'] for r in run.records):.1%}", "of the time")
+    if metrics.IMAGES_PER_S in last:
+        yield Tile("images/s", statistics.median(r[metrics.IMAGES_PER_S] for r in run.records), "median")
+        yield Tile(
+            "waiting for data", f"{statistics.mean(r[metrics.DATA_WAIT] for r in run.records):.1%}", "of the time"
+        )
     ends = last | s
     if "goodput" in ends:
         yield Tile("goodput", f"{ends['goodput']:.1%}", f"{ends['seconds_lost']:.0f} s lost")

@@ -7,7 +7,7 @@ from typing import Any
 from eagleray.base.files import add_lines, read_lines
 
 
-class Starts:
+class Attempts:
     """A line for every start of a run, and one when it ended in order. Times are seconds since 1970."""
 
     def __init__(self, path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from eagleray.runs.metrics import MONITOR_KNN
 from eagleray.runs.spikes import Spikes
 
 LOOKS = 3  # in a row before what may pass is called a problem
@@ -71,7 +72,7 @@ class Health:
             held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
             self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
             found += [(k, text) for k, text in held.items() if self.rows[k] >= self._enough(k)]
-        if "monitor/knn" in r and (dip := self._dip(r["monitor/knn"], r["monitor/knn_error"])):
+        if MONITOR_KNN in r and (dip := self._dip(r[MONITOR_KNN], r[MONITOR_KNN + "_error"])):
             found.append(("kNN dip", dip))
         new = [(k, t) for k, t in found if k not in self.told or k in REPEATED]
         self.told |= {k for k, _ in new}

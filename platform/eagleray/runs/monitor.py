@@ -15,6 +15,7 @@ from eagleray.models.backbone import Encoder
 from eagleray.models.ema import online_of
 from eagleray.protocols.knn import vote
 from eagleray.runs.feature_metrics import alignment, distance, effective_rank, input_moments, size, spread, uniformity
+from eagleray.runs.metrics import MONITOR_KNN
 
 ROWS = 512  # features that are looked at: more would cost more than they say
 BLOCK = re.compile(
@@ -82,8 +83,8 @@ class Monitor:
             self._look = {f"health/{name}": value for name, value in self.look(taken, z).items()}
             if self.labelled and self.bank.filled >= min(2 * ROWS, len(self.bank.labels)):
                 top1 = self.knn()
-                self._look["monitor/knn"] = top1
-                self._look["monitor/knn_error"] = (top1 * (100 - top1) / self.queries).sqrt()
+                self._look[MONITOR_KNN] = top1
+                self._look[MONITOR_KNN + "_error"] = (top1 * (100 - top1) / self.queries).sqrt()
 
     @torch.no_grad()
     def look(self, taken: Step, z: list[Tensor]) -> dict[str, Tensor]:

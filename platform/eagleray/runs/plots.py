@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.runs import layout
 from eagleray.runs.health import words
+from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
 
 POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for
@@ -49,14 +51,14 @@ class Panel:
 
 
 TOP = (
-    Panel("loss", 1.25, [Line("loss", "loss")], right=[Line("lr", "learning rate", GREY, "--")]),
+    Panel("loss", 1.25, [Line(LOSS, "loss")], right=[Line(LR, "learning rate", GREY, "--")]),
     Panel(
         "kNN, top-1 %",
         1.25,
         [
-            Line("monitor/knn", "training crops", BLUE),
-            Line("knn/top1", "evaluation", INK, ":", marker="D"),
-            Line("classifier/top1", "classifier", INK, ":", marker="D"),  # of a method that learns from labels
+            Line(MONITOR_KNN, "training crops", BLUE),
+            Line(KNN_TOP1, "evaluation", INK, ":", marker="D"),
+            Line(CLASSIFIER_TOP1, "classifier", INK, ":", marker="D"),  # of a method that learns from labels
         ],
         marks="kNN dip",
     ),
@@ -87,7 +89,7 @@ def draw(folder: Path) -> Path:
     """Write health.png into a run's folder from what is there; return its path. Raises UserError without a history."""
     from matplotlib.figure import Figure
 
-    curves, findings = read(folder), read_lines(folder / "health.jsonl")
+    curves, findings = read(folder), read_lines(folder / layout.HEALTH)
     last = max(x[-1] for x, _ in curves.values())
     names = place(findings, last)
     panels = [p for p in (*TOP, gradients(curves), *BOTTOM) if any(line.key in curves for line in p.lines)]
@@ -117,7 +119,7 @@ def draw(folder: Path) -> Path:
         mark(axes, panel, curves, findings)
         axes.tick_params(labelbottom=panel is panels[-1])
     axes.set_xlabel("step", fontsize=9)
-    figure.savefig(path := folder / "health.png")
+    figure.savefig(path := folder / layout.HEALTH_PLOT)
     return path
 
 
@@ -126,14 +128,14 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values
 
 def read(folder: Path) -> dict[str, Curve]:
     """Every number of the records by key. Of a run that is done, its evaluation too: the untrained one at step 0."""
-    records = read_lines(folder / "metrics.jsonl")
+    records = read_lines(folder / layout.METRICS)
     if not records:
         raise UserError(f"{folder}: no metrics.jsonl, or nothing in it")
-    summary = folder / "summary.json"
+    summary = folder / layout.SUMMARY
     if summary.exists():
         done = json.loads(summary.read_text())
-        ends = ((0, "knn/top1_untrained"), (done["steps"], "knn/top1"), (done["steps"], "classifier/top1"))
-        found = [{"step": n, key.removesuffix("_untrained"): done[key]} if key in done else {} for n, key in ends]
+        ends = ((0, KNN_TOP1 + UNTRAINED), (done["steps"], KNN_TOP1), (done["steps"], CLASSIFIER_TOP1))
+        found = [{"step": n, key.removesuffix(UNTRAINED): done[key]} if key in done else {} for n, key in ends]
         records = [r for r in (found[0], *records, *found[1:]) if r]
     columns: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for record in records:

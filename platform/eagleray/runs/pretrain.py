@@ -21,14 +21,16 @@ from eagleray.engine.world import World
 from eagleray.methods.method import Classifier, Method
 from eagleray.protocols.classifier import classifier
 from eagleray.protocols.probes import ProbeSets, evaluate
+from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
+from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan, make_plan
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
-from eagleray.runs.run_dir import Folder
-from eagleray.runs.step_log import Clock, Meter
+from eagleray.runs.run_dir import RunDir
+from eagleray.runs.step_log import Clock, StepLog
 from eagleray.runs.tracking import Tracking
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     """
     params = config.flat(config.plain(recipe))
     keep = recipe.checkpoint.keep
-    with Folder(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
+    with RunDir(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
         dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         p = make_plan(recipe, patience=60 * recipe.data.patience)
         state = newest(folder, recipe)
@@ -84,7 +86,7 @@ def watching(p: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monit
     return Monitor(method, optimizer, every=m.every, bank=bank, labelled=labelled, k=m.k, temperature=m.temperature)
 
 
-def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, step: int) -> int:
+def train(p: Plan, world: World, folder: RunDir, parts: Parts, clock: Clock, *, step: int) -> int:
     """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop.
 
     Raises, after a checkpoint, UserError or Outage when the data cannot be read any more, and Preempted.
@@ -92,11 +94,11 @@ def train(p: Plan, world: World, folder: Folder, parts: Parts, clock: Clock, *, 
     recipe = p.recipe
     loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
     samples = len(p.index) + len(p.index.bad)
-    quarantine = Quarantine(folder.path / "quarantine.jsonl", samples=samples, limit=recipe.data.bad_limit)
+    quarantine = Quarantine(folder.path / layout.QUARANTINE, samples=samples, limit=recipe.data.bad_limit)
     quarantine.add(p.index.bad, write=world.rank == 0)
     method, optimizer, monitor = parts
     monitor.step = step
-    meter = Meter(p, world, folder, quarantine, monitor, clock)
+    meter = StepLog(p, world, folder, quarantine, monitor, clock)
     lr = p.lr
     saved, kept = time.monotonic(), step
     for taken in training(recipe, world, method, optimizer, meter.feed(loader, step)):
@@ -148,13 +150,13 @@ def training(
     )
 
 
-def tell(p: Plan, world: World, folder: Folder, record: dict[str, Any]) -> None:
+def tell(p: Plan, world: World, folder: RunDir, record: dict[str, Any]) -> None:
     folder.log(record)
     if world.rank == 0:
         world.show(record, p.steps)
 
 
-def save(folder: Folder, p: Plan, parts: Parts, step: int, clock: Clock) -> None:
+def save(folder: RunDir, p: Plan, parts: Parts, step: int, clock: Clock) -> None:
     """Rank 0 saves for all: every rank holds the same weights, centres and moments."""
     if dist.rank() == 0:
         state = {
@@ -169,7 +171,7 @@ def save(folder: Folder, p: Plan, parts: Parts, step: int, clock: Clock) -> None
         log.debug("saving step %d", step)
 
 
-def newest(folder: Folder, recipe: Recipe) -> dict[str, Any] | None:
+def newest(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
     """The newest checkpoint of the run. Raises UserError when it is of another recipe."""
     state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
     if len(set(dist.objects(state and state["step"]))) > 1:
@@ -188,7 +190,7 @@ def restore(state: dict[str, Any] | None, parts: Parts) -> dict[str, Any]:
     return state
 
 
-def finish(p: Plan, world: World, folder: Folder, method: Method, step: int) -> dict[str, Any]:
+def finish(p: Plan, world: World, folder: RunDir, method: Method, step: int) -> dict[str, Any]:
     """Evaluate and export. Ranks share the work of the features."""
     scores = classified(p, method) if isinstance(method, Classifier) else compared(p, world, method)
     if world.rank == 0:
@@ -223,11 +225,11 @@ def compared(p: Plan, world: World, method: Method) -> dict[str, float]:
         log.info("no labels: nothing to evaluate")
     scores = evaluate(method.export(), sets, p.recipe.evaluate)
     fresh = evaluate(build_method(p.recipe).export().to(world.device), sets, p.recipe.evaluate)
-    scores |= {f"{name}_untrained": fresh[name] for name in ("knn/top1", "linear/top1") if name in fresh}
+    scores |= {name + UNTRAINED: fresh[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in fresh}
     if world.rank == 0:
         for protocol in ("knn", "linear"):
             if sets and f"{protocol}/top1" in scores:
-                top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1_untrained"]
+                top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1{UNTRAINED}"]
                 how = sets.describe(p.recipe.evaluate, protocol)
                 log.info("%s top-1 %.1f %%, untrained %.1f %% (%s)", protocol, top1, before, how)
     return scores

@@ -13,6 +13,7 @@ from typing import Any
 
 from eagleray.base import files
 from eagleray.base.errors import Outage, UserError
+from eagleray.runs import layout
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import remote
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two looks at what has changed
 BEAT = 10.0  # seconds between two signs of life
 DEAD = 35.0  # seconds without one after which a run is not running any more
-HISTORIES = {"recipe.yaml", "environment.json", "summary.json", "health.png", "train.log", "mlflow.json"}
+HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
 HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
 
 
@@ -74,14 +75,14 @@ def kept(out: str, inside: str = "export") -> Iterator[Blob]:
     for folder in (out, f"{out}/{inside}"):
         for blob in store.store(out).list(folder + "/"):
             name = blob.url.removeprefix(f"{out}/")
-            if name in HISTORIES or name == "results.json" or name.startswith(f"{inside}/"):
+            if name in HISTORIES or name == layout.RESULTS or name.startswith(f"{inside}/"):
                 yield blob
 
 
 def alive(out: str) -> bool:
     """Whether a process is at work on a run, as far as this machine can tell."""
     if remote(out):
-        owner = json.loads(get(out, ".owner") or "{}")
+        owner = json.loads(get(out, layout.OWNER) or "{}")
         return bool(time.time() - owner.get("time", 0) < DEAD)
     return files.locked(Path(out))
 
@@ -140,7 +141,7 @@ class Background(threading.Thread):
         self.join()
 
 
-class Following(Background):
+class Follower(Background):
     """Keeps the view of a remote run up to date, within a `with`."""
 
     def __init__(self, out: str) -> None:
@@ -150,7 +151,7 @@ class Following(Background):
     def again(self) -> None:
         self.copy.fetch()
 
-    def __enter__(self) -> "Following":
+    def __enter__(self) -> "Follower":
         if remote(self.out):
             self.start()
         return self
@@ -161,7 +162,7 @@ class Following(Background):
             self.copy.fetch()
 
 
-class Bell(Background):
+class StopSignal(Background):
     """Whether somebody asked a run to stop."""
 
     def __init__(self, out: str) -> None:
@@ -171,10 +172,10 @@ class Bell(Background):
             self.start()
 
     def again(self) -> None:
-        self.rung = self.rung or get(self.out, ".stop") is not None
+        self.rung = self.rung or get(self.out, layout.STOP) is not None
 
     def asked(self) -> bool:
-        return self.rung if remote(self.out) else (Path(self.out) / ".stop").exists()
+        return self.rung if remote(self.out) else (Path(self.out) / layout.STOP).exists()
 
     def close(self) -> None:
         if self.is_alive():
@@ -206,12 +207,12 @@ class Mirror(Background):
         self._beat()
 
     def _owner(self) -> dict[str, Any] | None:
-        text = get(self.out, ".owner")
+        text = get(self.out, layout.OWNER)
         return json.loads(text) if text else None  # type: ignore[no-any-return]
 
     def _beat(self) -> None:
         sign = {"command": self.command, "time": time.time(), "host": socket.gethostname()}
-        put(self.out, ".owner", json.dumps(sign))
+        put(self.out, layout.OWNER, json.dumps(sign))
         self.beaten = time.monotonic()
 
     def again(self) -> None:
@@ -235,6 +236,6 @@ class Mirror(Background):
         super().close()
         try:
             self.copy()
-            drop(self.out, ".owner")
+            drop(self.out, layout.OWNER)
         except (UserError, Outage, OSError) as e:
             log.warning("not all of %s could be copied: %s; the same command sends it", self.folder, e)

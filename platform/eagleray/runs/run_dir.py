@@ -12,8 +12,9 @@ from eagleray.base import files
 from eagleray.base.errors import Futile, Outage, UserError
 from eagleray.base.files import JsonLines, read_lines
 from eagleray.engine import checkpoint
+from eagleray.runs import layout
 from eagleray.runs import remote as place
-from eagleray.runs.attempts import Starts
+from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.plots import draw
 from eagleray.runs.tracking import RESULTS, MLflow, Tracking, one_line
@@ -24,7 +25,7 @@ STARTS = 16  # in a row without a new checkpoint before a command gives up; the 
 PATIENCE = 60  # seconds to wait for the last process of a killed run to let go of its folder
 
 
-class Folder:
+class RunDir:
     """Rank 0 holds the lock and writes; the others only read, and log their warnings. `out` may be remote: then the
     folder is a working one of this machine, which rank 0 copies there."""
 
@@ -36,13 +37,13 @@ class Folder:
         self.command, self.keep = command, keep
         self.closing: list[Callable[[], None]] = []
         self.mlflow: MLflow | None = None
-        self.starts: Starts | None = None
+        self.starts: Attempts | None = None
         self.mirror: place.Mirror | None = None
         self.checkpoints, self.scratch = f"{out}/checkpoints", self.path / "checkpoints"
 
-    def __enter__(self) -> "Folder":
+    def __enter__(self) -> "RunDir":
         self.path.mkdir(parents=True, exist_ok=True)
-        self.bell = place.Bell(self.out)
+        self.bell = place.StopSignal(self.out)
         self.closing.append(self.bell.close)
         if self.rank == 0:
             self.closing.append(files.lock(self.path, patience=PATIENCE).close)
@@ -52,7 +53,7 @@ class Folder:
                 self.checkpoints, keep=self.keep, scratch=self.scratch, first=self.mirror.copy if self.mirror else None
             )
             self.closing.append(self.writer.wait)
-        handler = logging.FileHandler(self.path / "train.log")
+        handler = logging.FileHandler(self.path / layout.LOG)
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank{self.rank} %(levelname)s %(message)s"))
         handler.setLevel(logging.DEBUG if self.rank == 0 else logging.WARNING)
         logger = logging.getLogger("eagleray")
@@ -79,13 +80,13 @@ class Folder:
     def begin(self, step: int, ranks: int) -> int:
         """Open the histories at a step, which is returned. Raises Futile after many starts without progress."""
         if self.rank == 0:
-            self.starts = Starts(self.path / "starts.jsonl")
+            self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
                 raise Futile(f"started {STARTS} times from step {step} without a new checkpoint")
-            lines = read_lines(self.path / "metrics.jsonl")
+            lines = read_lines(self.path / layout.METRICS)
             self.starts.add(step=step, ranks=ranks, reached=lines[-1]["step"] if lines else 0)
-            self.metrics = JsonLines(self.path / "metrics.jsonl", step=step)
-            self.findings = JsonLines(self.path / "health.jsonl", step=step)
+            self.metrics = JsonLines(self.path / layout.METRICS, step=step)
+            self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.mlflow = MLflow(self.path, self.tracking, self.params)
             if step:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
@@ -129,11 +130,11 @@ class Folder:
     def note_skip(self, step: int, keys: list[str]) -> None:
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
-            files.add_lines(self.path / "skipped.jsonl", [{"step": step, "keys": keys}])
+            files.add_lines(self.path / layout.SKIPPED, [{"step": step, "keys": keys}])
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far, on rank 0."""
-        return read_lines(self.path / "metrics.jsonl") if self.rank == 0 else []
+        return read_lines(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
         """Say what is wrong, and what may help."""
@@ -147,11 +148,11 @@ class Folder:
             return
         assert self.starts is not None
         summary |= self.starts.tally(useful)
-        summary["bad_samples"] = len(read_lines(self.path / "quarantine.jsonl"))
-        found = read_lines(self.path / "health.jsonl")
+        summary["bad_samples"] = len(read_lines(self.path / layout.QUARANTINE))
+        found = read_lines(self.path / layout.HEALTH)
         summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
         log.info("health: %s", words(found))
-        files.write_atomic(self.path / "summary.json", json.dumps(summary, indent=1))
+        files.write_atomic(self.path / layout.SUMMARY, json.dumps(summary, indent=1))
         assert self.mlflow is not None
         self.mlflow.log({"step": summary["steps"] + 1} | summary)
         try:
@@ -164,6 +165,6 @@ class Folder:
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
     """The summary of a run that has taken at least so many steps."""
-    path = folder / "summary.json"
+    path = folder / layout.SUMMARY
     summary = json.loads(path.read_text()) if path.exists() else None
     return summary if summary and summary["steps"] >= steps else None

@@ -17,10 +17,11 @@ from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Bad, Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
+from eagleray.runs import metrics
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
-from eagleray.runs.run_dir import Folder
+from eagleray.runs.run_dir import RunDir
 
 WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
 SKIPS = 3  # steps in a row without a finite gradient that end the run
@@ -38,11 +39,11 @@ class Clock:
         return time.monotonic() - self.began
 
 
-class Meter:
+class StepLog:
     """The device is asked for its numbers only when a line is written."""
 
     def __init__(
-        self, p: Plan, world: World, folder: Folder, quarantine: Quarantine, monitor: Monitor, clock: Clock
+        self, p: Plan, world: World, folder: RunDir, quarantine: Quarantine, monitor: Monitor, clock: Clock
     ) -> None:
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
         self.health = Health(monitor.layers, p.lr.value)
@@ -115,10 +116,10 @@ class Meter:
         del means["skipped"]
         seconds = time.perf_counter() - self.since
         record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
-        record["images_per_s"] = round(len(self.values) * self.p.stream.batch / seconds, 2)
-        record["data_wait"] = round(self.waited / seconds, 4)
-        record["bad_samples"] = len(self.quarantine)
-        record["skipped_steps"] = len(table) - len(good)
+        record[metrics.IMAGES_PER_S] = round(len(self.values) * self.p.stream.batch / seconds, 2)
+        record[metrics.DATA_WAIT] = round(self.waited / seconds, 4)
+        record[metrics.BAD_SAMPLES] = len(self.quarantine)
+        record[metrics.SKIPPED_STEPS] = len(table) - len(good)
         record |= self.folder.goodput(self.clock.useful)
         seen, norms = self.monitor.flush()
         record |= seen

@@ -19,7 +19,7 @@ from typing import Any
 
 from eagleray.base.errors import Outage
 from eagleray.base.files import read_lines, write_atomic
-from eagleray.runs import remote
+from eagleray.runs import layout, remote
 from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
 from eagleray.storage.retry import Transient, insist
@@ -34,7 +34,7 @@ LONGEST = 600.0  # and with answers, as files are sent
 REPLY = 10  # seconds that a server may take for one answer
 STORED = 120  # and for one file, which it may have to hand on to a store
 LOOK = 30.0  # seconds between looks at the machine
-RESULTS = ("recipe.yaml", "summary.json", "export", "health.png")  # what MLflow gets of a finished run
+RESULTS = (layout.RECIPE, layout.SUMMARY, "export", layout.HEALTH_PLOT)  # what MLflow gets of a finished run
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
@@ -65,7 +65,7 @@ class MLflow:
 
     def __init__(self, out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
         self.out, self.uri = out, tracking.uri
-        self.run = Run(tracking, out / "mlflow.json", tracking.name or out.name, params)
+        self.run = Run(tracking, out / layout.MLFLOW, tracking.name or out.name, params)
         self.queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.records: deque[Job] = deque(maxlen=KEPT)  # not yet sent
         self.file = True  # whether metrics.jsonl may have lines that are neither sent nor in memory
@@ -132,7 +132,7 @@ class MLflow:
         while not self.given_up.is_set():
             if self.file:
                 first = self.records[0][1]["step"] if self.records else float("inf")
-                self.run.send([(self.began, r) for r in read_lines(self.out / "metrics.jsonl") if r["step"] < first])
+                self.run.send([(self.began, r) for r in read_lines(self.out / layout.METRICS) if r["step"] < first])
                 self.file = False
             self.run.send([*self.records, *self.looks])
             self.records.clear()
@@ -294,11 +294,11 @@ def noted(note: Path, uri: str) -> dict[str, str]:
 
 def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
     """Send what MLflow lacks of a finished run; nothing is asked of it where the run was sent whole, or elsewhere."""
-    note = out / "mlflow.json"
+    note = out / layout.MLFLOW
     known = noted(note, tracking.uri)
     if known.get("ended") == "FINISHED" or (note.exists() and not known):
         return
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / layout.SUMMARY).read_text())
     history = MLflow(out, tracking, params)
     history.log({"step": summary["steps"] + 1} | summary)
     history.close("FINISHED", [out / f for f in RESULTS])

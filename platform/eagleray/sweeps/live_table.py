@@ -11,6 +11,7 @@ from rich.table import Table
 
 from eagleray.base.console import out
 from eagleray.base.files import read_lines
+from eagleray.runs import layout
 from eagleray.sweeps.study import Book
 from eagleray.sweeps.sweep import count, in_words
 
@@ -64,7 +65,7 @@ class Show:
         """Where a trial is, from its own folder where it runs."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
-        lines = read_lines(self.book.folder / "trials" / row["id"] / "metrics.jsonl")
+        lines = read_lines(self.book.folder / "trials" / row["id"] / layout.METRICS)
         step = lines[-1]["step"] if lines else row["step"]
         at, start = self.began.setdefault(row["id"], (time.monotonic(), step))
         eta = ""

@@ -15,6 +15,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cluster import ray_train
 from eagleray.cluster.session import session
+from eagleray.runs import layout
 from eagleray.runs.plan import resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.run_dir import finished
@@ -108,7 +109,7 @@ def _fit(tuner: Any, book: Book, asked: threading.Event, show: Callable[[], None
         if asked.is_set():
             for row in list(book.rows.values()):
                 if row["state"] == "running":
-                    (place_of(book.folder, row["id"]) / ".stop").touch()
+                    (place_of(book.folder, row["id"]) / layout.STOP).touch()
     for e in problem:
         cause = getattr(e, "cause", e)
         raise cause if isinstance(cause, UserError) else RuntimeError(f"Ray Tune gave up: {e}") from e
@@ -288,7 +289,7 @@ def journal(desk: Desk) -> Any:
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = desk.book.rows[str(trial)]
-            known = row["step"] or (place_of(desk.book.folder, row["id"]) / "metrics.jsonl").exists()
+            known = row["step"] or (place_of(desk.book.folder, row["id"]) / layout.METRICS).exists()
             desk.book.set(row["id"], state="running")
             desk.book.note(f"trial {row['id']} {'goes on' if known else 'begins'}: {words(row)}")
 
@@ -301,7 +302,7 @@ def journal(desk: Desk) -> Any:
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            if (place_of(desk.book.folder, name) / ".failed").exists():
+            if (place_of(desk.book.folder, name) / layout.FAILED).exists():
                 return self.on_trial_error(iteration, trials, trial)
             through = finished(place_of(desk.book.folder, name))
             state = "finished" if through else "waiting" if desk.asked.is_set() else "stopped"
@@ -318,7 +319,7 @@ def journal(desk: Desk) -> Any:
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
             reap(place_of(desk.book.folder, name))
-            file = place_of(desk.book.folder, name) / ".failed"
+            file = place_of(desk.book.folder, name) / layout.FAILED
             why = file.read_text() if file.exists() else "its process died"
             desk.book.set(name, state="failed", why=why)
             desk.book.note(f"trial {name} failed: {why}")

@@ -17,10 +17,11 @@ from eagleray.base.console import out, stoppable
 from eagleray.base.errors import UserError
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
-from eagleray.runs import remote
+from eagleray.runs import layout, metrics, remote
 from eagleray.runs import tracking as track
 from eagleray.runs.build import check_sizes
 from eagleray.runs.environment import environment
+from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.tracking import Tracking, one_line, tracking_uri
@@ -29,14 +30,9 @@ from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import Book
 from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of
 
-# What every run reports; a method may have more numbers of its own.
-REPORTED = ["loss", "grad_norm", "monitor/knn", "entropy", "usage", "gain", "accuracy", "images_per_s", "data_wait"]
-REPORTED += [f"health/{n}" for n in ("backbone_std", "backbone_rank", "projector_std", "projector_rank", "uniformity")]
-REPORTED += [f"health/{n}" for n in ("alignment", "update", "growth", "ema_distance")]
-FROZEN = ("linear/top1", "knn/top1", "knn/top5")
-FINAL = ("linear/top1", "goodput", "wall_seconds")  # of summary.json only
-CLASSIFIED = ("classifier/top1", "classifier/top5", "classifier/mean_per_class")  # of methods that learn from labels
-EVALUATED = ("knn/top1", "knn/top5", *CLASSIFIED)
+FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
+EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
+OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method may have more numbers
 
 
 def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
                 "another out= begins anew"
             )
         check_data(sweep, folder)
-        files.write_atomic(folder / "environment.json", json.dumps(environment(), indent=1))
+        files.write_atomic(folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
         book.wait_again()
         return conduct(book, most)
 
@@ -123,7 +119,7 @@ def parent(book: Book) -> Tracking:
     uri = tracking_uri(book.folder, os.environ.get("MLFLOW_TRACKING_URI"))
     params = {k: v for k, v in config.flat(config.plain(book.sweep)).items() if not k.startswith("alternatives.")}
     try:
-        made = track.parent_run(Tracking(uri), book.folder / "mlflow.json", book.folder.name, params)
+        made = track.parent_run(Tracking(uri), book.folder / layout.MLFLOW, book.folder.name, params)
         return Tracking(uri, parent=made)
     except Exception as e:
         out.print(f"warning: MLflow at {track.shown(uri)}: {one_line(e)}", markup=False)
@@ -134,33 +130,33 @@ def check_objective(sweep: Sweep) -> None:
     """Raises UserError when a trial would never report the objective, or not before its end where that is too late."""
     key = sweep.objective.key
     where = f"objective.key={key}"
-    if key not in (*REPORTED, *FINAL, *EVALUATED):
-        raise UserError(f"{where}: no run reports this{config.nearest(key, [*REPORTED, *FINAL, *EVALUATED])}")
+    if key not in OBJECTIVES:
+        raise UserError(f"{where}: no run reports this{config.nearest(key, OBJECTIVES)}")
     early = sweep.scheduler != "none"
     if early and key in FINAL:
         raise UserError(f"{where}: is known at a trial's end only: expected scheduler=none, not {sweep.scheduler}")
     for name, b in sweep.alternatives.items():
         r = recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}")
         learns = issubclass(r.method.target, Classifier)
-        if key in CLASSIFIED and not (learns and r.data.test):
+        if key in metrics.CLASSIFIED and not (learns and r.data.test):
             raise UserError(
                 f"{where}: {r.method.name} has no classifier" if not learns else f"{where}: needs data.test"
             )
-        if learns and (key in FROZEN or key == "monitor/knn"):
+        if learns and (key in metrics.FROZEN or key == metrics.MONITOR_KNN):
             raise UserError(f"{where}: {r.method.name} is judged by its classifier, not by frozen features")
         if early and key in EVALUATED and not r.evaluate.every:
             raise UserError(
                 f"{where}: with evaluate.every=0 it is known at a trial's end only; scheduler={sweep.scheduler} needs "
                 "it before"
             )
-        if key == "linear/top1" and not r.evaluate.probe_epochs:
+        if key == metrics.LINEAR_TOP1 and not r.evaluate.probe_epochs:
             raise UserError(f"{where}: is not measured with evaluate.probe_epochs=0")
 
 
 def check_data(sweep: Sweep, folder: Path) -> None:
     """Raises UserError when the data of an alternative is not there, lacks the labels that the objective needs, or the
     method or a size cannot be built; the first trial of each alternative stands for all."""
-    labelled = sweep.objective.key == "monitor/knn" or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
+    labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
         recipe = resolve_paths(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
         plan = make_plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))

@@ -16,7 +16,7 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
 from eagleray.cluster import ray_train
 from eagleray.engine import checkpoint, world
-from eagleray.runs import pretrain
+from eagleray.runs import layout, pretrain
 from eagleray.runs import recipe as recipes
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe, span
@@ -48,9 +48,9 @@ class Following:
     def begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         reap(self.out)
-        for left in (".stop", ".failure", ".failed"):
+        for left in (layout.STOP, layout.FAILURE, layout.FAILED):
             (self.out / left).unlink(missing_ok=True)
-        files.write_atomic(self.out / "recipe.yaml", config.dump(self.recipe))
+        files.write_atomic(self.out / layout.RECIPE, config.dump(self.recipe))
         self.box = {}
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
@@ -94,7 +94,7 @@ class Following:
 
     def records(self) -> list[dict[str, Any]]:
         """The lines so far that have the objective."""
-        path, key = self.out / "metrics.jsonl", self.given["objective"]
+        path, key = self.out / layout.METRICS, self.given["objective"]
         return [r for r in read_lines(path) if math.isfinite(r.get(key, math.nan))] if self.steps else []
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Following:
 
     def fail(self, error: Exception) -> dict[str, Any]:
         """The trial is over: another start would end in the same way."""
-        (self.out / ".failed").write_text(line(error))
+        (self.out / layout.FAILED).write_text(line(error))
         return {"done": True, "percent": self.told}
 
     def end(self) -> None:
@@ -123,7 +123,7 @@ class Following:
         if self.thread is None:
             return
         if self.thread.is_alive():
-            (self.out / ".stop").touch()
+            (self.out / layout.STOP).touch()
             self.thread.join(PATIENCE)
         self.thread = None
         reap(self.out)
@@ -139,7 +139,7 @@ class Following:
                 group["momentum"] = self.recipe.optim.momentum
         checkpoint.save(self.out / "checkpoints", state["step"], state, keep=self.recipe.checkpoint.keep)
         line = {"step": state["step"], "from": donor, "values": self.given["values"]}
-        files.add_lines(self.out / "lineage.jsonl", [line])
+        files.add_lines(self.out / layout.LINEAGE, [line])
 
 
 def line(e: Exception) -> str:
@@ -154,14 +154,14 @@ def placements(out: Path) -> Any:
     class Placements(WorkerGroupCallback):  # type: ignore[misc]
         def after_worker_group_start(self, worker_group: Any) -> None:
             held = worker_group.get_worker_group_state().placement_group_handle.placement_group
-            (out / ".placement").write_text(held.id.hex())
+            (out / layout.PLACEMENT).write_text(held.id.hex())
 
     return Placements()
 
 
 def reap(out: Path) -> None:
     """Let go of what the workers of a trial held, if it was left."""
-    note = out / ".placement"
+    note = out / layout.PLACEMENT
     if note.exists():
         from ray._raylet import PlacementGroupID
         from ray.util.placement_group import PlacementGroup, remove_placement_group

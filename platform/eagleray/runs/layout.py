@@ -1,0 +1,24 @@
+"""The names of the files that a run folder holds, each defined once."""
+
+RECIPE = "recipe.yaml"  # the resolved recipe
+ENVIRONMENT = "environment.json"  # packages, machine and command
+METRICS = "metrics.jsonl"  # a line every `log_steps` steps
+HEALTH = "health.jsonl"  # a line for each finding
+HEALTH_PLOT = "health.png"
+STARTS = "starts.jsonl"  # a line for each start and each orderly end
+QUARANTINE = "quarantine.jsonl"  # a line for each bad sample
+SKIPPED = "skipped.jsonl"  # a line for each step whose gradient was not finite
+WEIGHTS = "weights.txt"  # what the backbone took over from `backbone.weights`
+SUMMARY = "summary.json"  # the numbers of a finished run
+RESULTS = "results.json"  # of `eagleray evaluate`
+LOG = "train.log"
+MLFLOW = "mlflow.json"  # the id of the run in MLflow
+LINEAGE = "lineage.jsonl"  # of a trial: whose weights it went on with
+CHECKPOINTS = "checkpoints"  # a folder
+EXPORT = "export"  # a folder: the backbone for timm
+# Notes between processes. They are removed when the run starts again.
+STOP = ".stop"  # somebody asks the run to save and stop
+FAILURE = ".failure"  # why no restart can mend the run
+FAILED = ".failed"  # of a trial: why it is over
+OWNER = ".owner"  # of a remote run: the command that keeps it alive
+PLACEMENT = ".placement"  # of a trial: what its workers hold on the cluster

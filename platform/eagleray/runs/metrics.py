@@ -1,0 +1,83 @@
+"""Every number that a run reports is defined once, here: its key, meaning, unit and where it is shown."""
+
+from typing import Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    """A number of metrics.jsonl or summary.json, as gauges, plots, sweeps and the report show it."""
+
+    key: str
+    label: str  # of an axis or a tile
+    about: str = ""  # a sentence; the label where there is none
+    better: Literal["higher", "lower", ""] = ""
+    when: Literal["log", "look", "evaluation", "end"] = "log"  # at which lines of metrics.jsonl; end: summary.json only
+    compared: bool = False  # drawn for several runs in one plot
+    log_axis: bool = False
+    gauge: str = ""  # its name for Prometheus, without the prefix
+
+    @property
+    def meaning(self) -> str:
+        return self.about or self.label
+
+
+LOSS, LR, GRAD_NORM = "loss", "lr", "grad_norm"
+IMAGES_PER_S, DATA_WAIT, GOODPUT = "images_per_s", "data_wait", "goodput"
+BAD_SAMPLES, SKIPPED_STEPS, RESTARTS, SECONDS_LOST = "bad_samples", "skipped_steps", "restarts", "seconds_lost"
+STEPS_REPEATED, WALL_SECONDS = "steps_repeated", "wall_seconds"
+MONITOR_KNN = "monitor/knn"
+KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
+CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
+CLASSIFIER_MEAN = "classifier/mean_per_class"
+UNTRAINED = "_untrained"  # what the key of an untrained backbone's number ends with
+
+METRICS = {
+    m.key: m
+    for m in (
+        Metric("step", "step", "Steps taken", gauge="step"),
+        Metric("epoch", "epoch", "Epochs taken", gauge="epoch"),
+        Metric(LOSS, "loss", "Loss", "lower", compared=True, gauge="loss"),
+        Metric(MONITOR_KNN, "kNN monitor, top-1 %", "Neighbours of the same class among recent images", "higher",
+               "look", compared=True, gauge="monitor_knn"),
+        Metric(KNN_TOP1, "kNN evaluation, top-1 %", "kNN accuracy during training", "higher", "evaluation",
+               compared=True, gauge="knn_accuracy_percent"),
+        Metric(KNN_TOP5, "kNN evaluation, top-5 %", "", "higher", "evaluation"),
+        Metric(LINEAR_TOP1, "linear, top-1 %", "", "higher", "end"),
+        Metric(CLASSIFIER_TOP1, "classifier, top-1 %", "", "higher", "evaluation", compared=True),
+        Metric(CLASSIFIER_TOP5, "classifier, top-5 %", "", "higher", "evaluation"),
+        Metric(CLASSIFIER_MEAN, "classifier, mean of classes %", "", "higher", "evaluation"),
+        Metric("accuracy", "accuracy", "Share of the training images that are classified right", "higher",
+               compared=True),
+        Metric(LR, "learning rate", "Learning rate of the last step", compared=True, gauge="learning_rate"),
+        Metric(GRAD_NORM, "gradient norm", "Norm of all gradients together, before clipping", compared=True,
+               log_axis=True, gauge="gradient_norm"),
+        Metric("health/backbone_std", "spread of the backbone", "", "higher", "look", compared=True),
+        Metric("health/backbone_rank", "rank of the backbone", "Effective rank of the backbone's features", "higher",
+               "look", compared=True, gauge="backbone_rank"),
+        Metric("health/projector_std", "spread of the projections", "", "higher", "look"),
+        Metric("health/projector_rank", "rank of the projections", "", "higher", "look"),
+        Metric("health/uniformity", "uniformity", "", "lower", "look"),
+        Metric("health/alignment", "alignment", "", "lower", "look"),
+        Metric("entropy", "targets' entropy, share of ln K", compared=True),
+        Metric("usage", "usage of prototypes, share of ln K", "", "higher"),
+        Metric("gain", "gain, nats", "Gain of the contrastive task over a guess, in nats", "higher", compared=True),
+        Metric("health/update", "share moved by a step", "", when="look", compared=True, log_axis=True),
+        Metric("health/growth", "growth of the weights", "", when="look"),
+        Metric("health/ema_distance", "distance from the momentum copy", "", when="look"),
+        Metric(IMAGES_PER_S, "images/s", "Images per second over all workers", "higher", compared=True,
+               gauge="images_per_second"),
+        Metric(DATA_WAIT, "share of time waiting for data", "Share of the time for which data was waited for", "lower",
+               compared=True, gauge="data_wait_ratio"),
+        Metric(BAD_SAMPLES, "bad samples", "Bad samples so far", "lower", gauge="bad_samples"),
+        Metric(SKIPPED_STEPS, "skipped steps", "Steps without a finite gradient since the last line", "lower"),
+        Metric(GOODPUT, "goodput", "Share of the time that went into steps that count", "higher",
+               gauge="goodput_ratio"),
+        Metric(RESTARTS, "restarts", "Restarts so far", "lower", gauge="restarts"),
+        Metric(STEPS_REPEATED, "steps repeated", "Steps taken again after restarts", "lower", gauge="steps_repeated"),
+        Metric(SECONDS_LOST, "seconds lost", "Seconds without steps that count", "lower", gauge="lost_seconds"),
+        Metric(WALL_SECONDS, "duration, s", "Seconds of all starts together, without what was lost", "lower", "end"),
+    )
+}  # fmt: skip
+
+# Numbers of methods that learn from labels, and of frozen features.
+CLASSIFIED = (CLASSIFIER_TOP1, CLASSIFIER_TOP5, CLASSIFIER_MEAN)
+FROZEN = (LINEAR_TOP1, KNN_TOP1, KNN_TOP5)
