@@ -151,16 +151,6 @@ def test_every_recipe_loads_says_what_it_is_and_builds(name: str, tmp_path: Path
         assert build_method(r).export().dim > 0
 
 
-def test_no_setting_is_without_use():
-    """A key that no recipe, test or document names is one that nobody needs."""
-    folders = [ROOT / name for name in ("pipelines", "tests", "docs", "benchmarks")]
-    files = [p for folder in folders for p in folder.rglob("*.*") if p.suffix in (".yaml", ".py", ".md", ".sh")]
-    texts = [p.read_text() for p in files]
-    everything = "\n".join(texts)
-    keys = {k.rpartition(".")[2] for k in recipe.identity(recipe.load(bundled.names()[0]))}
-    assert not [k for k in keys if k not in everything]
-
-
 ALONE = """
 import sys
 class Gone:
@@ -220,3 +210,25 @@ def test_documented_commands_name_what_there_is():
         named = set(re.findall(rf"eagleray(?:\.sbatch)? (?:{commands}) ([a-z]\w+)(?=[ `\n])", text))
         assert named <= set(bundled.names(kind)), named - set(bundled.names(kind))
         assert len(named) >= many, named
+
+
+TESTS = ROOT / "tests"
+NO_ROOM = {"benchmarks", "chaos", "deploy", "devices", "docs", "golden", "helpers", "pipelines"}
+
+
+def test_tests_mirror_the_tree():
+    """Every folder of tests is named after a room of the package, or stands in NO_ROOM."""
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
+    assert not folders - rooms - NO_ROOM
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_imports_another_test_or_a_conftest(path: Path):
+    """What several test modules need is in tests/helpers/."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            parts = {part for alias in node.names for part in f"{module}.{alias.name}".split(".")}
+            tests = {part for part in parts if part == "conftest" or part.startswith("test_")}
+            assert not tests, f"line {node.lineno}: {ast.unparse(node)}"
