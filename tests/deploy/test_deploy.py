@@ -89,7 +89,7 @@ def kuberay(manifest: dict[str, Any]) -> list[str]:
     import jsonschema
     import kubernetes_validate
 
-    schema = yaml.safe_load((ROOT / "tests/kuberay_schema.yaml").read_text())
+    schema = yaml.safe_load(Path(__file__).with_name("kuberay_schema.yaml").read_text())
     kind = manifest["kind"]
     checker = jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"})
     wrong = [f"{e.json_path}: {e.message}" for e in checker.iter_errors(manifest["spec"])]
