@@ -5,13 +5,14 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagleray.base.errors import Outage, UserError
+from eagleray.cluster import head
 from eagleray.config import nearest
 
 if TYPE_CHECKING:
@@ -52,20 +53,21 @@ class Job:
     message: str
 
     @classmethod
-    def of(cls, told: Any) -> "Job":
-        since = (told.start_time or 0) / 1000
-        end = told.end_time / 1000 if told.end_time else time.time()
-        labels = told.metadata or {}
+    def of(cls, details: Mapping[str, Any]) -> "Job":
+        """The job that the Jobs API describes as `details`. Raises KeyError for what describes none."""
+        since = (details.get("start_time") or 0) / 1000
+        end = details["end_time"] / 1000 if details.get("end_time") else time.time()
+        labels = details.get("metadata") or {}
         return cls(
-            told.submission_id,
-            told.status.value.lower(),
+            details["submission_id"],
+            details["status"].lower(),
             labels.get("recipe", ""),
             labels.get("out", ""),
             labels.get("digest", ""),
             since,
             round(max(end - since, 0), 1),
-            told.driver_exit_code,
-            " ".join((told.message or "").split())[:300],
+            details.get("driver_exit_code"),
+            " ".join((details.get("message") or "").split())[:300],
         )
 
     @property
@@ -98,21 +100,22 @@ class Cluster:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         try:
             with self._asked():
-                self.client = _client(self.address)
+                self._ask("/api/version")["ray_version"]
         except Silent as e:
             raise UserError(f"{e}; expected the dashboard of a Ray head, such as http://head:8265") from None
 
     def jobs(self) -> list[Job]:
         """Our jobs, oldest first."""
         with self._asked():
-            told = [j for j in self.client.list_jobs() if j.submission_id and "eagleray" in (j.metadata or {})]
-        return sorted((Job.of(j) for j in told), key=lambda j: j.since)
+            every = self._ask("/api/jobs/")
+            ours = [Job.of(j) for j in every if j.get("submission_id") and "eagleray" in (j.get("metadata") or {})]
+        return sorted(ours, key=lambda j: j.since)
 
     def job(self, name: str) -> Job:
         """Raises Unknown when there is none of this id."""
         try:
             with self._asked():
-                return Job.of(self.client.get_job_info(name))
+                return Job.of(self._ask(f"/api/jobs/{name}"))
         except Silent:
             known = [j.id for j in self.jobs()]
             if name in known:
@@ -123,21 +126,22 @@ class Cluster:
     def logs(self, name: str) -> str:
         """What the run printed so far, without Ray's own first lines."""
         with self._asked():
-            text = self.client.get_job_logs(name)
+            text: str = self._ask(f"/api/jobs/{name}/logs")["logs"] or ""
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
     def submit(self, name: str, parcel: "Parcel", variables: dict[str, str]) -> None:
         """Send a parcel. Raises Silent, too, when another job took the name."""
-        with tempfile.TemporaryDirectory() as folder, self._asked():
+        with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
             parcel.write(Path(folder))
             runtime = {"working_dir": folder, "env_vars": variables | STOP}
             # No resources: Ray puts such a job's driver on the head, which is no spot node.
-            self.client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=parcel.labels)
+            client = _client(self.address)
+            client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=parcel.labels)
 
     def stop(self, name: str) -> bool:
         """Ask a job to end; False where there was nothing to ask."""
         with self._asked():
-            return bool(self.client.stop_job(name))
+            return bool(self._ask(f"/api/jobs/{name}/stop", verb="POST")["stopped"])
 
     def size(self) -> str:
         """What the cluster has now, in words."""
@@ -145,28 +149,27 @@ class Cluster:
         from ray.util.state.exception import RayStateApiException
 
         try:
-            with self._asked():
+            with self._asked(), _through_ray():
                 nodes = list_nodes(self.address, filters=[("state", "=", "ALIVE")], limit=10_000, timeout=TIMEOUTS[1])
         except (RayStateApiException, Silent):
             return "not told what it has"  # a run does not need to know
         cpus, gpus = (sum((n.resources_total or {}).get(kind, 0) for n in nodes) for kind in ("CPU", "GPU"))
         return f"has {len(nodes)} node(s) with {cpus:g} CPUs and {gpus:g} GPUs now"
 
+    def _ask(self, path: str, *, verb: str = "GET") -> Any:
+        return head.ask(self.address, path, verb=verb, timeouts=TIMEOUTS)
+
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        from ray.exceptions import AuthenticationError, RayError
-
         try:
             yield
-        except (RayError, RuntimeError, OSError, KeyError) as e:
-            said = " ".join(str(e).split())
-            if isinstance(e, AuthenticationError):
-                how = "another token" if said.startswith("Authentication failed") else "a token"
-                raise UserError(
-                    f"{self.address}: the cluster asks for {how}; expected RAY_AUTH_MODE=token and the cluster's in "
-                    "RAY_AUTH_TOKEN or ~/.ray/auth_token"
-                ) from None
-            raise Silent(f"{self.address}: {_reason(e, said)}") from None
+        except head.TokenRefused as e:
+            raise UserError(
+                f"{self.address}: the cluster asks for {'a token' if e.missing else 'another token'}; expected "
+                "RAY_AUTH_MODE=token and the cluster's in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            ) from None
+        except (RuntimeError, OSError, KeyError, TypeError, AttributeError) as e:
+            raise Silent(f"{self.address}: {_reason(e, ' '.join(str(e).split()))}") from None
 
 
 def locate(address: str | None) -> str:
@@ -183,7 +186,21 @@ def locate(address: str | None) -> str:
     raise UserError("--address: missing; expected the dashboard of a Ray head, such as http://head:8265")
 
 
+@contextmanager
+def _through_ray() -> Iterator[None]:
+    """Turn the errors of Ray's own client into those of `head.ask`."""
+    from ray.exceptions import AuthenticationError, RayError
+
+    try:
+        yield
+    except AuthenticationError as e:
+        raise head.TokenRefused(missing=not str(e).startswith("Authentication failed")) from None
+    except RayError as e:
+        raise RuntimeError(str(e)) from None
+
+
 def _client(address: str) -> Any:
+    """Ray's own client, which packs and sends a folder."""
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
@@ -203,7 +220,7 @@ def _reason(error: Exception, said: str) -> str:
     answer = getattr(error, "response", None)
     if answer is not None:
         return f"it answered {answer.status_code}"
-    if isinstance(error, KeyError | ValueError):
+    if isinstance(error, KeyError | ValueError | TypeError | AttributeError):
         return "its answer is not that of a Ray head"
     return "nobody answers there" if isinstance(error, OSError) else said[:200]
 
