@@ -189,7 +189,7 @@ def perfect(split: data.Coco) -> list[dict[str, Any]]:
         {"image_id": split.tree["images"][i]["id"], "category_id": a["category_id"], "score": 0.9, "bbox": a["bbox"]}
         | {"segmentation": scoring.to_runs(scoring.to_mask(a["segmentation"], 48, 64))}
         for i in range(len(split))
-        for a, _ in split.kept(i)
+        for a, _ in split.trainable_objects(i)
     ]
 
 
@@ -224,20 +224,22 @@ def test_what_is_predicted_in_our_terms_is_found_in_cocos(coco: Path):
     found = []
     for i in range(len(split)):
         target = split[i].target
-        found += protocol.rows(split, i, {**target, "scores": torch.ones(1), "masks": target["masks"].unsqueeze(1)})
+        found += protocol.coco_results(
+            split, i, {**target, "scores": torch.ones(1), "masks": target["masks"].unsqueeze(1)}
+        )
     assert scoring.scores(split.tree, found)["detection/mask_ap"] == pytest.approx(100)
 
 
 def test_boxes_and_masks_are_mirrored_with_the_image(coco: Path):
     split = data.Coco.of(coco, "train")
     image, target = split[0]
-    turned = data.mirrored(image, target)
+    turned = data.mirror(image, target)
     for x, t in ((image, target), (turned.image, turned.target)):
         x0, y0, x1, y1 = t["boxes"][0].int().tolist()
         assert t["masks"][0, y0:y1, x0:x1].all()
         assert t["masks"][0].sum() == (y1 - y0) * (x1 - x0)
         assert (x[0] == 0).equal(t["masks"][0].bool())
-    again = data.mirrored(*turned)
+    again = data.mirror(*turned)
     assert again.image.equal(image)
     assert again.target["boxes"].equal(target["boxes"])
 
@@ -256,7 +258,7 @@ WRONG = {
     "no file": (lambda f: (f / "annotations" / "instances_train.json").unlink(), "neither annotations/instances_train"),
     "no JSON": (lambda f: (f / "annotations" / "instances_train.json").write_text("{"), "is not JSON"),
     "a list": (lambda f: (f / "annotations" / "instances_train.json").write_text("[]"), "no list of images"),
-    "no image": (lambda f: (f / "images" / "11.png").unlink(), "11.png: no such image, and 1 of the 3"),
+    "no image": (lambda f: (f / "images" / "11.png").unlink(), "11.png: no such image; 1 of the 3"),
     "no key": (broken(lambda t: t["annotations"][1].pop("bbox")), r"annotations\[1\] has no bbox"),
     "no mask": (broken(lambda t: t["annotations"][1].pop("segmentation")), r"\[1\] has no segmentation"),
     "empty mask": (broken(lambda t: t["annotations"][0].update(segmentation=[])), "neither polygons nor"),
@@ -267,8 +269,8 @@ WRONG = {
     "a box of three": (broken(lambda t: t["annotations"][0].update(bbox=[1, 2, 3])), "expected .x, y, width, height"),
     "a category": (broken(lambda t: t["annotations"][0].update(category_id=4)), "category 4, which is not among"),
     "an image": (broken(lambda t: t["annotations"][0].update(image_id=4)), "image 4, which is not among"),
-    "no object": (broken(lambda t: t.update(annotations=[])), "has no object in it"),
-    "crowds only": (broken(lambda t: [a.update(iscrowd=1) for a in t["annotations"]]), "has no object in it"),
+    "no object": (broken(lambda t: t.update(annotations=[])), "has no objects"),
+    "crowds only": (broken(lambda t: [a.update(iscrowd=1) for a in t["annotations"]]), "has no objects"),
     "twins": (broken(lambda t: t["images"].append(t["images"][0])), "two images have the same id"),
 }
 
@@ -285,10 +287,10 @@ def test_a_wrong_set_is_one_clear_line(kind: str, coco: Path):
 def test_an_image_that_is_broken_or_of_another_size_is_named(coco: Path):
     split = data.Coco.of(coco, "train")
     Image.new("RGB", (10, 10)).save(coco / "images" / "10.png")
-    with pytest.raises(UserError, match="is of 10 x 10 pixels"):
+    with pytest.raises(UserError, match="has 10 x 10 pixels"):
         split[0]
     (coco / "images" / "10.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"10.png: is no image"):
+    with pytest.raises(UserError, match=r"10.png: is not an image"):
         split[0]
 
 
@@ -300,14 +302,14 @@ def test_cocos_own_folders_are_found(coco: Path):
 
 
 def test_schedules_are_the_papers():
-    once, thrice, both = (training.named(name) for name in ("1x", "3x", "3x_cascade"))
+    once, thrice, both = (training.load_schedule(name) for name in ("1x", "3x", "3x_cascade"))
     assert (once.epochs, once.lr.drops, once.sizes) == (12, (8, 11), (800,))
     assert (thrice.epochs, thrice.lr.drops, thrice.sizes[::5]) == (36, (27, 33), (480, 640, 800))
     assert (once.lr.value, once.weight_decay, once.batch) == (1e-4, 0.05, 16)
     assert both.cascade
     assert both.epochs == 36
-    with pytest.raises(UserError, match="no such schedule of detection"):
-        training.named("2x")
+    with pytest.raises(UserError, match="no such detection schedule"):
+        training.load_schedule("2x")
 
 
 @pytest.fixture
@@ -318,7 +320,7 @@ def tiny(tmp_path: Path) -> str:
 
 
 def test_order_does_not_depend_on_where_it_begins(coco: Path, tiny: str):
-    split, how = data.Coco.of(coco, "train"), training.named(tiny)
+    split, how = data.Coco.of(coco, "train"), training.load_schedule(tiny)
     places = [0, 1, 2] * 2
     whole = [[e.image for e in b.examples] for _, b in training.batches(split, places, how, 2, 0)]
     late = [[e.image for e in b.examples] for _, b in training.batches(split, places, how, 2, 4)]
@@ -346,7 +348,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(
     coco: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(fine_tuning, "SAVE_SECONDS", 0.0)
-    split, how = data.Coco.of(coco, "train"), training.named(tiny)
+    split, how = data.Coco.of(coco, "train"), training.load_schedule(tiny)
 
     def train(folder: str, note: Callable[[str], None]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -368,7 +370,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(
 def test_other_categories_in_val_are_refused(coco: Path, tiny: str, tmp_path: Path):
     file = coco / "annotations" / "instances_val.json"
     file.write_text(file.read_text().replace('"bright"', '"white"'))
-    with pytest.raises(UserError, match="its categories are not those of"):
+    with pytest.raises(UserError, match="its categories differ from those of"):
         protocol.detection(resnet(), coco, tmp_path, print, schedule=tiny)
 
 

@@ -1,4 +1,4 @@
-"""A feature pyramid (Lin et al. 2017, arXiv:1612.03144) on any backbone, for detection."""
+"""Build a feature pyramid (Lin et al. 2017, arXiv:1612.03144) on any backbone, for detection."""
 
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
@@ -8,18 +8,20 @@ from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.feature_maps import Maps
 
-TAPS = (4, 6, 8, 12)  # of twelve blocks of a ViT, those that are read (SelfPatch)
+TAPS = (4, 6, 8, 12)  # the blocks of a ViT with twelve whose output is read (SelfPatch)
 
 
 class FeaturePyramid(nn.Module):
-    """Images (B, 3, H, W) to maps (B, channels, H / s, W / s) by name, one for each s of `strides`, the finest first;
-    the last one, `pool`, is for proposals only. Raises UserError for a backbone that such maps cannot be made from."""
+    """Map images (B, 3, H, W) to feature maps (B, channels, H / s, W / s) by name, one for each s of `strides`, the
+    finest first. The last one, `pool`, is for proposals only.
+
+    Raises UserError when the backbone has no such maps."""
 
     def __init__(self, backbone: Backbone, channels: int = 256) -> None:
         super().__init__()
         self.maps, self.out_channels = Maps(backbone, TAPS, rescale=True), channels
         self.strides = strides(self.maps.steps)
-        self.names = [str(i) for i in range(len(self.maps.dims))]  # what regions are cut from
+        self.names = [str(i) for i in range(len(self.maps.dims))]  # the maps that regions are cut from
         self.fpn = FeaturePyramidNetwork(self.maps.dims, channels, extra_blocks=LastLevelMaxPool())
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -28,8 +30,9 @@ class FeaturePyramid(nn.Module):
 
 
 def strides(steps: list[float]) -> list[int]:
-    """Pixels from cell to cell of each map, and of `pool`. Raises UserError where anchors and regions would not lie on
-    the cells."""
+    """Return the pixels between the cells of each map, and of `pool`.
+
+    Raises UserError when they are not powers of two, as anchors and regions would not lie on the cells."""
     if any(step < 1 or step != 2 ** (int(step).bit_length() - 1) for step in steps):
         raise UserError(
             f"detection: the backbone's grids are {', '.join(f'{s:g}' for s in steps)} pixels apart, expected powers of"

@@ -1,4 +1,4 @@
-"""Training a detector: a recipe's loop, on images of many sizes."""
+"""Train a detector with the training loop of recipes, on images of many sizes."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass as checked
+from pydantic.dataclasses import dataclass as validated_dataclass
 from torch import Tensor, nn
 
 from eagleray import config
@@ -23,46 +23,50 @@ from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.storage.ordered_map import ahead
 
 FOLDER = "pipelines/detection"
-THREADS = 8  # that read and decode
+THREADS = 8  # that read and decode images
 
 
-@checked(frozen=True, kw_only=True, config=STRICT)
-class Schedules:
-    """A file of pipelines/detection."""
+@validated_dataclass(frozen=True, kw_only=True, config=STRICT)
+class DetectionSchedule:
+    """The settings of a training, as in a file of pipelines/detection."""
 
-    cascade: bool = False  # three stages of heads, not one
+    cascade: bool = False  # three stages of heads instead of one
     epochs: PositiveInt = 12
     batch: PositiveInt = 16
     lr: Schedule = Schedule(value=1e-4, warmup_from=1e-7, warmup=0.14, drops=(8, 11))
     weight_decay: float = 0.05
     drop_path: Share = 0.05
-    sizes: tuple[PositiveInt, ...] = (800,)  # of the short side, pixels: one is drawn in training, the last one tests
-    longest: PositiveInt = 1333  # of the long side
-    channels: PositiveInt = 256  # of the maps of the pyramid
-    regions: PositiveInt = 512  # of an image that are learnt from
-    anchor: PositiveFloat = 8.0  # cells that an anchor is wide
+    sizes: tuple[PositiveInt, ...] = (800,)  # pixels of the short side: drawn in training, the last one to test
+    longest: PositiveInt = 1333  # pixels of the long side at most
+    channels: PositiveInt = 256  # of the pyramid's maps
+    regions: PositiveInt = 512  # of an image in the loss
+    anchor: PositiveFloat = 8.0  # width of an anchor in cells
     seed: NonNegativeInt = 0
 
 
-def named(name: str) -> Schedules:
-    """That of a file, or of a bundled name such as 1x. Raises UserError."""
+def load_schedule(name: str) -> DetectionSchedule:
+    """Load a schedule from a file, or a shipped one by its name, such as 1x.
+
+    Raises UserError when there is no such schedule or a key is wrong."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         known = sorted(p.stem for p in bundled.folder(FOLDER).glob("*.yaml"))
         if name not in known:
-            raise UserError(f"--schedule {name}: no such schedule of detection{config.nearest(name, known)}")
+            raise UserError(f"--schedule {name}: no such detection schedule{config.nearest(name, known)}")
         path = bundled.folder(FOLDER) / f"{name}.yaml"
-    return config.load(Schedules, path)
+    return config.load(DetectionSchedule, path)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """The images of a step, of several sizes."""
+
     examples: Sequence[Example]
     rows: tuple[int, ...]  # images of every rank
 
 
 class Learner(Trainee):
-    """A torchvision detector."""
+    """A torchvision detector as the training loop needs it."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -75,37 +79,37 @@ class Learner(Trainee):
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
 
 
-def fit(net: nn.Module, data: Coco, how: Schedules, folder: Path, note: Note) -> None:
-    """Train in place, from the newest checkpoint in the folder on."""
-    places = data.learnable()
-    batch, data = min(how.batch, len(places)), dataclasses.replace(data, flip=True)
+def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: Path, note: Note) -> None:
+    """Train the detector in place, from the newest checkpoint in the folder if there is one."""
+    images = data.trainable()
+    batch, data = min(settings.batch, len(images)), dataclasses.replace(data, flip=True)
     fine_tune(
         "detection",
         Learner(net),
-        lambda start: batches(data, places, how, batch, start),
-        steps=len(places) // batch * how.epochs,
+        lambda start: batches(data, images, settings, batch, start),
+        steps=len(images) // batch * settings.epochs,
         batch=batch,
-        lr=how.lr,
-        weight_decay=how.weight_decay,
-        seed=how.seed,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        seed=settings.seed,
         folder=folder,
         note=note,
     )
 
 
 def batches(
-    data: Coco, places: Sequence[int], how: Schedules, batch: int, start: int
+    data: Coco, images: Sequence[int], settings: DetectionSchedule, batch: int, start: int
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Every image once an epoch, in another order each, but those that fill no batch; the images of the next steps are
-    read meanwhile."""
-    steps = len(places) // batch
+    """Yield the batches from step `start` on: every image once an epoch, in a new order each time, without those that
+    do not fill a batch. Threads read the images of the next steps meanwhile."""
+    steps = len(images) // batch
 
     def order() -> Iterator[tuple[int, int]]:
-        for epoch in range(start // steps, how.epochs):
-            each = np.random.default_rng((how.seed, epoch)).permutation(places)[: steps * batch]
-            yield from ((int(place), epoch) for place in each)
+        for epoch in range(start // steps, settings.epochs):
+            each = np.random.default_rng((settings.seed, epoch)).permutation(images)[: steps * batch]
+            yield from ((int(i), epoch) for i in each)
 
-    wanted = itertools.islice(order(), start % steps * batch, None)
-    examples = ahead(data.__getitem__, wanted, width=max(THREADS, 2 * batch))
-    for step in range(start, how.epochs * steps):
-        yield Progress(step, steps, how.epochs), Batch(list(itertools.islice(examples, batch)), (batch,))
+    upcoming = itertools.islice(order(), start % steps * batch, None)
+    examples = ahead(data.__getitem__, upcoming, width=max(THREADS, 2 * batch))
+    for step in range(start, settings.epochs * steps):
+        yield Progress(step, steps, settings.epochs), Batch(list(itertools.islice(examples, batch)), (batch,))
