@@ -1,6 +1,7 @@
 """Sets by name: from a source laid out as it is downloaded to shards with its images, labels and splits."""
 
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,6 +222,12 @@ def test_every_source_file_is_in_the_catalogue_and_every_name_is_there_once():
     assert len(SOURCES) == sum(len(m.SOURCES) for m in MODULES)
     assert not SOURCES.keys() & OTHERS.keys()
     assert len({d.short for d in DATASETS.values()}) == len(DATASETS)
+
+
+def test_the_table_in_the_docs_is_that_of_the_catalogue():
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "finetune.md").read_text()
+    assert runpy.run_path(str(docs / "datasets.py"))["page"](text) == text, "run `python docs/datasets.py`"
 
 
 def test_sets_are_listed():

@@ -1,4 +1,4 @@
-"""Shards with everything that is wrong or odd in real ones, made from drawn pictures."""
+"""Write shards with every defect and oddity of real ones, from drawn pictures."""
 
 import tarfile
 import zlib
@@ -9,7 +9,7 @@ from helpers.pictures import Member, encode, jpeg, picture, sample, write_tar
 from PIL import Image
 
 LABEL = "its label is not a whole number from 0 on: "
-# Key and reason of what the index finds in `bad-000000.tar`, in the order of the file.
+# Key and reason of each sample of `bad-000000.tar` that the index rejects, in the order of the file.
 INDEXED = [
     ("bad_zero", "the image has no bytes"),
     ("bad_label_empty", LABEL + "''"),
@@ -17,7 +17,7 @@ INDEXED = [
     ("bad_label_negative", LABEL + "'-1'"),
     ("miss_image", "no image: only cls"),
 ]
-# What decoding finds, with a part of the reason.
+# Key of each sample that cannot be decoded, with a part of the reason.
 DECODED = {
     "bad_cut_at_90": "truncated",
     "bad_cut_at_10": "truncated",
@@ -27,12 +27,12 @@ DECODED = {
     "bad_checksum": "data stream",
     "bad_bomb": "pixels",
 }
-# Whole samples of the shards that are cut off.
+# Number of complete samples in the shards that are cut off.
 WHOLE = {"trunc-000000.tar": 10, "trunc-000001.tar": 5}
 
 
 def members() -> list[Member]:
-    """Of `bad-000000.tar`: `bad_` must not be used, `odd_` must, `miss_` lack a part; labels are 3 if not named."""
+    """Make the members of `bad-000000.tar`: `bad_` must be rejected, `odd_` used; `miss_` lack a part."""
     large = encode(picture(1, 90, 120))
     png = bytearray(encode(picture(2, 40, 40), "PNG"))
     png[len(png) // 2] ^= 1
@@ -81,7 +81,7 @@ def members() -> list[Member]:
 
 
 def bomb() -> bytes:
-    """A small PNG that says it is 30,000 pixels high and wide."""
+    """Make a small PNG whose header says that it is 30,000 pixels high and wide."""
     data = encode(picture(7, 8, 8), "PNG")
     header = data[12:16] + (30_000).to_bytes(4) * 2 + data[24:29]
     return data[:12] + header + zlib.crc32(header).to_bytes(4) + data[33:]
@@ -94,12 +94,12 @@ def write(folder: Path) -> Path:
     (folder / "notatar-000000.tar").write_bytes(b"This is not a tar. " * 80)
     for name, whole in WHOLE.items():
         path = write_tar(folder / name, [m for k in range(whole + 1) for m in sample(k)])
-        keep = 512 + len(jpeg(whole)) // 2 if name == "trunc-000000.tar" else 200  # of the last image, of its header
+        keep = 512 + len(jpeg(whole)) // 2 if name == "trunc-000000.tar" else 200  # of the image or header
         path.write_bytes(path.read_bytes()[: start(path, whole) + keep])
     return folder
 
 
 def start(path: Path, key: int) -> int:
-    """Where the first member of a sample begins in a shard."""
+    """Return the offset of a sample's first member in a shard."""
     with tarfile.open(path) as tar:
         return tar.getmember(sample(key)[0][0]).offset

@@ -1,4 +1,4 @@
-"""Small images and tars for the tests of the data plane, made on the spot."""
+"""Make small images and tars for the tests of the data plane."""
 
 import io
 import tarfile
@@ -17,7 +17,7 @@ Member = tuple[str, bytes]
 
 
 def picture(seed: int, height: int = 32, width: int = 32) -> NDArray[np.uint8]:
-    """A smooth coloured image (H, W, 3), which a JPEG keeps, unlike any of another seed."""
+    """Draw a smooth coloured image (H, W, 3) that survives JPEG compression and differs for every seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
 
@@ -29,12 +29,12 @@ def encode(image: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **options
 
 
 def jpeg(seed: int) -> bytes:
-    """A JPEG whose height and width depend on the seed."""
+    """Encode a JPEG whose height and width depend on the seed."""
     return encode(picture(seed, 20 + seed % 17, 20 + seed % 23), quality=80)
 
 
 def spoiled(seed: int) -> bytes:
-    """As many bytes as the JPEG of this seed, of no image."""
+    """Return as many bytes as the JPEG of this seed has, but not an image."""
     return b"\0" * 4 + jpeg(seed)[4:]
 
 
@@ -53,12 +53,12 @@ def write_tar(path: Path, members: Iterable[Member], kind: int = tarfile.PAX_FOR
 
 
 def sample(key: int, data: bytes | None = None) -> list[Member]:
-    """Image and label of the sample `s0007`, whose class is its number modulo 10."""
+    """Make the image and label of a sample such as `s0007`, whose class is its number modulo 10."""
     return [(f"s{key:04d}.jpg", jpeg(key) if data is None else data), (f"s{key:04d}.cls", b"%d" % (key % 10))]
 
 
 def write_shards(folder: Path, samples: int, shards: int, broken: Sequence[int] = ()) -> Path:
-    """Shards `x-000.tar` on with numbered samples, of which some are no images."""
+    """Write shards `x-000.tar` ... of numbered samples, of which the `broken` ones are not images."""
     for i, keys in enumerate(np.array_split(np.arange(samples), shards)):
         members = [m for k in keys.tolist() for m in sample(k, spoiled(k) if k in broken else None)]
         write_tar(folder / f"x-{i:03d}.tar", members)
