@@ -1,18 +1,17 @@
 #!/usr/bin/env python
-"""Rewrites the tables of docs/recipes.md from the headers of pipelines/*.yaml."""
+"""Rewrites the tables of docs/recipes.md from the recipes of pipelines/."""
 
 import itertools
-import re
 from pathlib import Path
 
 from eagleray.config import bundled
+from eagleray.config.published import cost_words, ours_words, published_words
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.runs import recipe
 
 PAGE = Path(__file__).with_name("recipes.md")
 MARK = "<!-- from here on written by docs/recipes.py -->\n"
-LABELS = ("Published", "Cost", "Ours")
-COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", *LABELS)
+COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", "Published", "Cost", "Ours")
 DATA = {
     "in10": "ImageNet-10",
     "coco": "COCO",
@@ -24,7 +23,7 @@ DATA = {
 
 
 def page(written: str) -> str:
-    """What people wrote of the page, then a table for each method."""
+    """Return what people wrote of the page, then a table for each method."""
     out = written.partition(MARK)[0] + MARK
     for method, names in itertools.groupby(bundled.names(), key=lambda name: recipe.load(name).method.name):
         out += f"\n### `{method}`\n\n" + row(*COLUMNS) + row(*["---"] * len(COLUMNS))
@@ -38,17 +37,9 @@ def row(*cells: object) -> str:
 
 def cells(name: str) -> list[object]:
     r, data = recipe.load(name), next(title for short, title in DATA.items() if f"_{short}_" in name)
-    numbers = [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch]
-    return [*numbers, *header(bundled.find(name))]
-
-
-def header(path: Path) -> list[str]:
-    """What the comment that a recipe begins with says under each label. Raises ValueError for a missing label."""
-    words = " ".join(bundled.header(path))
-    found = re.search(" ".join(rf"\b{label}: (.+)\." for label in LABELS) + "$", words)
-    if not found:
-        raise ValueError(f"{words!r}: expected it to end with {' '.join(f'{label}: ...' for label in LABELS)}")
-    return list(found.groups())
+    said = bundled.recipe(name)
+    numbers = [published_words(said.published), cost_words(said.cost), ours_words(said.ours)]
+    return [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch, *numbers]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Rules of the tree, kept as tests."""
 
 import ast
-import itertools
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from eagleray import config
 from eagleray.config import bundled
@@ -132,14 +130,9 @@ def test_files_and_functions_are_short():
 
 
 @pytest.mark.parametrize("name", bundled.names())
-def test_every_recipe_loads_says_what_it_is_and_builds(name: str, tmp_path: Path):
+def test_every_recipe_loads_and_builds(name: str, tmp_path: Path):
     import torch
 
-    text = bundled.find(name).read_text()
-    assert text.startswith("# ")
-    header = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
-    for label in ("Published:", "Cost:", "Ours:"):
-        assert label in header, f"a header states {label}"
     r = recipe.load(name)
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(r))
@@ -195,11 +188,6 @@ def test_the_wheel_carries_the_recipes(tmp_path: Path):
     )
     assert done.stdout.split()[0].startswith(str(tmp_path))
     assert done.stdout.split()[1:] == bundled.names()
-
-
-def test_yaml_is_plain():
-    for name in bundled.names():
-        assert isinstance(yaml.safe_load(bundled.find(name).read_text()), dict)
 
 
 def test_documented_commands_name_what_there_is():

@@ -419,8 +419,8 @@ def test_tables_hold_every_number():
         ),
     ],
 )
-def test_published_numbers_are_read_from_headers(name: str, found: dict[str, float]):
-    assert results.printed(bundled.header(bundled.find(name))) == found
+def test_published_numbers_are_read_from_recipes(name: str, found: dict[str, float]):
+    assert results.printed(bundled.recipe(name).published) == found
 
 
 def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():

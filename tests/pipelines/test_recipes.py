@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from eagleray import config
-from eagleray.config import bundled
+from eagleray.config import bundled, tables
+from eagleray.config.published import DETAILS, METRICS, published_words
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone
 from eagleray.runs import recipe
@@ -21,6 +22,7 @@ from eagleray.runs.build import build_backbone
 
 ROOT = Path(__file__).parents[2]
 NAMES = bundled.names()
+FILES = sorted({r.file for r in bundled.recipes().values()})
 DATA = ("in1k", "in10", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
 NAME = (
     r"(?P<method>[a-z0-9_]+?)_(?P<backbone>vit(?P<size>xs|[sblh])(?P<patch>\d+)(?P<kind>[a-z]*)|[a-z0-9]+)"
@@ -238,10 +240,6 @@ def docs() -> ModuleType:
     return module
 
 
-def tree(name: str) -> dict[str, Any]:
-    return yaml.safe_load(bundled.find(name).read_text())
-
-
 def test_no_two_recipes_are_the_same_experiment():
     seen: dict[str, str] = {}
     for name in NAMES:
@@ -250,11 +248,36 @@ def test_no_two_recipes_are_the_same_experiment():
         seen[digest] = name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "base" in tree(name)])
-def test_a_recipe_repeats_nothing_of_its_base(name: str):
-    own = tree(name)
-    base = config.flat(config.read(bundled.find(Path(own.pop("base")).stem)))
-    assert not [key for key, value in config.flat(own).items() if key in base and base[key] == value]
+def repeated(over: dict[str, Any], under: dict[str, Any]) -> list[str]:
+    """Keys that a tree states although the one below it has the same value there."""
+    flat = config.flat(under)
+    return [k for k, value in config.flat(tables.own_keys(over)).items() if k in flat and flat[k] == value]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recipe_repeats_nothing_of_its_base_and_a_row_nothing_of_its_file(path: Path):
+    tree = yaml.safe_load(path.read_text())
+    shared = {k: v for k, v in tree.items() if k not in tables.LAYOUT}
+    if "base" in tree:
+        assert not repeated(shared, bundled.tree(tree["base"]))
+        shared = config.merge(bundled.tree(tree["base"]), shared)
+    for name, row in tree.get("recipes", {}).items():
+        assert not repeated(row, shared), name
+    for axis, values in tree.get("axes", {}).items():
+        for value, over in values.items():
+            assert not repeated(over, shared), f"{axis}: {value}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_file_of_recipes_begins_with_what_it_holds(path: Path):
+    assert re.match(r"# .+\.\n[^#]", path.read_text())
+
+
+def test_no_recipe_lies_loose_and_no_base_has_a_base():
+    assert not list(bundled.folder("pipelines").glob("*.yaml"))
+    bases = {r.base for r in bundled.recipes().values() if r.base}
+    assert bases
+    assert not [name for name in bases if bundled.recipe(name).base]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -334,26 +357,12 @@ def test_drloc_differs_from_its_twin_in_the_method_alone(name: str):
     assert not differ & shared
 
 
-@pytest.mark.parametrize("missing", ["Published", "Cost", "Ours"])
-def test_a_header_without_a_label_is_an_error(missing: str, tmp_path: Path):
-    def header(text: str) -> list[str]:
-        (tmp_path / "run.yaml").write_text(text)
-        return docs().header(tmp_path / "run.yaml")
-
-    text = "# A run.\n# Published: linear 1.5 % (table 2).\n# Cost: 3 hours on\n# 4 GPUs.\n# Ours: not run.\nbase: x\n"
-    assert header(text) == ["linear 1.5 % (table 2)", "3 hours on 4 GPUs", "not run"]
-    with pytest.raises(ValueError, match=missing):
-        header(text.replace(f"{missing}:", "About:"))
-    with pytest.raises(ValueError, match="A run"):
-        header(text.replace(f"# {missing}:", f"base: x\n# {missing}:"))
-
-
 @pytest.mark.parametrize(("paper", "table", "row"), ROWS, ids=lambda of: getattr(of, "recipe", str(of)))
 def test_a_recipe_says_what_a_table_prints_of_it(paper: str, table: int, row: Row):
     """Its numbers beside that table's, and the paper's name unless the method is its own."""
-    published = docs().header(bundled.find(row.recipe))[0]
-    said = re.findall(r"\d+\.\d+|\d+", published)
-    assert not [number for number in row.printed.split() if number not in said], published
+    published = published_words(bundled.recipe(row.recipe).published)
+    said = {float(number) for number in re.findall(r"\d+\.\d+|\d+", published)}
+    assert not [number for number in row.printed.split() if float(number) not in said], published
     assert re.search(rf"\btables? [\d, and]*\b{table}\b", published), published
     own = recipe.load(row.recipe).method.name == paper
     assert own or paper in published.lower(), published
@@ -399,14 +408,14 @@ def test_runs_of_esvit_on_other_data_are_as_long_as_in_its_table_13(method: str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_line_of_a_recipe_is_a_sentence(name: str):
-    """`eagleray list recipes` begins with it."""
-    assert re.fullmatch(r"# .+\.", bundled.find(name).read_text().splitlines()[0])
-
-
-def test_the_list_of_recipes_has_the_published_numbers():
-    from eagleray.cli.catalogue import catalogue
-
-    listed = catalogue("recipes")
-    assert set(listed) == set(NAMES)
-    assert all("Published: " in line for line in listed.values())
+def test_what_is_said_of_a_recipe_is_a_sentence_and_known_keys(name: str):
+    """`eagleray list recipes` shows the sentence; a key with a spelling mistake would be lost silently."""
+    said = bundled.recipe(name)
+    assert re.fullmatch(r"[A-Z].+\.", said.about), said.about
+    assert "{" not in said.about
+    for entry in said.published:
+        assert entry.keys() <= {*METRICS, *DETAILS}
+        assert entry["source"]
+    assert said.cost.keys() <= {"hours", "gpus", "tpus", "kind", "source", "note"}
+    assert said.ours.keys() <= {*METRICS, "untrained", "deviation", "note"}
+    assert said.ours.get("untrained", {}).keys() <= METRICS.keys()

@@ -1,8 +1,6 @@
 """The command that lists what a recipe or another command can name: list."""
 
 import json
-import re
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -59,11 +57,5 @@ def catalogue(kind: str) -> dict[str, str]:
     from eagleray.config import bundled
 
     if kind == "sweeps":
-        return {n: bundled.header(bundled.find(n, "sweep"))[0] for n in bundled.names("sweep")}
-    return {n: headline(bundled.header(bundled.find(n))) for n in bundled.names()}
-
-
-def headline(lines: Sequence[str]) -> str:
-    """The first line of a recipe's header, and what was published."""
-    published = re.search(r"Published: .+?(?= Cost: )", " ".join(lines))
-    return f"{lines[0]} {published[0]}" if published else lines[0]
+        return {n: bundled.header(bundled.find_sweep(n))[0] for n in bundled.names("sweep")}
+    return {name: recipe.about for name, recipe in bundled.recipes().items()}

@@ -3,7 +3,7 @@
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -61,9 +61,16 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} is {there.get(k)} there and {here.get(k)} here" for k in differ[:3]) + more
 
 
-def read(path: Path, overrides: Sequence[str] = (), *, within: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file over its `base` file, with overrides on top; not yet checked. `within`: the files that it is a base of.
-    Raises RecipeError."""
+def read(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    shipped: Callable[[str], Mapping[str, Any]] | None = None,
+    within: tuple[Path, ...] = (),
+) -> dict[str, Any]:
+    """Return the unchecked tree of a file over its `base`, with the overrides on top. A base is another file, or the
+    name of something shipped, whose tree `shipped` returns. `within` are the files that this one is a base of. Raises
+    RecipeError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
@@ -74,8 +81,15 @@ def read(path: Path, overrides: Sequence[str] = (), *, within: tuple[Path, ...] 
         raise RecipeError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
     if base := tree.pop("base", None):
         if not isinstance(base, str) or (path.parent / base).resolve() in (path.resolve(), *within):
-            raise RecipeError(f"{path}: base: expected the file name of another recipe, got {base!r}")
-        tree = merge(read(path.parent / base, within=(path.resolve(), *within)), tree)
+            raise RecipeError(f"{path}: base: expected the name or the file of another recipe, got {base!r}")
+        if shipped and Path(base).suffix not in (".yaml", ".yml"):
+            try:
+                under = shipped(base)
+            except UserError as e:
+                raise RecipeError(f"{path}: base: {e}") from None
+        else:
+            under = read(path.parent / base, shipped=shipped, within=(path.resolve(), *within))
+        tree = merge(under, tree)
     for item in overrides:
         tree = merge(tree, override(item))
     return tree

@@ -3,7 +3,6 @@ tables beside the untrained backbone's and the published ones."""
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,15 +20,15 @@ from eagleray.storage.store import remote
 
 NAME = layout.RESULTS
 UNTRAINED = "untrained:"  # before the name of a backbone
-# Where a recipe's header has the number that a paper printed, and which of ours that is.
+# The metrics of `published` in a recipe, and which number of ours each of them is.
 PUBLISHED = {
-    "knn/top1": r"kNN ([\d.]+) %",
-    "linear/top1": r"linear ([\d.]+) %",
-    "suite/average": r"mean of 18 datasets ([\d.]+)",
-    "detection/box_ap": r"(?:AP bb|box) ([\d.]+)",
-    "detection/mask_ap": r"(?:mb|mask) ([\d.]+)",
-    "segmentation/miou": r"([\d.]+) mIoU",
-    "davis/J&F": r"DAVIS ([\d.]+) J&F",
+    "knn": "knn/top1",
+    "linear": "linear/top1",
+    "average_of_18": "suite/average",
+    "box_ap": "detection/box_ap",
+    "mask_ap": "detection/mask_ap",
+    "miou": "segmentation/miou",
+    "davis": "davis/J&F",
 }
 HEAD = ("Protocol", "Number", "Value", "Untrained", "Published", "Settings")
 WORDS = {"~": r"\textasciitilde{}", "^": r"\^{}", "\\": r"\textbackslash{}"}
@@ -95,23 +94,24 @@ def add(folder: str, result: Result) -> None:
 
 
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
-    """What the header of the recipe says that a run's command names, if its own, a plain tree, differs from that in
-    nothing but where the data lies and how it is read."""
-    name = next((word for word in command if word in bundled.names()), None)
+    """Return what was published for the shipped recipe that a run's command names. It is empty where the run's own
+    recipe, a plain tree, differs in more than where the data lies and how it is read."""
+    name = next((word for word in command if word in bundled.recipes()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
-    return printed(bundled.header(bundled.find(name)))
+    return printed(bundled.recipe(name).published)
 
 
 def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in recipes.identity(recipe).items() if not k.startswith("data.")}
 
 
-def printed(header: Sequence[str]) -> dict[str, float]:
-    """The numbers of a recipe's header by our names: those of its own data, not of other sets that it mentions."""
-    found = re.search(r"Published: (.+?)(?=\. On |\. Cost: |\. Ours: |$)", " ".join(header))
-    said = found[1] if found else ""
-    return {name: float(match[1]) for name, pattern in PUBLISHED.items() if (match := re.search(pattern, said))}
+def printed(published: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the published numbers of a recipe by our names, the first of each. Those of other data or of another
+    length are left out."""
+    own = [entry for entry in published if "data" not in entry and "epochs" not in entry]
+    numbers = {metric: entry[metric] for entry in reversed(own) for metric in entry if metric in PUBLISHED}
+    return {number: float(numbers[metric]) for metric, number in PUBLISHED.items() if metric in numbers}
 
 
 class Row(NamedTuple):

@@ -10,8 +10,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
-from eagleray.config import STRICT, Part, part_of
-from eagleray.config.bundled import find
+from eagleray.config import STRICT, Part, bundled, part_of
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Sources
 from eagleray.config.types import Bytes, Share
@@ -134,8 +133,9 @@ def digest(recipe: Recipe) -> str:
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The resolved recipe; `out` is filled in. Raises UserError."""
-    path = find(name)
-    tree = config.read(path, overrides)
-    tree["out"] = tree.get("out") or f"runs/{path.stem}"
-    return config.check(Recipe, tree, path.name)
+    """Return the resolved recipe of a shipped name or a file, with `out` filled in. Raises UserError."""
+    title, tree = bundled.read_recipe(name)
+    for item in overrides:
+        tree = config.merge(tree, config.override(item))
+    tree["out"] = tree.get("out") or f"runs/{title}"
+    return config.check(Recipe, tree, name.rpartition("/")[2])

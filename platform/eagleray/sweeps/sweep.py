@@ -122,7 +122,7 @@ class Sweep(Branch):
 def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
     """The sweep with its recipes read in and one alternative at least. Overrides are keys of the recipes, which are
     then no longer varied; `out`; and keys of the sweep after `sweep.`. Raises UserError."""
-    path = bundled.find(name, "sweep")
+    path = bundled.find_sweep(name)
     pinned: dict[str, Any] = {}
     tree = config.read(path)
     for item in overrides:
@@ -148,8 +148,7 @@ def _join(sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, wher
         return own  # resolved already, as in a sweep's folder
     if not name:
         raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
-    beside = path.parent / name
-    tree = config.read(beside if beside.is_file() else bundled.find(name))
+    _, tree = bundled.read_recipe(name, beside=path.parent)
     for fixed in (sweep.fixed, own.fixed, pinned):
         tree = put(tree, fixed)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}

@@ -1,0 +1,62 @@
+"""The numbers of a recipe, published and our own, and its cost in words."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Every metric that `published` and `ours` may have, and how it is written. Shares are in percent.
+METRICS: Mapping[str, str] = {
+    "linear": "linear {} %",
+    "knn": "kNN {} %",
+    "top1": "top-1 {} %",
+    "from_random": "from random weights {} %",
+    "fine_tuned": "fine-tuned {} %",
+    "average_of_18": "mean of 18 datasets {}",
+    "box_ap": "COCO box AP {}",
+    "mask_ap": "COCO mask AP {}",
+    "miou": "ADE20K {} mIoU",
+    "upernet_miou": "ADE20K with UPerNet {} mIoU",
+    "davis": "DAVIS {} J&F",
+    "correspondence": "correspondence {} %",
+    "gain": "{:+}",
+}
+# What else an entry of `published` may have: where it is printed, and the data and the length, where they differ.
+DETAILS = ("source", "data", "epochs", "note")
+
+
+def numbers(entry: Mapping[str, Any]) -> str:
+    """Return the metrics of one entry, such as `linear 78.1 %, kNN 75.7 %`."""
+    return ", ".join(text.format(entry[metric]) for metric, text in METRICS.items() if metric in entry)
+
+
+def published_words(published: Sequence[Mapping[str, Any]]) -> str:
+    """Return what was published, each entry with its source; `none` where nothing was."""
+    return "; ".join(map(_entry, published)) or "none"
+
+
+def _entry(entry: Mapping[str, Any]) -> str:
+    words = numbers(entry)
+    words += f" on {entry['data']}" if "data" in entry else ""
+    words += f" with optim.epochs={entry['epochs']}" if "epochs" in entry else ""
+    words += (" " if "gain" in entry else ", " if words else "") + entry["note"] if "note" in entry else ""
+    return f"{words} ({entry['source']})"
+
+
+def cost_words(cost: Mapping[str, Any]) -> str:
+    """Return what a run cost its authors; `not published` where they do not say."""
+    if not cost:
+        return "not published"
+    devices = next((f"{cost[kind]} {kind[:3].upper()}s" for kind in ("gpus", "tpus") if kind in cost), "")
+    devices += f" {cost['kind']}" if "kind" in cost else ""
+    words = f"{cost['hours']} hours on {devices}" if "hours" in cost else devices
+    words = ", ".join(filter(None, (words, cost.get("note"))))
+    return f"{words} ({cost['source']})" if "source" in cost else words
+
+
+def ours_words(ours: Mapping[str, Any]) -> str:
+    """Return what was measured here, with the untrained backbone's numbers; `not run` where nothing was."""
+    if not ours:
+        return "not run"
+    words = numbers(ours)
+    words += f" +- {ours['deviation']}" if "deviation" in ours else ""
+    words += f" (untrained: {numbers(ours['untrained'])})" if "untrained" in ours else ""
+    return ", ".join(filter(None, (words, ours.get("note"))))

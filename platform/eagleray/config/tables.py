@@ -1,0 +1,138 @@
+"""A recipe file read as the recipes that it holds: one of its own name, a list of named ones, or a grid with axes."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagleray.config.tree import RecipeError, merge, nearest
+
+# What a file says about a recipe; it never reaches the run.
+ABOUT = ("about", "title", "note", "published", "cost", "ours")
+# How a file is laid out.
+LAYOUT = ("base", "name", "axes", "exceptions", "recipes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """A recipe of pipelines/: what is said about it, and its keys over those of its base."""
+
+    name: str
+    file: Path
+    base: str | None  # the name of another recipe, which has no base itself
+    keys: Mapping[str, Any]
+    about: str  # one sentence
+    note: str  # what was assumed or differs, in sentences
+    published: tuple[Mapping[str, Any], ...]  # metrics by name, and source, on, epochs or note
+    cost: Mapping[str, Any]  # hours, gpus or tpus, source or note; empty where it was not published
+    ours: Mapping[str, Any]  # metrics that were measured here, untrained or note; empty where it was not run
+
+
+def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree without what a file says about a recipe."""
+    return {key: value for key, value in tree.items() if key not in ABOUT}
+
+
+def expand(path: Path, tree: Mapping[str, Any]) -> list[Shipped]:
+    """Return the recipes of a file in their order. Raises RecipeError for a wrong layout."""
+    shared = {key: value for key, value in tree.items() if key not in LAYOUT}
+    if "axes" in tree:
+        rows = _grid(path, tree, shared)
+    elif "recipes" in tree:
+        defaults = _mapping(path, "published", shared.pop("published", {}))
+        named = _mapping(path, "recipes", tree["recipes"]).items()
+        rows = ((n, _over(shared, _mapping(path, f"recipes.{n}", row)), defaults, {}) for n, row in named)
+    else:
+        rows = iter([(path.stem, shared, {}, {})])
+    return [_shipped(path, tree.get("base"), *row) for row in rows]
+
+
+Row = tuple[str, dict[str, Any], Mapping[str, Any], Mapping[str, str]]
+
+
+def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterator[Row]:
+    """Yield a row for every combination of the axes' values, in the order of the axes."""
+    axes = _mapping(path, "axes", tree["axes"])
+    exceptions = tree.get("exceptions", [])
+    printed = _mapping(path, "published", shared.pop("published", {}))
+    defaults = {key: printed[key] for key in ("source", "metric") if key in printed}
+    _check_exceptions(path, axes, exceptions)
+    for values in itertools.product(*axes.values()):
+        at = dict(zip(axes, values, strict=True))
+        row, titles = shared, {}
+        for axis, value in at.items():
+            over = _mapping(path, f"axes.{axis}.{value}", axes[axis][value] or {})
+            titles[axis] = over.get("title", value)
+            row = _over(row, over)
+        for one in exceptions:
+            if all(at[axis] in ([v] if isinstance(v, str) else v) for axis, v in one["when"].items()):
+                row = _over(row, {key: value for key, value in one.items() if key != "when"})
+        numbers: Any = printed
+        for value in values:
+            numbers = numbers.get(value, {}) if isinstance(numbers, Mapping) else {}
+        if "published" not in row:
+            row = row | {"published": numbers}
+        try:
+            name = tree["name"].format(**at)
+        except (KeyError, AttributeError) as e:
+            raise RecipeError(
+                f"{path}: name: expected a pattern of the axes, such as {'_'.join(f'{{{a}}}' for a in axes)} ({e})"
+            ) from None
+        yield name, row, defaults, titles
+
+
+def _check_exceptions(path: Path, axes: Mapping[str, Any], exceptions: Any) -> None:
+    for i, one in enumerate(exceptions):
+        when = _mapping(path, f"exceptions.{i}.when", one.get("when"))
+        for axis, values in when.items():
+            if axis not in axes:
+                raise RecipeError(f"{path}: exceptions.{i}.when.{axis}: is not an axis{nearest(axis, [*axes])}")
+            for value in [values] if isinstance(values, str) else values:
+                if value not in axes[axis]:
+                    raise RecipeError(
+                        f"{path}: exceptions.{i}.when.{axis}: is not a value of the axis"
+                        f"{nearest(value, [*axes[axis]])}, got {value!r}"
+                    )
+
+
+def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge recipe keys and add notes to each other; the rest of what is said about a recipe is replaced whole."""
+    said = {key: over[key] for key in ABOUT if key in over}
+    if under.get("note") and over.get("note"):
+        said["note"] = f"{under['note']} {over['note']}"
+    return merge(under, own_keys(over)) | said
+
+
+def _mapping(path: Path, key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{path}: {key}: expected a mapping, got {value!r}")
+    return value
+
+
+def _shipped(
+    path: Path, base: str | None, name: str, row: Mapping[str, Any], defaults: Mapping[str, Any], titles: Any
+) -> Shipped:
+    titles = titles or {"title": row.get("title", "")}
+    return Shipped(
+        name=name,
+        file=path,
+        base=base,
+        keys=own_keys(row),
+        about=str(row.get("about", "")).format(**titles),
+        note=" ".join(str(row.get("note") or "").split()),
+        published=tuple(published(path, name, row.get("published"), defaults)),
+        cost=row.get("cost") or {},
+        ours=row.get("ours") or {},
+    )
+
+
+def published(path: Path, name: str, numbers: Any, defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what was published as mappings of metrics: a number of `metric`, a mapping, or a list of mappings."""
+    for one in numbers if isinstance(numbers, list) else [numbers] if numbers not in (None, {}) else []:
+        if isinstance(one, int | float) and "metric" in defaults:
+            one = {defaults["metric"]: one}
+        entry = {**_mapping(path, f"published of {name}", one)}
+        if "source" in defaults:
+            entry.setdefault("source", defaults["source"])
+        yield entry
