@@ -29,11 +29,24 @@ class Disk:
         return written  # type: ignore[no-any-return]
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    history = JsonLines(tmp_path / "metrics.jsonl", step=0)
+def test_lines_that_a_full_disk_does_not_take_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    honest, disks = Path.open, []
+
+    def small_disk(path: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        file = honest(path, mode, *more, **options)
+        if mode != "ab":
+            return file
+        disks.append(Disk(file, room=1000))
+        return disks[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", small_disk)
+        history = JsonLines(tmp_path / "metrics.jsonl", step=0)
+    [disk] = disks
     history.log({"step": 1})
-    disk = Disk(history._file, room=5)  # not enough for a line
-    history._file = disk  # type: ignore[assignment]
+    disk.room = 5  # not enough for a line
     history.log({"step": 2})
     history.log({"step": 3})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
