@@ -33,7 +33,7 @@ from torchvision import transforms as T
 from eagleray.base.errors import UserError
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
-from eagleray.data.reader import Part, Stream
+from eagleray.data.reader import StepPart, Stream
 from eagleray.views import photometric, sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
@@ -78,7 +78,7 @@ def measure(stream: Stream, rounds: int) -> dict[str, object]:
     return ratios | core | wall | {"photometric_device": device.type, "images": stream.batch, "rounds": rounds}
 
 
-def read(parts: Iterator[Part]) -> Part:
+def read(parts: Iterator[StepPart]) -> StepPart:
     part = next(parts)
     if part.error:
         raise UserError(part.error)
@@ -112,7 +112,7 @@ class Round(NamedTuple):
         return cls(list(data), images, boxes, out)
 
 
-def photometrics(part: Part, device: torch.device) -> Callable[[object], None]:
+def photometrics(part: StepPart, device: torch.device) -> Callable[[object], None]:
     """All views of a part, from uint8 on the device to normalised."""
     pixels = [group.flatten(0, 1).to(device) for group in part.pixels]
     params = part.params.split([len(group) for group in part.pixels])

@@ -121,7 +121,7 @@ class Ours:
 
     def fetched(self, readers: int) -> float:
         """Bytes that one epoch without a cache fetches, over the bytes of the tars that are in it."""
-        from eagleray.data.order import owned
+        from eagleray.data.order import lanes_of
         from eagleray.storage import store
 
         lengths: list[int] = []
@@ -135,7 +135,7 @@ class Ours:
         stream = self.stream("", self.task.lanes)
         with mock.patch.object(place, "read", read):
             for reader in range(readers):
-                lanes = owned(stream.lanes, reader=reader, readers=readers)
+                lanes = lanes_of(stream.lanes, reader=reader, readers=readers)
                 collections.deque(stream.samples(lanes, start=0, stop=stream.steps_per_epoch), maxlen=0)
         share = stream.steps_per_epoch * stream.batch / len(self.index)
         return sum(lengths) / (share * sum(b.size for b in self.index.shards))
@@ -249,10 +249,12 @@ class Parts(IterableDataset[list[Tensor]]):
         self.stream, self.epoch = stream, epoch
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        from eagleray.data.order import owned
+        from eagleray.data.order import lanes_of
 
         info, steps = get_worker_info(), self.stream.steps_per_epoch
-        lanes = owned(self.stream.lanes, reader=info.id, readers=info.num_workers) if info else range(self.stream.lanes)
+        lanes = (
+            lanes_of(self.stream.lanes, reader=info.id, readers=info.num_workers) if info else range(self.stream.lanes)
+        )
         for part in self.stream.parts(lanes, start=self.epoch * steps, stop=(self.epoch + 1) * steps):
             assert not part.error, part.error
             yield part.pixels[0].transpose(0, 1)

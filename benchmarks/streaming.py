@@ -111,7 +111,7 @@ def photographs(files: list[bytes], images: int) -> Iterator[Sample]:
 
 def given(data: str) -> list[bytes]:
     files = []
-    for blob in store.shards(data):
+    for blob in store.list_shards(data):
         with tarfile.open(fileobj=io.BytesIO(store.store(blob.url).get(blob.url))) as tar:
             members = (tar.extractfile(m) for m in tar if m.name.endswith((".jpg", ".jpeg")))
             files += [f.read() for f in members if f]

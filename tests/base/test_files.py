@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagleray.base.files import JsonLines, add_lines, read_lines, write_atomic
+from eagleray.base.files import JsonLines, append_lines, read_lines, write_atomic
 
 
 class Disk:
@@ -70,7 +70,7 @@ def test_lines_follow_those_that_a_kill_left(tmp_path: Path, left: str):
     path.write_text(left)
     records = [{"step": 1, "keys": ["a\u2028b", "c\x85d", "e\nf"]}, {"step": 2, "keys": []}]
     for record in records:
-        add_lines(path, [record])
+        append_lines(path, [record])
     assert read_lines(path) == [{"step": 0}] * left.count("\n") + records
 
 
@@ -78,9 +78,11 @@ def test_one_process_at_a_time(tmp_path: Path):
     """Each adds one to a number that the other may have read as well."""
     path, times = tmp_path / "number", 200
     path.write_text("0")
-    script = "import sys\nfrom pathlib import Path\nfrom eagleray.base.files import alone\npath = Path(sys.argv[1])\n"
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom eagleray.base.files import file_lock\npath = Path(sys.argv[1])\n"
+    )
     script += f"for _ in range({times}):\n"
-    script += "    with alone(path.with_name('.lock')):\n        path.write_text(str(int(path.read_text()) + 1))\n"
+    script += "    with file_lock(path.with_name('.lock')):\n        path.write_text(str(int(path.read_text()) + 1))\n"
     both = [subprocess.Popen([sys.executable, "-c", script, str(path)]) for _ in range(2)]
     assert [p.wait(timeout=60) for p in both] == [0, 0]
     assert path.read_text() == str(2 * times)

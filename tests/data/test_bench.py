@@ -10,7 +10,7 @@ from helpers.pictures import sample, spoiled, write_shards, write_tar
 
 from eagleray.base.errors import UserError
 from eagleray.cli import main
-from eagleray.data.bench import Stage, bench, judge, timed
+from eagleray.data.bench import Stage, bench, judge, time_stage
 
 STAGES = ["store", "read", "decode", "crop", "loader"]
 
@@ -53,9 +53,9 @@ def test_broken_images_are_passed_over_while_there_are_others(tmp_path: Path) ->
 
 def test_a_slow_store_is_given_more_time() -> None:
     pieces = ((1, 10) for _ in range(1000))
-    assert timed("read", 0, pieces, least=25).images == 1  # but not for ever
-    assert timed("read", math.inf, iter([(1, 10)] * 3)).bytes == 30
-    patient = timed("read", 0.01, ((1, 0) for _ in iter(int, 1)), least=1)
+    assert time_stage("read", 0, pieces, least=25).images == 1  # but not for ever
+    assert time_stage("read", math.inf, iter([(1, 10)] * 3)).bytes == 30
+    patient = time_stage("read", 0.01, ((1, 0) for _ in iter(int, 1)), least=1)
     assert 0.04 < patient.seconds < 1
 
 

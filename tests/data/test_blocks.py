@@ -15,7 +15,7 @@ from helpers.pictures import write_shards
 from eagleray.config.view import View
 from eagleray.data import blocks as fetching
 from eagleray.data import index_file
-from eagleray.data.blocks import Block, Fetcher, Pool, span
+from eagleray.data.blocks import Block, Fetcher, Pool, byte_range
 from eagleray.data.decode import BadImage
 from eagleray.data.index import Index, open_index
 from eagleray.data.order import Run
@@ -152,7 +152,7 @@ def test_a_second_epoch_from_a_warm_cache_fetches_nothing(
     plain = Stream(index, VIEWS, 0, 4, 12)
     first = bytes_of_epochs(cached, 1)
     time.sleep(0.3)
-    data = sum(end - begin for begin, end in {span(index.rows(a, b)) for a, b in blocks(index)})
+    data = sum(end - begin for begin, end in {byte_range(index.rows(a, b)) for a, b in blocks(index)})
     assert sum(end - begin for begin, end in reads) == data
     reads.clear()
     again = bytes_of_epochs(cached, 2)

@@ -24,7 +24,7 @@ from eagleray.data import tar_scan as scanning
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.data.index_file import NAME, blocks
-from eagleray.data.quarantine import Bad
+from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import Row, scan
 from eagleray.storage import store
 from eagleray.storage.store import LocalStore
@@ -104,7 +104,7 @@ def test_keys_are_written_out(tmp_path: Path) -> None:
     assert index.label.tolist()[: len(keys)] == [1, 2, 3, 4, 5, 6, 7, -1]
     assert index.labelled
     assert not opened(write_tar(tmp_path / "other" / "y.tar", [("a.jpg", jpeg(1))])).labelled
-    assert index.named(2, "why") == Bad(str(tmp_path / "x.tar"), "dir a/sub/UPPER", int(index.offset[2]), "why")
+    assert index.named(2, "why") == BadSample(str(tmp_path / "x.tar"), "dir a/sub/UPPER", int(index.offset[2]), "why")
 
 
 def test_links_folders_and_names_without_a_dot_are_passed_over(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(path: Path) -> list[Row]:
-    return list(scan(*store.shards(str(path))))
+    return list(scan(*store.list_shards(str(path))))
 
 
 def test_a_corrupt_shard_gives_exactly_its_bad_samples(broken: Path) -> None:
@@ -374,14 +374,14 @@ def test_a_broken_shard_among_others_is_one_bad_entry(broken: Path, tmp_path: Pa
 def test_a_shard_cut_anywhere_gives_its_whole_samples_and_never_a_wrong_one(tmp_path: Path) -> None:
     members = [m for k in range(4) for m in (sample(k)[0], (f"s{k:04d}.cls", b"1234567"))]
     data = write_tar(tmp_path / "whole.tar", members).read_bytes()
-    whole = {r.key: r for r in scan(*store.shards(str(tmp_path / "whole.tar")))}
+    whole = {r.key: r for r in scan(*store.list_shards(str(tmp_path / "whole.tar")))}
     with tarfile.open(tmp_path / "whole.tar") as tar:
         headers = [m.offset for m in tar.getmembers()]
     end = headers[-1] + 1024
     path = tmp_path / "cut.tar"
     for cut in [*range(1, end, 211), *(h + d for h in headers[1:] for d in (1, 511, 513, 515, 518))]:
         path.write_bytes(data[:cut])
-        rows = list(scan(*store.shards(str(path))))
+        rows = list(scan(*store.list_shards(str(path))))
         unlabelled = [r for r in rows if not r.reason and r.label == -1]
         assert len(unlabelled) <= 1  # cut before its label
         assert all(r == whole[r.key] for r in rows if not r.reason and r not in unlabelled)

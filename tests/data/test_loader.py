@@ -14,7 +14,7 @@ from eagleray.data import index_file
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
 from eagleray.data.loader import Loader, rows
-from eagleray.data.quarantine import Bad
+from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import Stream
 from eagleray.views import photometric
 from eagleray.views.sampling import Views
@@ -23,7 +23,7 @@ LANES, BATCH, SAMPLES = 6, 12, 45  # 3 steps in an epoch
 VIEWS = Views.of([View(size=16, count=2, blur=0.5, solarize=0.5), View(size=8, scale=(0.05, 0.3))])
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-Step = tuple[Batch, list[Bad]]
+Step = tuple[Batch, list[BadSample]]
 
 
 @pytest.fixture(autouse=True)

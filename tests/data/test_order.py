@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eagleray.data.order import Epoch, lane_length, owned
+from eagleray.data.order import Epoch, lane_length, lanes_of
 
 CASES = [  # block sizes, lanes, batch
     ([7, 1, 30, 4, 4, 12, 9, 2, 25, 6], 6, 12),
@@ -29,7 +29,7 @@ def epoch_batches(
     """The global batches (steps, batch) of an epoch, put together from what each reader gives."""
     parts = []
     for reader in range(readers):
-        for number in owned(lanes, reader=reader, readers=readers):
+        for number in lanes_of(lanes, reader=reader, readers=readers):
             own = samples(sizes, lanes, batch, number, seed=seed, epoch=epoch)
             parts.append(own.reshape(-1, batch // lanes))
     return np.concatenate(parts, 1)
@@ -55,7 +55,7 @@ def test_any_number_of_readers_gives_the_same_batches(sizes: list[int], lanes: i
 @pytest.mark.parametrize("lanes", [1, 2, 7, 64])
 def test_lanes_are_owned_once_in_order_and_evenly(lanes: int) -> None:
     for readers in range(1, lanes + 1):
-        shares = [owned(lanes, reader=r, readers=readers) for r in range(readers)]
+        shares = [lanes_of(lanes, reader=r, readers=readers) for r in range(readers)]
         assert [n for share in shares for n in share] == list(range(lanes))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -106,4 +106,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="9 samples do not fill one global batch of 10"):
         lane_length(9, lanes=5, batch=10)
     with pytest.raises(ValueError, match="5 readers cannot share 4 lanes"):
-        owned(4, reader=0, readers=5)
+        lanes_of(4, reader=0, readers=5)

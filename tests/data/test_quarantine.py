@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from eagleray.base.errors import UserError
-from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.data.quarantine import BadSample, Quarantine
 
 
-def bad(i: int, reason: str = "truncated") -> Bad:
-    return Bad(f"s3://bucket/x-{i % 3}.tar", f"key ä\u2028{i}", 100 * i, reason)
+def bad(i: int, reason: str = "truncated") -> BadSample:
+    return BadSample(f"s3://bucket/x-{i % 3}.tar", f"key ä\u2028{i}", 100 * i, reason)
 
 
-def listed(path: Path) -> list[Bad]:
-    return [Bad(**json.loads(line)) for line in path.read_text().split("\n")[:-1]]
+def listed(path: Path) -> list[BadSample]:
+    return [BadSample(**json.loads(line)) for line in path.read_text().split("\n")[:-1]]
 
 
 @pytest.fixture
@@ -36,7 +36,12 @@ def test_each_sample_is_listed_once_over_epochs_and_restarts(path: Path) -> None
 
 def test_samples_of_one_key_are_told_apart_by_their_place(path: Path) -> None:
     quarantine = Quarantine(path, samples=10, limit=1)
-    places = [Bad("a.tar", "k", 1, ""), Bad("a.tar", "k", 2, ""), Bad("b.tar", "k", 1, ""), Bad("b.tar", "", -1, "")]
+    places = [
+        BadSample("a.tar", "k", 1, ""),
+        BadSample("a.tar", "k", 2, ""),
+        BadSample("b.tar", "k", 1, ""),
+        BadSample("b.tar", "", -1, ""),
+    ]
     quarantine.add(places)
     assert listed(path) == places
 

@@ -19,8 +19,8 @@ from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data import index_file
 from eagleray.data.index import open_index
-from eagleray.data.order import Epoch, owned
-from eagleray.data.reader import Part, Stream, groups
+from eagleray.data.order import Epoch, lanes_of
+from eagleray.data.reader import StepPart, Stream, size_groups
 from eagleray.storage import store
 from eagleray.storage.store import LocalStore
 from eagleray.views.sampling import Views
@@ -52,16 +52,16 @@ def dented(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("dented"), SAMPLES, 3, broken=BROKEN)
 
 
-def read(stream: Stream, *, readers: int, start: int, steps: int) -> list[Part]:
+def read(stream: Stream, *, readers: int, start: int, steps: int) -> list[StepPart]:
     """Some global batches, each joined from the parts of all readers."""
-    own = [owned(stream.lanes, reader=r, readers=readers) for r in range(readers)]
+    own = [lanes_of(stream.lanes, reader=r, readers=readers) for r in range(readers)]
     parts = zip(*[stream.parts(lanes, start=start) for lanes in own], strict=True)
     return [join(p) for p in islice(parts, steps)]
 
 
-def join(parts: tuple[Part, ...]) -> Part:
+def join(parts: tuple[StepPart, ...]) -> StepPart:
     assert not any(p.error for p in parts)
-    return Part(
+    return StepPart(
         pixels=[torch.cat(group, 1) for group in zip(*[p.pixels for p in parts], strict=True)],
         params=torch.cat([p.params for p in parts], 1),
         index=torch.cat([p.index for p in parts]),
@@ -70,18 +70,18 @@ def join(parts: tuple[Part, ...]) -> Part:
     )
 
 
-def tensors(part: Part) -> list[Tensor]:
+def tensors(part: StepPart) -> list[Tensor]:
     return [*part.pixels, part.params, part.index, part.label]
 
 
-def assert_equal(ours: list[Part], theirs: list[Part]) -> None:
+def assert_equal(ours: list[StepPart], theirs: list[StepPart]) -> None:
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
         assert a.bad == b.bad
 
 
-def indices(parts: list[Part]) -> list[int]:
+def indices(parts: list[StepPart]) -> list[int]:
     return torch.cat([p.index for p in parts]).tolist()
 
 
@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_refused_with_the_keys_of_the_recipe(folder: Path) 
 
 def test_groups_are_neighbours_of_one_size() -> None:
     views = Views.of([View(size=8, count=2), View(size=8), View(size=4), View(size=8)])
-    assert groups(views) == [(3, 8), (1, 4), (1, 8)]
+    assert size_groups(views) == [(3, 8), (1, 4), (1, 8)]
 
 
 def test_reads_go_through_the_store_of_the_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from eagleray.base.files import read_lines
 from eagleray.cli import commands
 from eagleray.engine import checkpoint
 from eagleray.runs.tracking import Tracking
-from eagleray.storage.retry import Transient, insist
+from eagleray.storage.retry import Transient, call_with_retries
 from eagleray.storage.store import LocalStore
 
 
@@ -119,7 +119,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def read(self: LocalStore, url: str, start: int, length: int, *, patience: float, tag: str = "") -> memoryview:
             seen[0] += 1
             if seen[0] > after:
-                raise insist(url, missing, patience=patience)
+                raise call_with_retries(url, missing, patience=patience)
             return honest(self, url, start, length)
 
         def missing() -> Exception:

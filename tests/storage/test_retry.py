@@ -6,7 +6,7 @@ import pytest
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import retry
-from eagleray.storage.retry import Transient, insist
+from eagleray.storage.retry import Transient, call_with_retries
 
 
 class Clock:
@@ -47,7 +47,7 @@ def failing(times: int) -> tuple[list[int], object]:
 def test_it_is_tried_until_it_works_with_growing_pauses_that_differ(clock: Clock) -> None:
     for _ in range(2):
         made, attempt = failing(12)
-        assert insist("u", attempt, patience=600) == 7  # type: ignore[arg-type]
+        assert call_with_retries("u", attempt, patience=600) == 7  # type: ignore[arg-type]
         assert len(made) == 13
     first, second = clock.pauses[:12], clock.pauses[12:]
     assert first != second
@@ -59,7 +59,7 @@ def test_it_is_tried_until_it_works_with_growing_pauses_that_differ(clock: Clock
 def test_it_is_given_up_within_its_time_with_one_line(clock: Clock) -> None:
     made, attempt = failing(10**9)
     with pytest.raises(Outage) as caught:
-        insist("s3://b/x.tar", attempt, patience=60)  # type: ignore[arg-type]
+        call_with_retries("s3://b/x.tar", attempt, patience=60)  # type: ignore[arg-type]
     assert 60 - retry.LONGEST <= clock.now <= 60
     assert str(caught.value) == f"s3://b/x.tar: SlowDown; given up after {len(made)} attempts in {clock.now:.0f} s"
 
@@ -67,10 +67,10 @@ def test_it_is_given_up_within_its_time_with_one_line(clock: Clock) -> None:
 def test_somebody_is_told_of_a_long_wait_and_not_at_every_attempt(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    insist("u", failing(3)[1], patience=600)  # type: ignore[arg-type]
+    call_with_retries("u", failing(3)[1], patience=600)  # type: ignore[arg-type]
     assert not caplog.records
     with pytest.raises(Outage):
-        insist("u", failing(10**9)[1], patience=600)  # type: ignore[arg-type]
+        call_with_retries("u", failing(10**9)[1], patience=600)  # type: ignore[arg-type]
     assert 2 <= len(caplog.records) <= 10
     assert "u: SlowDown; tried" in caplog.text
 
@@ -81,5 +81,5 @@ def test_what_does_not_pass_is_not_tried_again(clock: Clock, error: Exception) -
         raise error
 
     with pytest.raises(type(error)):
-        insist("u", attempt, patience=600)
+        call_with_retries("u", attempt, patience=600)
     assert not clock.pauses

@@ -21,7 +21,7 @@ from eagleray.data import index_file
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.data.index_file import NAME
 from eagleray.data.loader import Loader
-from eagleray.data.reader import Part, Stream
+from eagleray.data.reader import StepPart, Stream
 from eagleray.datasets import shards as shard_writing
 from eagleray.datasets.shards import Sample
 from eagleray.storage import retry, s3, store
@@ -93,7 +93,7 @@ def test_shards_are_listed_by_folder_glob_and_braces(bucket: str, tmp_path: Path
     upload(tmp_path, bucket)
 
     def names(*patterns: str) -> list[str]:
-        blobs = store.shards([f"{bucket}/{p}" for p in patterns])
+        blobs = store.list_shards([f"{bucket}/{p}" for p in patterns])
         assert all(b.size == len(b.url) - len(f"{bucket}/") - len(".tar") for b in blobs)
         return [b.url.removeprefix(f"{bucket}/").removesuffix(".tar") for b in blobs]
 
@@ -113,7 +113,7 @@ def test_one_request_lists_a_folder(bucket: str, tmp_path: Path, anew: Callable[
     anew()
     asked: list[str] = []
     store.STORES["s3"].client().meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
-    assert len(store.shards(bucket)) == 3
+    assert len(store.list_shards(bucket)) == 3
     assert asked == ["ListObjectsV2"]
 
 
@@ -210,7 +210,7 @@ def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     places = [str(tmp_path / "train"), f"{bucket}/train"]
     for place in places:
         assert shard_writing.write_shards(samples, place, size=8_000)[1] == 24
-    local, remote = (store.shards(place) for place in places)
+    local, remote = (store.list_shards(place) for place in places)
     assert len(local) > 2
     for a, b in zip(local, remote, strict=True):
         assert store.store(b.url).get(b.url) == Path(a.url).read_bytes()
@@ -226,7 +226,7 @@ def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     assert torch.equal(torch.cat(from_processes), torch.cat([p.index for p in parts[0]]))
 
 
-def tensors(part: Part) -> list[torch.Tensor]:
+def tensors(part: StepPart) -> list[torch.Tensor]:
     return [*part.pixels, part.params, part.index, part.label]
 
 
@@ -296,7 +296,7 @@ def test_a_transfer_that_breaks_off_is_begun_anew(
     url, data = large
     broken: list[Exception] = []
     starts: list[threading.Thread] = []
-    honest = s3.receive
+    honest = s3.read_body
 
     def receive(body: Any, length: int) -> memoryview:
         if not starts:
@@ -309,7 +309,7 @@ def test_a_transfer_that_breaks_off_is_begun_anew(
             broken.append(e)
             raise
 
-    monkeypatch.setattr(s3, "receive", receive)
+    monkeypatch.setattr(s3, "read_body", receive)
     try:
         got = store.store(url).read(url, 1, LARGE - 1, patience=60)
     finally:

@@ -72,7 +72,7 @@ def settings(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_a_public_bucket_is_read_without_credentials(server: Server, settings: Callable[..., None]) -> None:
     settings()
-    [blob] = store.shards("s3://b/train")
+    [blob] = store.list_shards("s3://b/train")
     assert blob.url == "s3://b/train/x-000.tar"
     assert bytes(store.store(blob.url).read(blob.url, 2, 3, tag=blob.tag)) == b"234"
     assert len(server.asked) == 2
@@ -89,7 +89,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "mykey", "AWS_SECRET_ACCESS_KEY": "mysecret"}
 @pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION"])
 def test_credentials_and_region_of_the_environment(server: Server, settings: Callable[..., None], name: str) -> None:
     settings(**KEYS, **{name: "eu-central-7"})
-    store.shards("s3://b/train")
+    store.list_shards("s3://b/train")
     [(_, headers)] = server.asked
     assert "Credential=mykey/" in headers["authorization"]
     assert "/eu-central-7/s3/" in headers["authorization"]
@@ -101,7 +101,7 @@ def test_a_profile_of_the_configuration(server: Server, settings: Callable[..., 
         "[profile lab]\nregion = sa-west-3\naws_access_key_id = labkey\naws_secret_access_key = labsecret\n"
     )
     settings(AWS_CONFIG_FILE=str(config), AWS_PROFILE="lab")
-    store.shards("s3://b/train")
+    store.list_shards("s3://b/train")
     assert "Credential=labkey/" in server.asked[0][1]["authorization"]
     assert "/sa-west-3/" in server.asked[0][1]["authorization"]
 
@@ -109,5 +109,5 @@ def test_a_profile_of_the_configuration(server: Server, settings: Callable[..., 
 def test_credentials_in_a_url_are_refused_and_not_repeated(settings: Callable[..., None]) -> None:
     settings()
     with pytest.raises(UserError, match="credentials do not belong in a URL") as caught:
-        store.shards("s3://mykey:mysecret@b/train")
+        store.list_shards("s3://mykey:mysecret@b/train")
     assert "mysecret" not in str(caught.value)

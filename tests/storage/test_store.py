@@ -9,7 +9,7 @@ import pytest
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
-from eagleray.storage.store import Blob, LocalStore, absolute, expand_braces, put_bytes, shards
+from eagleray.storage.store import Blob, LocalStore, absolute, expand_braces, list_shards, put_bytes
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def names(urls: str | list[str]) -> list[str]:
-    blobs = shards(urls)
+    blobs = list_shards(urls)
     assert [b.url for b in blobs] == sorted({b.url for b in blobs})
     assert all(Path(b.url).stat().st_size == b.size for b in blobs)
     return [b.url.rpartition("/")[2] for b in blobs]
@@ -111,7 +111,7 @@ def test_braces_are_those_of_a_shell(pattern: str) -> None:
 def test_what_is_not_there_is_one_line(folder: Path, pattern: str, message: str) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(UserError) as caught:
-        shards(f"{folder}/{pattern}")
+        list_shards(f"{folder}/{pattern}")
     assert message in str(caught.value)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -119,7 +119,7 @@ def test_what_is_not_there_is_one_line(folder: Path, pattern: str, message: str)
 
 def test_no_pattern_at_all_is_refused() -> None:
     with pytest.raises(UserError, match="no shards are given"):
-        shards([])
+        list_shards([])
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/x.tar", "http://host/x-{0..3}.tar", "hdfs://host/folder"])
@@ -128,7 +128,7 @@ def test_an_unknown_scheme_is_named(url: str) -> None:
     with pytest.raises(
         UserError, match=f"{scheme}://.*: unknown scheme '{scheme}'; known are plain paths, file:// and s3://"
     ):
-        shards(url)
+        list_shards(url)
 
 
 def test_absolute_leaves_other_schemes_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

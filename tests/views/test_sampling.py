@@ -154,11 +154,11 @@ def test_operations_happen_as_often_as_torchvisions(name: str, transform: Any, p
 def test_every_parameter_is_drawn_on_its_own() -> None:
     """None of them tells anything about another, nor about the crop."""
     views, u = many(blur=0.5, solarize=0.5, gray=0.5, jitter=0.5, erasing=0.5)
-    columns = [*sampling.more(views, seed=1, epoch=2, sample=3).T]
+    columns = [*sampling.extra_uniforms(views, seed=1, epoch=2, sample=3).T]
     columns += [*photometrics(views, u).T[: COLUMNS.index("erase_top")], *crops(views, u, 375, 500)[:, 2:].T]
     columns += [u[:, sampling.PLACE_X], u[:, sampling.PLACE_Y]]
     r = np.corrcoef(columns)
-    own = [sampling.MORE + COLUMNS.index(c) for c in ("first", "second", "third", "fourth")]
+    own = [sampling.EXTRA_WIDTH + COLUMNS.index(c) for c in ("first", "second", "third", "fourth")]
     r[np.ix_(own, own)] = 0  # of one permutation
     r[-3, -4] = r[-4, -3] = 0  # height and width of one box
     np.fill_diagonal(r, 0)
@@ -206,7 +206,7 @@ def test_every_view_has_its_own_settings() -> None:
 def boxes(chance: float, size: int = 32, count: int = M) -> NDArray:
     """What is erased (n, 5)."""
     views, u = many(count, size=size, erasing=chance)
-    more = sampling.more(views, seed=1, epoch=2, sample=3)
+    more = sampling.extra_uniforms(views, seed=1, epoch=2, sample=3)
     return photometrics(views, u, more)[:, COLUMNS.index("erase_top") :]
 
 
@@ -241,6 +241,6 @@ def test_what_is_drawn_does_not_move_when_views_are_erased() -> None:
     erased, v = many(50, erasing=1.0)
     assert (u == v).all()
     end = COLUMNS.index("erase_top")
-    more = sampling.more(erased, seed=1, epoch=2, sample=3)
+    more = sampling.extra_uniforms(erased, seed=1, epoch=2, sample=3)
     assert (photometrics(views, u)[:, :end] == photometrics(erased, v, more)[:, :end]).all()
-    assert sampling.more(views, seed=1, epoch=2, sample=3).size == 0
+    assert sampling.extra_uniforms(views, seed=1, epoch=2, sample=3).size == 0

@@ -22,7 +22,7 @@ out = Console(highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def quietly(quiet: bool) -> Iterator[None]:
+def silence(quiet: bool) -> Iterator[None]:
     """Nothing for a person meanwhile, where a program reads the result."""
     out.quiet = quiet
     try:
@@ -32,7 +32,7 @@ def quietly(quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def stoppable(ask: Callable[[], object], said: str) -> Iterator[None]:
+def stop_on_signal(ask: Callable[[], object], said: str) -> Iterator[None]:
     """The first SIGTERM or Ctrl-C asks for an end in order, and it is said; a second Ctrl-C ends at once."""
     asked = False
 
@@ -52,7 +52,7 @@ def stoppable(ask: Callable[[], object], said: str) -> Iterator[None]:
             signal.signal(s, handler)
 
 
-def bar(unit: str) -> Progress:
+def progress_bar(unit: str) -> Progress:
     """A progress bar with rate and time left."""
     return Progress(
         TextColumn("{task.description}"),
@@ -66,16 +66,16 @@ def bar(unit: str) -> Progress:
     )
 
 
-def counted(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
+def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
     """The things, with a progress bar that counts them."""
-    with bar(unit) as progress:
+    with progress_bar(unit) as progress:
         task = progress.add_task(what, total=total, rate="")
         for thing in things:
             yield thing
             progress.advance(task)
 
 
-class Follow:
+class FollowRun:
     """Shows a run from a thread until it ends."""
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -88,10 +88,10 @@ class Follow:
         lines = read_lines(self.metrics)
         self.start = lines[-1]["step"] if lines else 0
         self.seen = 0  # bytes of metrics.jsonl
-        self.bar = bar("steps")
+        self.bar = progress_bar("steps")
         self.task = self.bar.add_task("pretrain", total=steps, rate="")
 
-    def __enter__(self) -> "Follow":
+    def __enter__(self) -> "FollowRun":
         self.bar.start()
         self.thread.start()
         return self
@@ -155,7 +155,7 @@ class Tail:
         return found
 
 
-def fail(message: str) -> None:
+def print_error(message: str) -> None:
     """The one line for the person who must act."""
     sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr)

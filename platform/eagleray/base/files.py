@@ -85,7 +85,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def add_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Put objects behind those that are there, and behind a line that was left half written."""
     with path.open("a+b") as f:
         if f.tell():
@@ -95,14 +95,14 @@ def add_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """No other process of this machine is inside for the same file, which is made where it is missing."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def lock(folder: Path, *, patience: float = 0.0) -> IO[str]:
+def lock_folder(folder: Path, *, patience: float = 0.0) -> IO[str]:
     """Keep a folder to this process until the file is closed. Raises UserError when another process still has it after
     so many seconds."""
     file = (folder / ".lock").open("a+")
@@ -123,7 +123,7 @@ def lock(folder: Path, *, patience: float = 0.0) -> IO[str]:
     return file
 
 
-def locked(folder: Path) -> bool:
+def is_folder_locked(folder: Path) -> bool:
     """Whether a process keeps the folder to itself."""
     path = folder / ".lock"
     if not path.exists():

@@ -4,20 +4,20 @@ import time
 
 from rich.progress import Progress, TaskID
 
-from eagleray.base.console import bar, out
+from eagleray.base.console import out, progress_bar
 
 STEPS = 10  # lines per phase
 
 
-class Ticks:
+class PhaseProgress:
     """Counts images."""
 
     def __init__(self) -> None:
-        self.bar: Progress = bar("images")
+        self.bar: Progress = progress_bar("images")
         self.phase, self.task = "", TaskID(0)
         self.began, self.first, self.shown = 0.0, 0, 0
 
-    def __enter__(self) -> "Ticks":
+    def __enter__(self) -> "PhaseProgress":
         self.bar.start()
         return self
 

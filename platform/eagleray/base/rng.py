@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-_alone = threading.Lock()  # the loader's thread draws too where there are no loader processes
+_lock = threading.Lock()  # the loader's thread draws too where there are no loader processes
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_global_generators(seed: int) -> Iterator[None]:
     """Both generators start from the seed, below 2**32, and are as they were afterwards."""
-    with _alone:
+    with _lock:
         before = random.getstate(), np.random.get_state()
         random.seed(seed)
         np.random.seed(seed)

@@ -14,9 +14,9 @@ from typing import Any
 
 from eagleray import config
 from eagleray.base import files
-from eagleray.base.console import Follow, out, stoppable
+from eagleray.base.console import FollowRun, out, stop_on_signal
 from eagleray.base.errors import UserError
-from eagleray.base.progress import Ticks
+from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_map import ray_map
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
@@ -60,7 +60,7 @@ def pretrain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         begin(kept, recipe)
         # In a thread: the signal may come while this one is in the middle of a request to the same store.
         ask = threading.Thread(target=remote.put, args=(kept, ".stop", "")).start
-        with Follow(folder, plan.steps), following, stoppable(ask, "stopping after this step"):
+        with FollowRun(folder, plan.steps), following, stop_on_signal(ask, "stopping after this step"):
             summary = in_world(recipe, tracking)
         if summary is None:
             sys.exit(1)
@@ -132,7 +132,7 @@ def prepare(options: PrepareOptions, *, workers: int | None) -> None:
     """Write shards, index and card of a source: in this process, or as so many Ray tasks at once, None meaning as many
     as there are CPUs. Raises UserError and Outage."""
     options = options.resolved()
-    with Ticks() as ticks:
+    with PhaseProgress() as ticks:
         done = preparing.prepare(
             options,
             run=map if workers == 0 else partial(ray_map, workers=workers),

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagleray.base.console import counted, fail, out
+from eagleray.base.console import out, print_error, progress_over
 from eagleray.base.errors import UserError
 from eagleray.cli import commands
 from eagleray.datasets.shapes import CLASSES, image
@@ -40,7 +40,7 @@ def drawn() -> list[str]:
         if not (place / "index.parquet").exists():
             for left in place.glob("*.tar"):  # of a demo that was killed here
                 left.unlink()
-            samples = counted("pictures", f"drawing {split}", pictures(seed, count), count)
+            samples = progress_over("pictures", f"drawing {split}", pictures(seed, count), count)
             write_shards(samples, str(place), size=4 * 2**20)
             out.print(f"drew {count} {split} pictures of {len(CLASSES)} classes")
     return [f"data.train={RUNS / 'shapes' / 'train'}", f"data.test={RUNS / 'shapes' / 'test'}"]
@@ -54,7 +54,7 @@ def pictures(seed: int, count: int) -> Iterator[Sample]:
 
 def own(data: str) -> list[str]:
     """The user's shards as they are; a folder of images is sharded first, once."""
-    folder = store.local(data)
+    folder = store.local_path(data)
     if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
         return [f"data.train={data}"]
     place = RUNS / f"shards-{name(data)}"
@@ -72,5 +72,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1] if len(sys.argv) > 1 else None)
     except (UserError, RuntimeError) as e:
-        fail(str(e))
+        print_error(str(e))
         sys.exit(2 if isinstance(e, UserError) else 1)

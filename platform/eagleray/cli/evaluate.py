@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eagleray.base.console import out, quietly
+from eagleray.base.console import out, silence
 from eagleray.base.errors import UserError
 from eagleray.cli.options import Json
 
@@ -68,7 +68,7 @@ def evaluate(
         workers=workers,
         out=folder,
     )
-    with quietly(as_json or form is Format.json):
+    with silence(as_json or form is Format.json):
         report = evaluation.evaluate(request)
     if as_json:
         trained = [r for r in report.results if not r.untrained]

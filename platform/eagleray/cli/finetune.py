@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from eagleray.base.console import quietly
+from eagleray.base.console import silence
 from eagleray.cli.options import Json, Overrides, RecipeName
 
 
@@ -25,7 +25,7 @@ def finetune(
     """Train a recipe from pretrained weights: `pretrain` with backbone.weights=WEIGHTS."""
     from eagleray.cli import commands
 
-    with quietly(as_json):
+    with silence(as_json):
         summary = commands.pretrain(name, [*(overrides or []), f"backbone.weights={json.dumps(weights)}"])
     if as_json:
         print(json.dumps(summary))

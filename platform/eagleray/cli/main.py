@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray.base.console import bar, fail, out, quietly
+from eagleray.base.console import out, print_error, progress_bar, silence
 from eagleray.base.errors import UserError
 from eagleray.cli import catalogue, evaluate, finetune, jobs, tune
 from eagleray.cli import report as report_cli
@@ -29,7 +29,7 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
     """Pretrain a backbone, or continue: data.train=URL data.test=URL out=DIR workers=N max_steps=N seed=N ..."""
     from eagleray.cli import commands
 
-    with quietly(as_json):
+    with silence(as_json):
         summary = commands.pretrain(name, overrides or [])
     if as_json:
         print(json.dumps(summary))
@@ -53,7 +53,7 @@ def index(url: Annotated[str, typer.Argument(help="folder, glob or brace pattern
     """Index existing WebDataset tars, anew where they were indexed before."""
     from eagleray.data.index import write_index
 
-    with bar("shards") as progress:
+    with progress_bar("shards") as progress:
         task = progress.add_task("index", total=None, rate="")
         found = write_index(url, tick=lambda done, all: progress.update(task, completed=done, total=all))
     for place, good, bad in found:
@@ -131,7 +131,7 @@ def bench_(
     """Measure store, reader, decoding, crops and loader on this machine, and name what limits them."""
     from eagleray.data.bench import bench
 
-    with quietly(as_json):
+    with silence(as_json):
         report = bench(url, seconds=seconds, note=lambda line: out.print(line, markup=False))
         for line in report.lines():
             out.print(line, markup=False)
@@ -177,10 +177,10 @@ def main() -> Any:
     try:
         app()
     except UserError as e:
-        fail(str(e))
+        print_error(str(e))
         sys.exit(2)
     except RuntimeError as e:
-        fail(str(e))
+        print_error(str(e))
         sys.exit(1)
 
 

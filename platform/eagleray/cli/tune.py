@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from eagleray.base.console import quietly
+from eagleray.base.console import silence
 from eagleray.cli.options import Json
 
 
@@ -28,7 +28,7 @@ def tune(
     """Search the best settings: data.train=URL data.test=URL out=DIR sweep.trials=N ..."""
     from eagleray.sweeps import run
 
-    with quietly(as_json):
+    with silence(as_json):
         told = run.tune(name, overrides or [], most=most, resume=resume)
     if as_json:
         print(json.dumps(told))

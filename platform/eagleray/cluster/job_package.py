@@ -16,7 +16,7 @@ from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_sizes
 from eagleray.runs.plan import training_sources
 from eagleray.runs.recipe import Recipe
-from eagleray.storage.store import local, remote, store
+from eagleray.storage.store import is_remote, local_path, store
 
 ADDRESSES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
 SHARED = "expected an s3:// URL, or an absolute path that is the same on all nodes"
@@ -71,7 +71,7 @@ def check_places(recipe: Recipe) -> None:
 
 def _check(key: str, place: str) -> None:
     store(place)
-    if not remote(place) and not local(place).is_absolute():
+    if not is_remote(place) and not local_path(place).is_absolute():
         raise UserError(f"{key}={place}: is relative to a folder of this machine; {SHARED}")
 
 

@@ -16,15 +16,15 @@ class Source:
     repeat: Annotated[int, Field(gt=0)] = 1
 
 
-def _listed(given: Any) -> Any:
+def _as_list(given: Any) -> Any:
     items = [given] if isinstance(given, str) else given
     return [{"url": i} if isinstance(i, str) else i for i in items] if isinstance(items, list | tuple) else given
 
 
-def _brief(sources: tuple[Source, ...]) -> Any:
+def _shortest_form(sources: tuple[Source, ...]) -> Any:
     """As a person would write it."""
     items = [s.url if s.repeat == 1 else {"url": s.url, "repeat": s.repeat} for s in sources]
     return items[0] if len(items) == 1 and isinstance(items[0], str) else items
 
 
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_listed), PlainSerializer(_brief)]
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_list), PlainSerializer(_shortest_form)]

@@ -10,20 +10,20 @@ from eagleray.config import STRICT
 from eagleray.config.types import Share
 
 
-def ordered(ends: tuple[float, float]) -> tuple[float, float]:
+def check_range(ends: tuple[float, float]) -> tuple[float, float]:
     if not 0 < ends[0] <= ends[1]:
         raise ValueError("two positive numbers, the lower first, are expected")
     return ends
 
 
-def known(policy: str) -> str:
+def check_policy(policy: str) -> str:
     if not re.fullmatch(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d+(\.\d+)?))*", policy):
         raise ValueError("timm's name of a RandAugment policy is expected, such as rand-m9-mstd0.5-inc1")
     return policy
 
 
-Range = Annotated[tuple[float, float], AfterValidator(ordered)]
-Policy = Annotated[str, AfterValidator(known)]
+Range = Annotated[tuple[float, float], AfterValidator(check_range)]
+Policy = Annotated[str, AfterValidator(check_policy)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

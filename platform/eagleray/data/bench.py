@@ -16,19 +16,19 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
-from eagleray.data.blocks import THREADS, span
+from eagleray.data.blocks import THREADS, byte_range
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, Note, open_index
 from eagleray.data.loader import Loader
-from eagleray.data.reader import Part, Stream
+from eagleray.data.reader import StepPart, Stream
 from eagleray.storage import store
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=224, count=2)])
-KEPT = 256  # images that are decoded and cropped again and again
+IMAGES = 256  # images that are decoded and cropped again and again
 LANES, ROWS = 8, 4  # of the stream; images of each lane in a step
 PROCESSES = 4  # of the loader, at most
 PATIENT = 4  # times as long as asked for, where a store is slow
@@ -87,7 +87,7 @@ class Report:
 def bench(url: str, *, seconds: float, note: Note) -> Report:
     """Each stage for some seconds. Raises UserError where the shards cannot be read or none of their images decodes."""
     begin = time.perf_counter()
-    store.shards(url)
+    store.list_shards(url)
     listed = time.perf_counter()
     with TemporaryDirectory() as spare:
         index = open_index(url, Path(spare), note=note)
@@ -100,26 +100,26 @@ def bench(url: str, *, seconds: float, note: Note) -> Report:
 
 def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], float]:
     """The stages, and the mean longer side of the images in pixels."""
-    stream = of(index)
+    stream = small_stream(index)
     kept: list[bytes] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        raw = timed("store", math.inf, blocks(index, seconds))
+        raw = time_stage("store", math.inf, block_work(index, seconds))
         block = raw.bytes / raw.images * len(index) / len(index.block_sizes)
         held = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
-        came = timed("read", seconds, read(stream, kept), least=held)
-        images = decoded(kept, index.shards[0].url)
-        core = [timed(n, seconds, f(images), processes=1) for n, f in (("decode", decoding), ("crop", cropping))]
+        came = time_stage("read", seconds, read_work(stream, kept), least=held)
+        images = decode_all(kept, index.shards[0].url)
+        core = [time_stage(n, seconds, f(images), processes=1) for n, f in (("decode", decodes), ("crop", crops))]
         processes = min(cores, PROCESSES, stream.lanes)
-        steps = loading(stream, processes, came.bytes / came.images)
-        found = [raw, came, *core, timed("loader", seconds, steps, least=held, processes=processes)]
+        steps = loader_work(stream, processes, came.bytes / came.images)
+        found = [raw, came, *core, time_stage("loader", seconds, steps, least=held, processes=processes)]
     finally:
         torch.set_num_threads(threads)
     return found, float(np.mean([max(image.shape) for _, image in images]))
 
 
-def of(index: Index) -> Stream:
+def small_stream(index: Index) -> Stream:
     """A stream that a set of any size fills."""
     lanes = min(LANES, len(index))
     return Stream(index, VIEWS, seed=0, lanes=lanes, batch=lanes * min(ROWS, len(index) // lanes))
@@ -128,7 +128,7 @@ def of(index: Index) -> Stream:
 Work = tuple[int, int]  # images, bytes
 
 
-def timed(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
+def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
     """What is done of it in these seconds, one piece at least; up to PATIENT times as long until `least` bytes are."""
     images = size = 0
     begin = end = time.perf_counter()
@@ -139,33 +139,33 @@ def timed(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, pr
     return Stage(name, end - begin, images, size, processes)
 
 
-def blocks(index: Index, seconds: float) -> Iterator[Work]:
+def block_work(index: Index, seconds: float) -> Iterator[Work]:
     """Whole blocks in random order, as many requests at a time as a reader makes. It ends by itself, with all that was
     asked for: of a slow store, much is still on its way when the time is over."""
     end = time.perf_counter() + seconds
 
     def one(block: int) -> Work:
         rows = index.rows(int(index.starts[block]), int(index.starts[block + 1]))
-        first, last = span(rows)
+        first, last = byte_range(rows)
         store.store(rows.blob.url).read(rows.blob.url, first, last - first)
         return len(rows.size), last - first
 
     order = itertools.cycle(np.random.default_rng(0).permutation(len(index.block_sizes)).tolist())
-    return ahead(one, itertools.takewhile(lambda _: time.perf_counter() < end, order), width=THREADS)
+    return ordered_map(one, itertools.takewhile(lambda _: time.perf_counter() < end, order), width=THREADS)
 
 
-def read(stream: Stream, kept: list[bytes]) -> Iterator[Work]:
+def read_work(stream: Stream, kept: list[bytes]) -> Iterator[Work]:
     """Every image's bytes, as a reader gets them; the first ones are kept."""
     try:
         for _, data in stream.samples(range(stream.lanes), start=0):
-            if len(kept) < KEPT:
+            if len(kept) < IMAGES:
                 kept.append(bytes(data))
             yield 1, len(data)
     except BadImage as e:
         raise UserError(f"{stream.index.shards[0].url}: an image cannot be used: {e}") from None
 
 
-def decoded(kept: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
+def decode_all(kept: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
     """The images that can be decoded."""
     images = []
     for data in kept:
@@ -178,13 +178,13 @@ def decoded(kept: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
     return images
 
 
-def decoding(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+def decodes(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
     for data, _ in itertools.cycle(images):
         decode(data)
         yield 1, len(data)
 
 
-def cropping(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+def crops(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
     views = VIEWS.views
     out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in views]
     for number, (data, image) in enumerate(itertools.cycle(images)):
@@ -193,19 +193,19 @@ def cropping(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
         yield 1, len(data)
 
 
-class _Parts(Loader):
+class _HostOnly(Loader):
     """The loader without the work on the device."""
 
-    def assemble(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:  # type: ignore[override]
+    def assemble(self, parts: tuple[StepPart, ...]) -> tuple[StepPart, ...]:  # type: ignore[override]
         for part in parts:
             if part.error:
                 raise part.error
         return parts
 
 
-def loading(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
+def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
     """Steps of loader processes that run already; `mean` is the bytes of an image."""
-    steps: Iterator[Any] = _Parts(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)
+    steps: Iterator[Any] = _HostOnly(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)
     next(steps)
     images = stream.batch, round(stream.batch * mean)
     return (images for _ in steps)

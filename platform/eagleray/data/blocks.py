@@ -56,7 +56,7 @@ class Pool:
             del asked, run, future  # not to keep a block while waiting
 
 
-class _Range(NamedTuple):
+class _Bytes(NamedTuple):
     begin: int  # where in the shard
     data: memoryview
 
@@ -76,7 +76,7 @@ class Block:
             lambda: self._checked(fetcher.cached(run) if fetcher.cache else fetcher.read(rows))
         )
 
-    def _checked(self, found: _Range) -> tuple[_Range, set[int]]:
+    def _checked(self, found: _Bytes) -> tuple[_Bytes, set[int]]:
         """With the offsets of images whose sums differ; done where it is fetched, beside what uses the images."""
         begin, data = found
         return found, {at for at, size, crc in self.places if crc32(data[at - begin : at - begin + size]) != crc}
@@ -103,18 +103,19 @@ class Fetcher:
         self.index, self.cache, self.patience = index, cache, patience
         self.pool = Pool(THREADS)
 
-    def read(self, rows: Rows) -> _Range:
+    def read(self, rows: Rows) -> _Bytes:
         """One request."""
-        begin, end = span(rows)
+        begin, end = byte_range(rows)
         blob = rows.blob
         read = store.store(blob.url).read
-        return _Range(begin, read(blob.url, begin, end - begin, tag=blob.tag, patience=self.patience))
+        return _Bytes(begin, read(blob.url, begin, end - begin, tag=blob.tag, patience=self.patience))
 
-    def cached(self, run: Run) -> _Range:
+    def cached(self, run: Run) -> _Bytes:
         """The whole block, of which a lane may use a part and another lane the rest, by way of the cache."""
         assert self.cache is not None
         rows = self._rows(run)
-        return _Range(span(rows)[0], self.cache.get(rows.blob, *span(rows), lambda: self.read(rows).data))
+        begin, end = byte_range(rows)
+        return _Bytes(begin, self.cache.get(rows.blob, begin, end, lambda: self.read(rows).data))
 
     def _rows(self, run: Run) -> Rows:
         return self.index.rows(int(self.index.starts[run.block]), int(self.index.starts[run.block + 1]))
@@ -122,10 +123,10 @@ class Fetcher:
     def again(self, run: Run, blob: Blob, offset: int, size: int) -> memoryview:
         """Bytes of one image from the store, whatever the cache has."""
         if self.cache:
-            self.cache.drop(blob, *span(self._rows(run)))
+            self.cache.drop(blob, *byte_range(self._rows(run)))
         return store.store(blob.url).read(blob.url, offset, size, tag=blob.tag, patience=self.patience)
 
 
-def span(rows: Rows) -> tuple[int, int]:
+def byte_range(rows: Rows) -> tuple[int, int]:
     """From the first byte of the first image to the last of the last."""
     return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])

@@ -17,13 +17,13 @@ from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import index_file
 from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
-from eagleray.data.quarantine import Bad
+from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.retry import PATIENCE
 
-KEPT = 128  # shards whose rows a process holds at hand
+CACHED_SHARDS = 128  # shards whose rows a process holds at hand
 Urls = str | Sequence[str | Source]
 Note = Callable[[str], None]
 Tick = Callable[[int, int], None]  # shards done, shards in all
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     crc: NDArray[np.uint32]  # (n,)
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHED_SHARDS)
 def _numbers(file: File, group: int) -> dict[str, NDArray[Any]]:
     table = file.read(group, Rows._fields[1:]).slice(0, file.shards[group].usable)
     return {name: table[name].to_numpy() for name in table.column_names}
@@ -54,7 +54,7 @@ class Index:
     repeats: NDArray[np.int64]  # (S,) times that a shard is read in an epoch
     first: NDArray[np.int64]  # (S + 1,) first sample of each shard, and N
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
-    bad: list[Bad]
+    bad: list[BadSample]
     labelled: bool
 
     def __len__(self) -> int:
@@ -80,10 +80,10 @@ class Index:
         s = self.place(sample)
         return str(self.files[s].read(self._group(s), ["key"])["key"][sample - self.first[s]])
 
-    def named(self, sample: int, reason: str) -> Bad:
+    def named(self, sample: int, reason: str) -> BadSample:
         """A sample that turned out not to be usable."""
         rows = self.rows(sample, sample + 1)
-        return Bad(rows.blob.url, self.key(sample), int(rows.offset[0]), reason)
+        return BadSample(rows.blob.url, self.key(sample), int(rows.offset[0]), reason)
 
     @functools.cached_property
     def shard(self) -> NDArray[np.int32]:
@@ -131,12 +131,14 @@ def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, pat
     The file is kept beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
     when a shard is not the one that was indexed or is gone, and when there is no image at all.
     """
-    repeats = repeated(urls, patience)
+    repeats = shard_repeats(urls, patience)
     known = dict(itertools.chain.from_iterable(_folders(urls, spare, note=note, patience=patience)))
     blobs = sorted(known, key=lambda b: b.url)
     files = [known[b] for b in blobs]
     shards = [f.shards[f.groups[name(b)]] for b, f in zip(blobs, files, strict=True)]
-    bad = [b for blob, file, shard in zip(blobs, files, shards, strict=True) if shard.bad for b in _bad(blob, file)]
+    bad = [
+        b for blob, file, shard in zip(blobs, files, shards, strict=True) if shard.bad for b in _unusable(blob, file)
+    ]
     if not any(s.usable for s in shards):
         given = urls if isinstance(urls, str) else ", ".join(u if isinstance(u, str) else u.url for u in urls)
         raise UserError(f"{given}: no usable image in {len(blobs)} shard(s)" + (f"; {bad[0].reason}" if bad else ""))
@@ -168,12 +170,12 @@ def save(folder: str, shards: Tables) -> str:
     return index_file.save(tagged, [f"{folder}/{NAME}"])
 
 
-def repeated(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
+def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
     """How often each shard is read in an epoch. Raises UserError when it is asked for with two numbers."""
     out: dict[str, int] = {}
     for source in [urls] if isinstance(urls, str) else urls:
         one = Source(url=source) if isinstance(source, str) else source
-        for blob in store.shards(one.url, patience=patience):
+        for blob in store.list_shards(one.url, patience=patience):
             if out.setdefault(blob.url, one.repeat) != one.repeat:
                 raise UserError(f"{one.url}: repeat={one.repeat}, and {blob.url} is given with another number before")
     return out
@@ -194,7 +196,7 @@ def _folders(
     """Each folder's shards with the file that has their rows."""
     given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
     asked = [p for url in given for p in store.patterns(url)]
-    blobs = store.shards(given, patience=patience)
+    blobs = store.list_shards(given, patience=patience)
     by_folder = sorted(blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
         mine = [replace(b, tag=store.store(b.url).tag(b)) for b in group]
@@ -207,10 +209,10 @@ def _folders(
             raise UserError(
                 f"{folder}/{min(gone)}: is gone since it was indexed; `eagleray index {folder}` accepts that"
             )
-        new = [b for b in mine if again or not _same(b, known)]
+        new = [b for b in mine if again or not _is_indexed(b, known)]
         if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
-            kept = ((_blob(n, f, folder), f.read(f.groups[n])) for n, f in known.items() if n not in names | gone)
+            kept = ((_old_blob(n, f, folder), f.read(f.groups[n])) for n, f in known.items() if n not in names | gone)
             same = ((b, _rows(b, known)) for b in mine if b not in new)
             index_file.save(itertools.chain(kept, same, _scan_all(new, tick)), [u for u in (beside, aside) if u])
             known = (load(aside, again) if aside else {}) | load(beside, again)
@@ -222,16 +224,16 @@ def _rows(blob: Blob, known: dict[str, File]) -> pa.Table:
     return file.read(file.groups[name(blob)])
 
 
-def _blob(name: str, file: File, folder: str) -> Blob:
+def _old_blob(name: str, file: File, folder: str) -> Blob:
     shard = file.shards[file.groups[name]]
     return Blob(f"{folder}/{name}", shard.size, shard.tag)
 
 
-def _same(blob: Blob, known: dict[str, File]) -> bool:
+def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
     """Whether the index knows this shard. Raises UserError when it knows another one of this name."""
     if name(blob) not in known:
         return False
-    old = _blob(name(blob), known[name(blob)], store.parent(blob.url))
+    old = _old_blob(name(blob), known[name(blob)], store.parent(blob.url))
     comparable = old.tag.partition(":")[0] == blob.tag.partition(":")[0]
     if old.size != blob.size or (comparable and old.tag != blob.tag):
         raise UserError(
@@ -241,10 +243,10 @@ def _same(blob: Blob, known: dict[str, File]) -> bool:
     return True
 
 
-def _bad(blob: Blob, file: File) -> Iterator[Bad]:
+def _unusable(blob: Blob, file: File) -> Iterator[BadSample]:
     group = file.groups[name(blob)]
     rows = file.read(group, ["key", "offset", "reason"]).slice(file.shards[group].usable)
-    return (Bad(blob.url, row["key"], row["offset"], row["reason"]) for row in rows.to_pylist())
+    return (BadSample(blob.url, row["key"], row["offset"], row["reason"]) for row in rows.to_pylist())
 
 
 def _scan_all(blobs: list[Blob], tick: Tick | None) -> Iterator[tuple[Blob, pa.Table]]:

@@ -92,7 +92,7 @@ def name(blob: Blob) -> str:
 def load(url: str, again: bool) -> dict[str, File]:
     """What an index knows, by the names of the shards, so that a folder may be moved together with its index."""
     try:
-        file = File(fetched(url))
+        file = File(local_copy(url))
     except FileNotFoundError:
         return {}
     except ValueError as e:
@@ -106,10 +106,10 @@ def load(url: str, again: bool) -> dict[str, File]:
     return dict.fromkeys(file.groups, file)
 
 
-def fetched(url: str) -> Path:
+def local_copy(url: str) -> Path:
     """The file itself, or a copy of it on this machine's disk. Raises FileNotFoundError when there is none."""
     if not url.startswith("s3:"):
-        path = store.local(url)
+        path = store.local_path(url)
         if not path.is_file():
             raise FileNotFoundError(url)
         return path

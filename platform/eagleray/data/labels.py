@@ -6,7 +6,7 @@ from eagleray.base.errors import UserError
 from eagleray.data.index import Index
 
 
-def check(key: str, index: Index, classes: int, *, every: bool) -> None:
+def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
     """Raises UserError where the data that the recipe names at `key` have a label that is no class, and, with `every`,
     where an image has none or there are more classes than labels."""
     if not index.labelled:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from eagleray.data.batch import Batch
-from eagleray.data.order import owned, rows
-from eagleray.data.quarantine import Bad
-from eagleray.data.reader import Part, Stream
+from eagleray.data.order import lanes_of, rows
+from eagleray.data.quarantine import BadSample
+from eagleray.data.reader import StepPart, Stream
 from eagleray.views import photometric
 
 T = TypeVar("T")
@@ -31,26 +31,26 @@ class Loader:
 
     def batches(
         self, start: int, stop: int | None = None, *, enough: Callable[[], bool] = lambda: False
-    ) -> Iterator[tuple[Batch, list[Bad]]]:
+    ) -> Iterator[tuple[Batch, list[BadSample]]]:
         """From a step on: the batch, and what was found broken on the way to it. Ends before the step `stop`, or when
         `enough`, which is asked while a batch keeps us waiting. Raises UserError and Outage where a reader could not go
         on."""
-        parts = _Parts(self.stream, self.rank * max(self.workers, 1), self.readers, start, stop)
-        loader: DataLoader[Part] = DataLoader(
+        parts = _PartDataset(self.stream, self.rank * max(self.workers, 1), self.readers, start, stop)
+        loader: DataLoader[StepPart] = DataLoader(
             parts,
             batch_size=None,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_quiet,
+            worker_init_fn=_ignore_signals,
         )
         readers = iter(loader)
         if self.workers and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises wherever the main thread happens to be
         parts_in_turn = [readers] * max(self.workers, 1)  # one of each worker makes a step
-        steps = _patiently(zip(*parts_in_turn, strict=False), enough)
-        yield from _ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
+        steps = _interruptible(zip(*parts_in_turn, strict=False), enough)
+        yield from _one_batch_ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
 
-    def assemble(self, parts: tuple[Part, ...]) -> tuple[Batch, list[Bad]]:
+    def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
         """Join the readers' parts on the device."""
         for part in parts:
             if part.error:
@@ -70,26 +70,26 @@ class Loader:
         return batch, [bad for part in parts for bad in part.bad]
 
 
-class _Parts(IterableDataset[Part]):
+class _PartDataset(IterableDataset[StepPart]):
     """The parts of one reader: this process, or the loader process that iterates over it."""
 
     def __init__(self, stream: Stream, first: int, readers: int, start: int, stop: int | None) -> None:
         self.stream, self.first, self.readers, self.start, self.stop = stream, first, readers, start, stop
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[StepPart]:
         info = get_worker_info()
         reader = self.first + (info.id if info else 0)
-        lanes = owned(self.stream.lanes, reader=reader, readers=self.readers)
+        lanes = lanes_of(self.stream.lanes, reader=reader, readers=self.readers)
         return self.stream.parts(lanes, start=self.start, stop=self.stop)
 
 
-def _quiet(worker: int) -> None:
+def _ignore_signals(worker: int) -> None:
     """Leave Ctrl-C to the main process, which ends the step and saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _patiently(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T]:
+def _interruptible(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T]:
     """The steps, fetched by a thread of its own, so that `enough` is heard while the store is silent."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
     wanted, over = threading.Semaphore(1), threading.Event()
@@ -125,7 +125,7 @@ def _patiently(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T]:
         thread.join(LAST)
 
 
-def _ahead(steps: Iterator[tuple[Part, ...]], loader: Loader) -> Iterator[tuple[Batch, list[Bad]]]:
+def _one_batch_ahead(steps: Iterator[tuple[StepPart, ...]], loader: Loader) -> Iterator[tuple[Batch, list[BadSample]]]:
     """Copy and prepare the next batch on a stream of its own while the current one is trained on."""
     side = torch.cuda.Stream(loader.device)
     ready: tuple[Any, torch.cuda.Event] | None = None
@@ -137,7 +137,7 @@ def _ahead(steps: Iterator[tuple[Part, ...]], loader: Loader) -> Iterator[tuple[
         ready = loaded
 
 
-def _hand_over(loaded: tuple[Batch, list[Bad]], done: torch.cuda.Event) -> tuple[Batch, list[Bad]]:
+def _hand_over(loaded: tuple[Batch, list[BadSample]], done: torch.cuda.Event) -> tuple[Batch, list[BadSample]]:
     """Make the training stream wait for the batch, and keep its memory until that stream is done with it."""
     stream = torch.cuda.current_stream()
     stream.wait_event(done)

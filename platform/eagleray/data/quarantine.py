@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import add_lines, read_lines
+from eagleray.base.files import append_lines, read_lines
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadSample:
     """A broken sample, or, where `key` is empty, a whole shard."""
 
     shard: str  # URL
@@ -26,12 +26,12 @@ class Quarantine:
         self.path, self.samples, self.limit = path, samples, limit
         self.seen = {(bad["shard"], bad["key"], bad["offset"]) for bad in read_lines(path)}
 
-    def add(self, found: Iterable[Bad], *, write: bool = True) -> None:
+    def add(self, found: Iterable[BadSample], *, write: bool = True) -> None:
         """Note what is new. Raises UserError once there are more than the limit allows."""
         new = {(b.shard, b.key, b.offset): b for b in found if (b.shard, b.key, b.offset) not in self.seen}
         self.seen |= new.keys()
         if write and new:
-            add_lines(self.path, map(asdict, new.values()))
+            append_lines(self.path, map(asdict, new.values()))
         if len(self) > self.limit * self.samples:
             raise UserError(
                 f"{len(self)} of {self.samples} samples are broken, more than data.bad_limit={self.limit:g} allows; "

@@ -18,7 +18,7 @@ from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.data.order import Epoch, Lane, lane_length
-from eagleray.data.quarantine import Bad
+from eagleray.data.quarantine import BadSample
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views import sampling
@@ -28,22 +28,22 @@ from eagleray.views.sampling import Views
 
 
 @dataclass
-class Part:
+class StepPart:
     """What one reader gives to one step: b images, V views in G groups of neighbours of one size."""
 
     pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
     params: Tensor  # (V, b, 18), see views.draw
     index: Tensor  # (b,)
     label: Tensor  # (b,)
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadSample] = field(default_factory=list)
     error: UserError | Outage | None = None  # why there is nothing to read any more
 
-    def pin_memory(self) -> "Part":
+    def pin_memory(self) -> "StepPart":
         self.pixels = [p.pin_memory() for p in self.pixels]
         return self
 
 
-def groups(views: Views) -> list[tuple[int, int]]:
+def size_groups(views: Views) -> list[tuple[int, int]]:
     """(count, size) of neighbouring views of one size."""
     out: list[tuple[int, int]] = []
     for view in views.views:
@@ -54,7 +54,7 @@ def groups(views: Views) -> list[tuple[int, int]]:
     return out
 
 
-def pixels(*shape: int) -> Tensor:
+def pixel_buffer(*shape: int) -> Tensor:
     """Room for uint8 pixels; in a loader process in memory that the main process sees too, where anything else would
     be copied when it is handed over."""
     if get_worker_info() is None:
@@ -98,7 +98,7 @@ class Stream:
         """Samples per visit (M,)."""
         return self.index.block_sizes[self.visits]
 
-    def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[Part]:
+    def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[StepPart]:
         """The lanes' part of every step from `start` on. Ends before `stop`, or with a part that carries an error."""
         rows = len(lanes) * (self.batch // self.lanes)
         steps = self._steps(lanes, start, stop)
@@ -122,13 +122,13 @@ class Stream:
                 sample = int(place.turn.order[place.at])
                 yield sample, place.block.bytes(sample)
 
-    def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_Place"]]:
+    def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_NextSample"]]:
         """What the lanes read in every step, all of it asked for before any of it is waited for."""
         each = self.batch // self.lanes
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
         try:
-            walks = [_Walk(fetcher, self._turns(number, start, stop, epochs), each) for number in lanes]
+            walks = [_LaneReader(fetcher, self._turns(number, start, stop, epochs), each) for number in lanes]
             for _ in itertools.count() if stop is None else range(start, stop):
                 yield [next(walk) for walk in walks for _ in range(each)]
                 for walk in walks:
@@ -139,7 +139,7 @@ class Stream:
     def _epoch(self, epoch: int) -> Epoch:
         return Epoch.of(self.sizes, seed=self.seed, epoch=epoch)
 
-    def _turns(self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]) -> Iterator["_Turn"]:
+    def _turns(self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]) -> Iterator["_LaneRun"]:
         """A lane's runs from a step on."""
         epoch, step = divmod(start, self.steps_per_epoch)
         each = self.batch // self.lanes
@@ -155,22 +155,22 @@ class Stream:
                     return
                 order = visits[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
                 copy = visits[i].block - int(np.searchsorted(self.visits, runs[i].block))
-                yield _Turn(epoch, runs, i, order, copy, skip)
+                yield _LaneRun(epoch, runs, i, order, copy, skip)
                 left -= len(order) - skip
                 skip = 0
             epoch += 1
 
-    def _empty(self, rows: int) -> Part:
-        return Part(
-            pixels=[pixels(n, rows, 3, size, size) for n, size in groups(self.views)],
+    def _empty(self, rows: int) -> StepPart:
+        return StepPart(
+            pixels=[pixel_buffer(n, rows, 3, size, size) for n, size in size_groups(self.views)],
             params=torch.empty(0),
             index=torch.empty(rows, dtype=torch.long),
             label=torch.empty(rows, dtype=torch.long),
         )
 
-    def _fill(self, part: Part, row: int, place: "_Place") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _fill(self, part: StepPart, row: int, place: "_NextSample") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Decode one sample, write its crops and its label into a row, and return its random numbers, (V, WIDTH) and
-        (V, MORE)."""
+        (V, EXTRA_WIDTH)."""
         sample, block, image = self._decode(part, place)
         turn = place.turn
         # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
@@ -179,14 +179,14 @@ class Stream:
         boxes = sampling.crops(self.views, u, *image.shape[1:])
         crops = [view[row] for group in part.pixels for view in group]
         crop(image, boxes, self.views.views, crops)
-        more = sampling.more(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
+        more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
         for pixels, view, v in zip(crops, self.views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
         part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 
-    def _decode(self, part: Part, place: "_Place") -> tuple[int, Block, Tensor]:
+    def _decode(self, part: StepPart, place: "_NextSample") -> tuple[int, Block, Tensor]:
         """The sample, or the next good one of its block, or of the lane's other blocks."""
         for sample, block in self._candidates(place):
             try:
@@ -196,7 +196,7 @@ class Stream:
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 
-    def _candidates(self, place: "_Place") -> Iterator[tuple[int, Block]]:
+    def _candidates(self, place: "_NextSample") -> Iterator[tuple[int, Block]]:
         turn = place.turn
         for i in range(len(turn.order)):
             yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
@@ -208,7 +208,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _LaneRun:
     """A run of a lane."""
 
     epoch: int
@@ -220,21 +220,21 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _NextSample:
     """One sample to be read: `turn.order[at]`."""
 
-    turn: _Turn
+    turn: _LaneRun
     at: int
     block: Block
 
 
-class _Walk:
+class _LaneReader:
     """A lane's samples, its next block on the way while this one is read."""
 
-    def __init__(self, fetcher: Fetcher, turns: Iterator[_Turn], each: int) -> None:
+    def __init__(self, fetcher: Fetcher, turns: Iterator[_LaneRun], each: int) -> None:
         """All lanes ask for what they need for a step, `each` samples, and have it before any looks ahead."""
         self.fetcher, self.turns = fetcher, turns
-        self.open: deque[tuple[_Turn, Block]] = deque()
+        self.open: deque[tuple[_LaneRun, Block]] = deque()
         while each > sum(len(turn.order) - turn.at for turn, _ in self.open) and self._ask():
             pass
 
@@ -250,11 +250,11 @@ class _Walk:
             self.open.append((turn, Block(self.fetcher, turn.runs[turn.run])))
         return turn is not None
 
-    def __next__(self) -> _Place:
+    def __next__(self) -> _NextSample:
         if not self.open:  # a step that takes more than two blocks
             self._ask()
         turn, block = self.open[0]
-        place = _Place(turn, turn.at, block)
+        place = _NextSample(turn, turn.at, block)
         turn.at += 1
         if turn.at == len(turn.order):
             self.open.popleft()

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from eagleray.storage.blob import Blob
-from eagleray.storage.range_file import Ranges, Span
+from eagleray.storage.range_file import RangeFile, Span
 
 READ = 4 * 2**20  # bytes per request
 
@@ -41,7 +41,7 @@ def scan(blob: Blob) -> Iterator[Row]:
     them."""
     samples = 0
     try:
-        source: Any = io.BufferedReader(Ranges(Span("", blob.url, 0, blob.size)), READ)
+        source: Any = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ)
         with tarfile.open(fileobj=source, mode="r:") as tar:
             for key, members in itertools.groupby(_files(tar, blob, source), key=lambda m: m[0]):
                 samples += 1

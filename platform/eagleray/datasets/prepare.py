@@ -32,7 +32,7 @@ from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Read, SourceFiles
 from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -92,7 +92,7 @@ class TaskPasses:
         pieces = [np.arange(a, b) for a, b in itertools.pairwise(cuts)]
         names = [HashTask.name(n) for n in range(len(pieces))]
         self._run_missing("hash", HashTask(self.notes, self.read), items, pieces, names)
-        digests = pa.concat_tables(ahead(lambda name: _load(f"{self.notes}/{name}"), names))
+        digests = pa.concat_tables(ordered_map(lambda name: _load(f"{self.notes}/{name}"), names))
         first = first_copies(digests["digest"])
         rows = np.arange(len(items))
         for row in np.flatnonzero(first != rows):
@@ -227,7 +227,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Write the index and the card from the notes, without reading any image again, and delete the notes."""
     listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
-    for note in ahead(lambda n: read_note(f"{options.destination}/{NOTES}/{note_name(n)}"), range(shards)):
+    for note in ordered_map(lambda n: read_note(f"{options.destination}/{NOTES}/{note_name(n)}"), range(shards)):
         stats.add(note.stats)
         listed += note.stats.images + sum(d.count for d in note.stats.dropped.values())
         labels |= set(pc.unique(note.rows["label"]).to_pylist()) - {-1}
@@ -261,7 +261,7 @@ def _delete_notes(destination: str) -> None:
     for blob in files.list_tree(f"{destination}/{NOTES}"):
         storage.delete(blob.url)
     if not destination.startswith("s3:"):
-        shutil.rmtree(store.local(f"{destination}/{NOTES}"), ignore_errors=True)
+        shutil.rmtree(store.local_path(f"{destination}/{NOTES}"), ignore_errors=True)
     for blob in files.list_folder(destination + "/"):
         if blob.url.rpartition("/")[2].startswith((".shard-", f".{INDEX}.", f".{card.NAME}.")):
             storage.delete(blob.url)

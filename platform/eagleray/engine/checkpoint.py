@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from eagleray.base.errors import Outage, UserError
-from eagleray.base.files import alone, atomic_path, write_atomic
+from eagleray.base.files import atomic_path, file_lock, write_atomic
 from eagleray.engine.host_copy import Snapshot
 from eagleray.storage.blob import Blob
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE
-from eagleray.storage.s3 import Missing
-from eagleray.storage.store import local, remote, store
+from eagleray.storage.s3 import MissingFile
+from eagleray.storage.store import is_remote, local_path, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds of patience with a store where nobody waits
@@ -110,7 +110,7 @@ class Writer:
                 self.first()
         try:
             write_atomic(manifest, json.dumps(said))
-            if remote(self.place):
+            if is_remote(self.place):
                 store(self.place).put(f"{self.place}/{name}.json", manifest, patience=self.patience)
         except BaseException:
             manifest.unlink(missing_ok=True)
@@ -119,7 +119,7 @@ class Writer:
 
     def _verify(self, part: Path, url: str, said: dict[str, Any]) -> None:
         """Bring the file to where it is kept, unless it is there, and read it back. Raises OSError when it differs."""
-        if remote(url):
+        if is_remote(url):
             store(url).put(url, part, patience=self.patience)
             [blob] = store(url).list(url, patience=self.patience) or [Blob(url, 0)]
             same = blob.size == said["bytes"] and _sha256(_pieces(blob, self.patience)) == said["sha256"]
@@ -137,7 +137,7 @@ class Writer:
         for url in sorted(blobs):  # a manifest before what it speaks of
             if _stem(url) not in kept:
                 store(url).delete(url)
-        if remote(self.place):
+        if is_remote(self.place):
             _leave(self.scratch, newest)
 
     def _named(self, e: Exception) -> Exception:
@@ -238,16 +238,16 @@ def _url(place: str | Path) -> str:
 
 
 def _scratch(place: str, scratch: Path | None) -> Path:
-    if not remote(place):
-        return local(place)  # a file gets its name where it was written
+    if not is_remote(place):
+        return local_path(place)  # a file gets its name where it was written
     assert scratch is not None, f"{place}: needs a scratch folder"
     return scratch
 
 
 def _blobs(place: str, patience: float) -> dict[str, Blob]:
     """The files of checkpoints, by URL."""
-    if not remote(place):
-        return {str(p): Blob(str(p), 0) for p in local(place).glob("step-*")}  # a size would go with a deleted file
+    if not is_remote(place):
+        return {str(p): Blob(str(p), 0) for p in local_path(place).glob("step-*")}  # sizes would go with deleted files
     return {b.url: b for b in store(place).list(f"{place}/", "step-", patience=patience)}
 
 
@@ -262,7 +262,7 @@ def _stem(url: str) -> str:
 def _fetched(name: str, place: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
     """The local file of a checkpoint, or None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
-    if not remote(place):
+    if not is_remote(place):
         return path if intact(path) else None
     try:
         manifest = b"".join(_pieces(blobs[f"{place}/{name}.json"], patience))
@@ -272,9 +272,9 @@ def _fetched(name: str, place: str, blobs: dict[str, Blob], scratch: Path, patie
         if _agrees(path, said):
             return path
         scratch.mkdir(parents=True, exist_ok=True)
-        with alone(scratch / ".lock"):
+        with file_lock(scratch / ".lock"):
             return path if _agrees(path, said) or _fetch(kept, path, said, patience) else None
-    except (Missing, KeyError):
+    except (MissingFile, KeyError):
         return None
 
 
@@ -313,7 +313,7 @@ def _pieces(blob: Blob, patience: float) -> Iterator[memoryview]:
     def piece(start: int) -> memoryview:
         return store(blob.url).read(blob.url, start, min(PIECE, blob.size - start), patience=patience)
 
-    return ahead(piece, range(0, blob.size, PIECE), width=WIDTH)
+    return ordered_map(piece, range(0, blob.size, PIECE), width=WIDTH)
 
 
 def _sha256(pieces: Iterator[memoryview]) -> str:

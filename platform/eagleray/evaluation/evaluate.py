@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray import config
-from eagleray.base.console import fail, out
+from eagleray.base.console import out, print_error
 from eagleray.base.errors import UserError
 from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
@@ -31,10 +31,9 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets, renumber
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
-from eagleray.runs import layout, tracking
-from eagleray.runs import remote as place
+from eagleray.runs import layout, remote, tracking
 from eagleray.storage import store
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
 
 def refuse(report: Report, line: str) -> None:
-    fail(line)
+    print_error(line)
     report.refused.append(line)
 
 
@@ -121,8 +120,8 @@ def folder(request: Request, one: Subject) -> str:
     name = re.sub(r"[^\w.-]+", "-", one.given.removeprefix("untrained:").removeprefix("timm:")).strip("-")
     found = store.absolute((request.out or one.run or f"evaluations/{name}").rstrip("/"))
     try:
-        place.view(found).mkdir(parents=True, exist_ok=True)
-        if not remote(found) and not os.access(found, os.W_OK):
+        remote.view(found).mkdir(parents=True, exist_ok=True)
+        if not is_remote(found) and not os.access(found, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as e:
         raise UserError(f"--out {found}: cannot be written: {e.strerror or e}") from None
@@ -167,9 +166,9 @@ class Work:
             data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - began, 1),
-            pictures=[os.path.relpath(p, place.view(self.report.folder)) for p in found.pictures],
+            pictures=[os.path.relpath(p, remote.view(self.report.folder)) for p in found.pictures],
         )
-        if remote(self.report.folder):
+        if is_remote(self.report.folder):
             for path, kept in zip(found.pictures, result.pictures, strict=True):
                 store.put_bytes(f"{self.report.folder}/{kept}", path.read_bytes())
         results.add(self.report.folder, result)
@@ -215,7 +214,7 @@ class Work:
             else:
                 given.append(Path(self.request.folders[need]))
                 data = tree_digest(given[-1])
-        pictures = place.view(self.report.folder) / "pictures" / ("untrained" if self.subject.untrained else "")
+        pictures = remote.view(self.report.folder) / "pictures" / ("untrained" if self.subject.untrained else "")
         pictures.mkdir(parents=True, exist_ok=True)
         known = {"out": pictures, "note": self.note}
         found: Any = protocol.run(
@@ -293,7 +292,7 @@ class Work:
         return self.opened(self.request.test or self.request.train or "")
 
     def opened(self, url: str) -> Index:
-        return open_index(url, place.view(self.report.folder), note=self.note)
+        return open_index(url, remote.view(self.report.folder), note=self.note)
 
 
 def published(one: Subject) -> dict[str, float]:
@@ -301,7 +300,7 @@ def published(one: Subject) -> dict[str, float]:
     if not one.run or not one.recipe:
         return {}
     try:
-        command = json.loads((place.view(one.run) / layout.ENVIRONMENT).read_text())["command"]
+        command = json.loads((remote.view(one.run) / layout.ENVIRONMENT).read_text())["command"]
     except (OSError, ValueError, KeyError):
         return {}
     return results.published(command, config.plain(one.recipe))
@@ -316,10 +315,10 @@ def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
         for r in report.results
         for k, v in r.numbers.items()
     }
-    copy = place.view(report.folder) / results.NAME
-    if remote(report.folder):
-        copy.write_text(place.get(report.folder, results.NAME) or "")
-    known = place.view(one.run) / layout.MLFLOW
+    copy = remote.view(report.folder) / results.NAME
+    if is_remote(report.folder):
+        copy.write_text(remote.get(report.folder, results.NAME) or "")
+    known = remote.view(one.run) / layout.MLFLOW
     if why := tracking.append(tracking.tracking_of(one.run), known, metrics, [copy]):
         note(f"MLflow has no numbers of this: {why}; {report.folder}/{results.NAME} has them")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagleray.base.console import bar
+from eagleray.base.console import progress_bar
 from eagleray.base.errors import UserError
 from eagleray.cluster.ray_map import ray_map
 from eagleray.data.index import Index, open_index
@@ -52,7 +52,7 @@ def features(
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {one.given}: {', '.join(missing)} features")
-        with bar("images") as progress:
+        with progress_bar("images") as progress:
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
                 return joined(counted(ray_map(share, task.shares(missing, workers), workers=workers), tick))

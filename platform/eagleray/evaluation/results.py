@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.base.files import alone
+from eagleray.base.files import file_lock
 from eagleray.config import bundled
-from eagleray.runs import layout
+from eagleray.runs import layout, remote
 from eagleray.runs import recipe as recipes
-from eagleray.runs import remote as place
 from eagleray.runs.recipe import Recipe
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 NAME = layout.RESULTS
 UNTRAINED = "untrained:"  # before the name of a backbone
@@ -74,7 +73,7 @@ def settled(settings: Mapping[str, Any]) -> str:
 
 def load(folder: str) -> list[Result]:
     """All results of a folder or s3:// URL, oldest first. Raises UserError."""
-    text = place.get(folder, NAME)
+    text = remote.get(folder, NAME)
     try:
         return [Result(**r) for r in json.loads(text or "[]")]
     except (ValueError, TypeError) as e:
@@ -85,10 +84,10 @@ def load(folder: str) -> list[Result]:
 def add(folder: str, result: Result) -> None:
     """Put a result behind those that are there. Raises UserError and Outage."""
     # A store has no locks.
-    with contextlib.nullcontext() if remote(folder) else alone(Path(folder) / f".{NAME}.lock"):
+    with contextlib.nullcontext() if is_remote(folder) else file_lock(Path(folder) / f".{NAME}.lock"):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
         try:
-            place.put(folder, NAME, text)
+            remote.put(folder, NAME, text)
         except OSError as e:
             raise UserError(f"{folder}/{NAME}: cannot be written: {e.strerror or e}") from None
 

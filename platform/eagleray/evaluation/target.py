@@ -18,11 +18,11 @@ from eagleray.models.network import Network
 from eagleray.models.weights import TIMM
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
-from eagleray.runs import remote as place
+from eagleray.runs import remote
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 from eagleray.views.photometric import MEAN, STD
 
 
@@ -82,9 +82,9 @@ def _found(source: str, architecture: str | None, *, fresh: bool) -> Subject:
         told = "not a checkpoint written by eagleray" in str(e)
         raise UserError(f"{e}; a file of tensors needs --architecture NAME" if told else str(e)) from None
     backbone = build_method(recipe).export() if fresh else method.export()
-    run = source if remote(source) or Path(source).is_dir() else str(folder)
-    if remote(run):
-        place.Copy(run, folder).fetch()
+    run = source if is_remote(source) or Path(source).is_dir() else str(folder)
+    if is_remote(run):
+        remote.Copy(run, folder).fetch()
     return Subject(source, backbone, recipe.backbone, recipe.evaluate, recipe, run)
 
 

@@ -10,7 +10,7 @@ from eagleray.base import dist
 from eagleray.data.index import Index
 from eagleray.protocols.eval_mode import Net, in_eval_mode
 from eagleray.protocols.features import batches, labelled_samples
-from eagleray.views.photometric import normalised
+from eagleray.views.photometric import normalise
 
 TOP = 5
 
@@ -32,7 +32,7 @@ def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, devi
     for rows, images in batches(index, mine, size, resize):
         y = torch.from_numpy(index.label[rows])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            z = net.classify(normalised(images, device))
+            z = net.classify(normalise(images, device))
         best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
         hit = best == y.unsqueeze(1)
         ys.append(y.numpy())

@@ -83,4 +83,4 @@ def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
     on the sample's number alone."""
     u = np.stack([sampling.uniforms(1, seed=0, epoch=0, sample=s) for s in samples])  # (B, 1, WIDTH)
     params = torch.from_numpy(sampling.photometrics(MIRRORED, u)[:, 0])
-    return photometric.normalised(crops, crops.device), photometric.apply(crops, params)
+    return photometric.normalise(crops, crops.device), photometric.apply(crops, params)

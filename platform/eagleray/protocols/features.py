@@ -20,7 +20,7 @@ from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.feature_types import read
 from eagleray.storage import store
 from eagleray.views.crop import centre_crop
-from eagleray.views.photometric import normalised
+from eagleray.views.photometric import normalise
 
 BATCH = 256
 AHEAD = 4  # batches that are decoded while one is in the backbone
@@ -62,7 +62,7 @@ def extract_features(
     ys = [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
     for rows, images in batches(index, mine, size, resize):
-        x = normalised(images, device)
+        x = normalise(images, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             for kind, value in read(backbone, x, kinds).items():
                 xs[kind].append(value.float().cpu())

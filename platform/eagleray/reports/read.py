@@ -14,11 +14,10 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
-from eagleray.runs import layout, plots
-from eagleray.runs import remote as place
+from eagleray.runs import layout, plots, remote
 from eagleray.runs.plots import Curve
 from eagleray.storage import store
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
@@ -73,9 +72,9 @@ class Run:
 def read(given: str) -> Run:
     """A run that is kept in a folder or below an s3:// URL. Raises UserError, and Outage for a store that is away."""
     out = store.absolute(given.rstrip("/") or "/")
-    folder = place.view(out)
-    if remote(out):
-        place.Copy(out, folder, "pictures").fetch()
+    folder = remote.view(out)
+    if is_remote(out):
+        remote.Copy(out, folder, "pictures").fetch()
     elif not folder.is_dir():
         raise UserError(f"{given}: no such folder; expected that of a run, or its s3:// URL")
     if not any((folder / name).exists() for name in LEAVES):
@@ -112,11 +111,11 @@ def standing(
 ) -> tuple[str, str]:
     """The state of a run and what there is to say about it."""
     last = records[-1]["step"] if records else 0
-    if place.alive(out):
+    if remote.alive(out):
         return "running", f"It is at work, and had taken {last:,} steps when this was written."
     if summary.get("steps", -1) >= last:
         return "finished", ""
-    if failure := place.get(out, layout.FAILURE):
+    if failure := remote.get(out, layout.FAILURE):
         return "failed", str(json.loads(failure)["why"])
     if not starts and not records:
         return "not begun", "No step of it has been taken yet."

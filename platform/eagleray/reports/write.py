@@ -8,9 +8,9 @@ from eagleray.base.errors import UserError
 from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
 from eagleray.reports.read import read
-from eagleray.runs import remote as place
+from eagleray.runs import remote
 from eagleray.storage import store
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 NAME = "report.html"
 
@@ -21,7 +21,7 @@ def report(given: Sequence[str], out: Path | None = None) -> list[str]:
     Outage."""
     if out and out.suffix != ".html":
         raise UserError(f"--out {out}: expected a name that ends with .html")
-    swept = [Path(g) for g in given if not remote(g) and (Path(g) / "sweep.yaml").exists()]
+    swept = [Path(g) for g in given if not is_remote(g) and (Path(g) / "sweep.yaml").exists()]
     if swept and len(given) > 1:
         raise UserError(f"{swept[0]}: is a sweep, and sweeps are not compared; its trials are in {swept[0]}/trials")
     runs = [] if swept else [read(g) for g in given]
@@ -40,9 +40,9 @@ def report(given: Sequence[str], out: Path | None = None) -> list[str]:
     finally:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-    if out or not runs or not remote(runs[0].out) or len(runs) > 1:
+    if out or not runs or not is_remote(runs[0].out) or len(runs) > 1:
         return [str(path)]
-    place.put(runs[0].out, NAME, path.read_text())
+    remote.put(runs[0].out, NAME, path.read_text())
     for picture in sorted(folder.glob("*.png")):
         store.put_bytes(f"{runs[0].out}/{folder.name}/{picture.name}", picture.read_bytes())
     return [str(path), f"{runs[0].out}/{NAME}"]

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.files import add_lines, read_lines
+from eagleray.base.files import append_lines, read_lines
 
 
 class Attempts:
@@ -15,7 +15,7 @@ class Attempts:
 
     def add(self, **line: Any) -> None:
         self.lines.append(line | {"time": round(time.time(), 2)})
-        add_lines(self.path, self.lines[-1:])
+        append_lines(self.path, self.lines[-1:])
 
     @property
     def starts(self) -> list[dict[str, Any]]:

@@ -87,9 +87,9 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
     if issubclass(recipe.method.target, Classifier):
         classes = recipe.method.args["classes"]
-        labels.check("data.train", index, classes, every=True)
+        labels.check_labels("data.train", index, classes, every=True)
         if test:
-            labels.check("data.test", test, classes, every=False)
+            labels.check_labels("data.test", test, classes, every=False)
     for key, data in ("data.test", test), ("data.train", index):
         if test and data and not data.labelled:
             raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")

@@ -16,7 +16,7 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.runs import layout
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two looks at what has changed
@@ -28,12 +28,12 @@ HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "s
 
 def work(out: str) -> Path:
     """The folder that a rank writes to on its machine: of a remote run one in the cache."""
-    return _cached(out, "work") if remote(out) else Path(out)
+    return _cached(out, "work") if is_remote(out) else Path(out)
 
 
 def view(out: str) -> Path:
     """The folder that a command reads from on its machine, which may be that of a rank too."""
-    return _cached(out, "view") if remote(out) else Path(out)
+    return _cached(out, "view") if is_remote(out) else Path(out)
 
 
 def _cached(out: str, kind: str) -> Path:
@@ -81,10 +81,10 @@ def kept(out: str, inside: str = "export") -> Iterator[Blob]:
 
 def alive(out: str) -> bool:
     """Whether a process is at work on a run, as far as this machine can tell."""
-    if remote(out):
+    if is_remote(out):
         owner = json.loads(get(out, layout.OWNER) or "{}")
         return bool(time.time() - owner.get("time", 0) < DEAD)
-    return files.locked(Path(out))
+    return files.is_folder_locked(Path(out))
 
 
 class Copy:
@@ -98,7 +98,7 @@ class Copy:
     def fetch(self) -> None:
         """Bring what has changed, unless the folder has that and more: the machine of rank 0 is ahead of its copies.
         Raises UserError and Outage."""
-        for blob in kept(self.out, self.inside) if remote(self.out) else ():
+        for blob in kept(self.out, self.inside) if is_remote(self.out) else ():
             if self.tags.get(blob.url) == blob.tag:
                 continue
             try:
@@ -152,7 +152,7 @@ class Follower(Background):
         self.copy.fetch()
 
     def __enter__(self) -> "Follower":
-        if remote(self.out):
+        if is_remote(self.out):
             self.start()
         return self
 
@@ -168,14 +168,14 @@ class StopSignal(Background):
     def __init__(self, out: str) -> None:
         super().__init__("bell")
         self.out, self.rung = out, False
-        if remote(out):
+        if is_remote(out):
             self.start()
 
     def again(self) -> None:
         self.rung = self.rung or get(self.out, layout.STOP) is not None
 
     def asked(self) -> bool:
-        return self.rung if remote(self.out) else (Path(self.out) / layout.STOP).exists()
+        return self.rung if is_remote(self.out) else (Path(self.out) / layout.STOP).exists()
 
     def close(self) -> None:
         if self.is_alive():

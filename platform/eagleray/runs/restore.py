@@ -12,10 +12,10 @@ from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.weights import Weights
-from eagleray.runs import remote as place
+from eagleray.runs import remote
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 KEYS = {"recipe", "method", "images"}  # in every checkpoint of eagleray
 
@@ -31,8 +31,8 @@ class Restored(NamedTuple):
 def restore(path: str) -> Restored:
     """Restore a run from its newest checkpoint, or from one checkpoint file. Raises UserError."""
     file = Path(path)
-    if remote(path) or file.is_dir():
-        folder = place.view(path.rstrip("/"))
+    if is_remote(path) or file.is_dir():
+        folder = remote.view(path.rstrip("/"))
         state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
             raise UserError(f"{path}: no intact checkpoint in its checkpoints/")
@@ -62,7 +62,7 @@ def pretrained(source: str) -> Weights:
     """The weights that `backbone.weights` names: a run, a checkpoint, `timm:NAME` or a file. Raises UserError."""
     if source.startswith(weights.TIMM):
         return weights.from_timm(source)
-    if not remote(source) and not Path(source).is_dir():
+    if not is_remote(source) and not Path(source).is_dir():
         if not Path(source).is_file():
             raise UserError(f"backbone.weights={source}: no such run, checkpoint or file, and no model of timm")
         tensors = weights.load_tensors(Path(source))

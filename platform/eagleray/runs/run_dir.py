@@ -12,13 +12,12 @@ from eagleray.base import files
 from eagleray.base.errors import Futile, Outage, UserError
 from eagleray.base.files import JsonLines, read_lines
 from eagleray.engine import checkpoint
-from eagleray.runs import layout
-from eagleray.runs import remote as place
+from eagleray.runs import layout, remote
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.plots import draw
 from eagleray.runs.tracking import RESULTS, MLflow, Tracking, one_line
-from eagleray.storage.store import remote
+from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
@@ -33,22 +32,22 @@ class RunDir:
         self, out: str, rank: int, tracking: Tracking, params: Mapping[str, Any], *, keep: int, command: float
     ) -> None:
         """`keep` checkpoints; `command` says when that of this run was begun, in seconds since 1970."""
-        self.out, self.path, self.rank, self.tracking, self.params = out, place.work(out), rank, tracking, params
+        self.out, self.path, self.rank, self.tracking, self.params = out, remote.work(out), rank, tracking, params
         self.command, self.keep = command, keep
         self.closing: list[Callable[[], None]] = []
         self.mlflow: MLflow | None = None
         self.starts: Attempts | None = None
-        self.mirror: place.Mirror | None = None
+        self.mirror: remote.Mirror | None = None
         self.checkpoints, self.scratch = f"{out}/checkpoints", self.path / "checkpoints"
 
     def __enter__(self) -> "RunDir":
         self.path.mkdir(parents=True, exist_ok=True)
-        self.bell = place.StopSignal(self.out)
+        self.bell = remote.StopSignal(self.out)
         self.closing.append(self.bell.close)
         if self.rank == 0:
-            self.closing.append(files.lock(self.path, patience=PATIENCE).close)
-            if remote(self.out):
-                self.mirror = place.Mirror(self.out, str(self.command))
+            self.closing.append(files.lock_folder(self.path, patience=PATIENCE).close)
+            if is_remote(self.out):
+                self.mirror = remote.Mirror(self.out, str(self.command))
             self.writer = checkpoint.Writer(
                 self.checkpoints, keep=self.keep, scratch=self.scratch, first=self.mirror.copy if self.mirror else None
             )
@@ -130,7 +129,7 @@ class RunDir:
     def note_skip(self, step: int, keys: list[str]) -> None:
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
-            files.add_lines(self.path / layout.SKIPPED, [{"step": step, "keys": keys}])
+            files.append_lines(self.path / layout.SKIPPED, [{"step": step, "keys": keys}])
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far, on rank 0."""

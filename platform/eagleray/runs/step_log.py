@@ -14,7 +14,7 @@ from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
-from eagleray.data.quarantine import Bad, Quarantine
+from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
 from eagleray.runs import metrics
@@ -78,14 +78,14 @@ class StepLog:
         self.values.append(taken.values)
         self.monitor.watch(taken)
 
-    def _next(self, batches: Iterator[tuple[Batch, list[Bad]]]) -> tuple[Batch | None, list[Bad]]:
+    def _next(self, batches: Iterator[tuple[Batch, list[BadSample]]]) -> tuple[Batch | None, list[BadSample]]:
         try:
             return next(batches, (None, []))
         except (UserError, Outage) as e:
             self.problem = e
             return None, []
 
-    def _agreed(self, bad: list[Bad], *, stop: bool) -> bool:
+    def _agreed(self, bad: list[BadSample], *, stop: bool) -> bool:
         """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
         due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
         stops, broken, failed, ask = self.world.agree(

@@ -22,7 +22,7 @@ from eagleray.base.files import read_lines, write_atomic
 from eagleray.runs import layout, remote
 from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
-from eagleray.storage.retry import Transient, insist
+from eagleray.storage.retry import Transient, call_with_retries
 
 log = logging.getLogger(__name__)
 KEPT = 10_000  # records in memory while MLflow is away; metrics.jsonl has the older ones
@@ -360,7 +360,7 @@ def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
             raise Transient(one_line(e)) from None
 
     try:
-        insist(f"MLflow at {shown(tracking.uri)}", attempt, patience=PATIENCE)
+        call_with_retries(f"MLflow at {shown(tracking.uri)}", attempt, patience=PATIENCE)
     except Outage as e:
         raise Outage(f"{e}; the same command continues") from None
 

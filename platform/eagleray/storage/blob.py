@@ -22,12 +22,12 @@ class Blob:
 spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
 
 
-def room(length: int) -> memoryview:
+def new_buffer(length: int) -> memoryview:
     """Bytes to be written over. When nobody holds those of a block any more they serve the next one: fresh memory
     costs more time than the bytes that go into it, and malloc would scatter it further with every epoch."""
     if length < SMALL:
         return memoryview(bytearray(length))
-    base = _fitting(length)
+    base = _take_spare(length)
     if base is None:
         base = np.empty(-(-length // UNIT) * UNIT, np.uint8)
     view = base[:length]
@@ -35,7 +35,7 @@ def room(length: int) -> memoryview:
     return memoryview(view)  # type: ignore[arg-type]
 
 
-def _fitting(length: int) -> NDArray[np.uint8] | None:
+def _take_spare(length: int) -> NDArray[np.uint8] | None:
     """One of the spare buffers; other threads may take and give back some meanwhile."""
     for _ in range(len(spare_buffers)):
         try:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import alone, atomic_path
-from eagleray.storage.blob import Blob, room
+from eagleray.base.files import atomic_path, file_lock
+from eagleray.storage.blob import Blob, new_buffer
 
 log = logging.getLogger(__name__)
 STRIPES = 64  # locks that all blocks share
-ROOM = 0.05  # of the limit is freed at least, as a look at all files takes its time
-FORGOTTEN = 600  # seconds after which a part is nobody's
+FREED_SHARE = 0.05  # of the limit is freed at least, as a look at all files takes its time
+STALE = 600  # seconds after which a part is nobody's
 
 
 class Cache:
@@ -40,7 +40,7 @@ class Cache:
         path = self._path(blob, begin, end)
         data = _read(path, end - begin)
         if data is None:
-            with alone(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"):
+            with file_lock(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"):
                 data = _read(path, end - begin)
                 if data is None:
                     data = fetch()
@@ -61,7 +61,7 @@ class Cache:
         try:
             with contextlib.ExitStack() as locks, atomic_path(path, part=path.with_suffix(".part")) as part:
                 part.write_bytes(data)
-                locks.enter_context(alone(self.folder / "lock"))  # held until the block has its name
+                locks.enter_context(file_lock(self.folder / "lock"))  # held until the block has its name
                 self._make_room(len(data))
         except OSError as e:  # a full disk makes the run slower, not shorter
             log.warning("%s: cannot keep a block: %s", self.folder, e.strerror)
@@ -74,7 +74,7 @@ class Cache:
         text = (self.folder / "used").read_text()
         used = int(text) if text.isdigit() else self.limit
         if used + size > self.limit:
-            used = self._evict(int(self.limit * (1 - ROOM)) - size)
+            used = self._evict(int(self.limit * (1 - FREED_SHARE)) - size)
         (self.folder / "used").write_text(str(used + size))
 
     def _evict(self, target: int) -> int:
@@ -83,7 +83,7 @@ class Cache:
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 stat = entry.stat()
-                left = entry.name.endswith(".part") and time.time() - stat.st_mtime > FORGOTTEN
+                left = entry.name.endswith(".part") and time.time() - stat.st_mtime > STALE
                 if left or entry.name.endswith(".block"):
                     files.append((stat.st_mtime, stat.st_size, entry.path))
         used = sum(size for _, size, _ in files)
@@ -102,7 +102,7 @@ def _read(path: Path, length: int) -> memoryview | None:
             if os.fstat(file.fileno()).st_size != length:
                 return None
             os.utime(file.fileno())
-            data, at = room(length), 0
+            data, at = new_buffer(length), 0
             while at < length and (got := file.readinto(data[at:])):
                 at += got
     except OSError:

@@ -10,7 +10,7 @@ R = TypeVar("R")
 WIDTH = 16  # calls at once: enough to hide the latency of an object store
 
 
-def ahead(function: Callable[[T], R], things: Iterable[T], *, width: int = WIDTH) -> Iterator[R]:
+def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int = WIDTH) -> Iterator[R]:
     """The function's results; at most `width` of them wait in memory, unlike those of an executor's own map."""
     with ThreadPoolExecutor(width) as pool:
         waiting: deque[Future[R]] = deque()

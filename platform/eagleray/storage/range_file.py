@@ -20,11 +20,11 @@ class Span(NamedTuple):
     size: int
 
 
-def content(span: Span) -> memoryview:
+def read_span(span: Span) -> memoryview:
     return memoryview(store.store(span.url).read(span.url, span.offset, span.size, patience=PATIENCE))
 
 
-class Ranges(io.RawIOBase):
+class RangeFile(io.RawIOBase):
     """A span as a seekable stream. Where the reader is after `sparse` headers, reads are short as long as that does not
     cost requests."""
 
@@ -45,7 +45,7 @@ class Ranges(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         short = self.sparse and (self.local or abs(self.at - self.end) > FAR)
         length = max(min(len(buffer), STEP if short else len(buffer), self.span.size - self.at), 0)
-        buffer[:length] = content(self.span._replace(offset=self.span.offset + self.at, size=length))
+        buffer[:length] = read_span(self.span._replace(offset=self.span.offset + self.at, size=length))
         self.at += length
         self.end = self.at
         return length

@@ -21,7 +21,7 @@ class Transient(Exception):
     """A failure that may pass; what was said, in one line."""
 
 
-def insist(url: str, attempt: Callable[[], T], *, patience: float) -> T:
+def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) -> T:
     """The attempt's result. After Transient it is made again, with pauses that double and differ at random, so that
     readers which failed together do not come back together. Raises Outage after `patience` seconds."""
     began = told = time.monotonic()

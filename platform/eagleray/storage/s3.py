@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eagleray.base.errors import Outage, UserError
-from eagleray.storage.blob import Blob, room
-from eagleray.storage.ordered_map import ahead
-from eagleray.storage.retry import PATIENCE, Transient, insist
+from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
 Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
-SILENCE = 20  # seconds without a byte after which a transfer is cut
+READ_TIMEOUT = 20  # seconds without a byte after which a transfer is cut
 GRACE = 20.0  # seconds after which a transfer must have been faster than SLOWEST
 SLOWEST = 64 * 2**10  # bytes per second
 PIECE = 2**20  # bytes between two looks at the clock
@@ -26,15 +26,15 @@ UPLOADS = 4  # parts on their way
 THROTTLED = {"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"}
 THROTTLED |= {"RequestLimitExceeded", "TooManyRequestsException", "PriorRequestNotComplete", "InternalError"}
 CHANGED = "has changed since it was indexed"
-NOBODY = "; no AWS credentials were found, so it was asked for without"
+ANONYMOUS = "; no AWS credentials were found, so it was asked for without"
 
 
-class Missing(UserError):
+class MissingFile(UserError):
     """There is a place of this name, and no such file in it."""
 
 
 class S3Store:
-    """A client belongs to the process that made it. Repeating is `insist`'s business, so boto3 is told not to."""
+    """Reads and writes s3:// URLs. A process makes its own client; boto3 does not retry, `call_with_retries` does."""
 
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
@@ -43,7 +43,7 @@ class S3Store:
     def client(self) -> Any:
         with self._lock:
             if self._client[0] != os.getpid():
-                self._client = (os.getpid(), connect())
+                self._client = (os.getpid(), make_client())
             return self._client[1]
 
     @property
@@ -53,7 +53,7 @@ class S3Store:
         return self.client().meta.config.signature_version is UNSIGNED
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
-        bucket, key = split(url)
+        bucket, key = bucket_and_key(url)
 
         def run() -> Blobs:
             asked = self.client().get_paginator("list_objects_v2")
@@ -69,7 +69,7 @@ class S3Store:
 
     def walk(self, url: str) -> Iterator[Blob]:
         """A page at a time, so that an interrupted listing of millions goes on with its page."""
-        bucket, key = split(url.rstrip("/") + "/")
+        bucket, key = bucket_and_key(url.rstrip("/") + "/")
         asked = {"Bucket": bucket, "Prefix": key.lstrip("/")}
         while True:
             page = self._insist(url, lambda: self.client().list_objects_v2(**asked), PATIENCE)
@@ -85,7 +85,7 @@ class S3Store:
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
         if length == 0:
             return memoryview(b"")
-        bucket, key = split(url)
+        bucket, key = bucket_and_key(url)
         same = {"IfMatch": tag.removeprefix("s3:")} if tag.startswith("s3:") else {}
 
         def run() -> memoryview:
@@ -94,12 +94,12 @@ class S3Store:
                 raise UserError(
                     f"{url}: {length} bytes expected at {start}, it ends after {got['ContentLength']} of them"
                 )
-            return receive(got["Body"], length)
+            return read_body(got["Body"], length)
 
         return self._insist(url, run, patience)
 
     def get(self, url: str) -> bytes:
-        bucket, key = split(url)
+        bucket, key = bucket_and_key(url)
 
         def run() -> bytes:
             client = self.client()
@@ -107,7 +107,7 @@ class S3Store:
                 got = client.get_object(Bucket=bucket, Key=key)
             except client.exceptions.NoSuchKey:
                 raise FileNotFoundError(url) from None
-            return bytes(receive(got["Body"], got["ContentLength"]))
+            return bytes(read_body(got["Body"], got["ContentLength"]))
 
         return self._insist(url, run, PATIENCE)
 
@@ -122,13 +122,13 @@ class S3Store:
             raise OSError(str(e)) from None
 
     def _put_whole(self, url: str, source: Path, patience: float) -> None:
-        bucket, key = split(url)
+        bucket, key = bucket_and_key(url)
         data = source.read_bytes()
         self._insist(url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
 
     def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
         """Part by part, a few at a time, so that what fails late in a large file is that part's business."""
-        bucket, key = split(url)
+        bucket, key = bucket_and_key(url)
         name: dict[str, Any] = {"Bucket": bucket, "Key": key}
 
         def ask(request: Callable[[], T]) -> T:
@@ -143,7 +143,7 @@ class S3Store:
         try:
             with source.open("rb", buffering=0) as file:
                 numbers = range(1, -(-os.fstat(file.fileno()).st_size // length) + 1)
-                parts = {"Parts": list(ahead(part, numbers, width=UPLOADS))}
+                parts = {"Parts": list(ordered_map(part, numbers, width=UPLOADS))}
             ask(lambda: self.client().complete_multipart_upload(**name, MultipartUpload=parts))
         except BaseException:
             with contextlib.suppress(UserError, Outage):  # parts without an end cost money
@@ -151,7 +151,7 @@ class S3Store:
             raise
 
     def delete(self, url: str) -> None:
-        bucket, key = split(url)
+        bucket, key = bucket_and_key(url)
         self._insist(url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
 
     def _insist(self, url: str, run: Callable[[], T], patience: float) -> T:
@@ -173,9 +173,9 @@ class S3Store:
                 if status >= 500 or status in (408, 429) or said.get("Code") in THROTTLED:
                     raise Transient(line) from None
                 if said.get("Code") == "NoSuchKey":
-                    raise Missing(f"{url}: {line}") from None
+                    raise MissingFile(f"{url}: {line}") from None
                 changed = status == 412 and not self.anonymous
-                raise UserError(f"{url}: {CHANGED if changed else line}{NOBODY * self.anonymous}") from None
+                raise UserError(f"{url}: {CHANGED if changed else line}{ANONYMOUS * self.anonymous}") from None
             except boto.SSLError as e:
                 raise UserError(f"{url}: {one_line(e)}") from None
             except passing as e:
@@ -183,10 +183,10 @@ class S3Store:
             except boto.BotoCoreError as e:
                 raise UserError(f"{url}: {one_line(e)}") from None
 
-        return insist(url, attempt, patience=patience)
+        return call_with_retries(url, attempt, patience=patience)
 
 
-def connect() -> Any:
+def make_client() -> Any:
     """A client by the environment's settings; without credentials it asks as nobody, as for a public bucket."""
     import boto3
     from botocore import UNSIGNED
@@ -197,7 +197,7 @@ def connect() -> Any:
     config = Config(
         retries={"total_max_attempts": 1},
         connect_timeout=10,
-        read_timeout=SILENCE,
+        read_timeout=READ_TIMEOUT,
         max_pool_connections=CONNECTIONS,
         signature_version=None if session.get_credentials() else UNSIGNED,
     )
@@ -207,10 +207,10 @@ def connect() -> Any:
         raise UserError(f"s3://: {e}") from None
 
 
-def receive(body: Any, length: int) -> memoryview:
+def read_body(body: Any, length: int) -> memoryview:
     """A whole body, from the socket into its place. Raises Transient when it is short, or comes more slowly than from a
     store that works."""
-    data, at, began = room(length), 0, time.monotonic()
+    data, at, began = new_buffer(length), 0, time.monotonic()
     stream = body._raw_stream._fp  # the answer itself: what is around it would copy every byte twice
     while at < length:
         got = stream.readinto(data[at : at + PIECE])
@@ -226,7 +226,7 @@ def receive(body: Any, length: int) -> memoryview:
     return data
 
 
-def split(url: str) -> tuple[str, str]:
+def bucket_and_key(url: str) -> tuple[str, str]:
     """Bucket and key. Raises UserError when somebody put credentials there."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if "@" in bucket:

@@ -17,8 +17,8 @@ from braceexpand import braceexpand
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import atomic_path
-from eagleray.storage.blob import Blob, room
-from eagleray.storage.retry import PATIENCE, Transient, insist
+from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 from eagleray.storage.s3 import S3Store
 
 T = TypeVar("T")
@@ -54,59 +54,59 @@ class Store(Protocol):
 
 class LocalStore:
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
-        path = local(url)
+        path = local_path(url)
 
         def run() -> list[Blob]:
             files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
             return [Blob(str(p), p.stat().st_size) for p in files if p.name.startswith(start)]
 
-        return _insist(url.rstrip("/"), run, patience)
+        return _call_with_retries(url.rstrip("/"), run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
-        for place, _, names in os.walk(local(url)):
+        for place, _, names in os.walk(local_path(url)):
             for name in names:
                 path = os.path.join(place, name)
                 if os.path.isfile(path):  # no broken link, no socket
                     yield Blob(path, os.path.getsize(path))
 
     def tag(self, blob: Blob) -> str:
-        ends = [_bytes(blob.url, at, min(EDGE, blob.size), PATIENCE) for at in (0, max(blob.size - EDGE, 0))]
+        ends = [_read_bytes(blob.url, at, min(EDGE, blob.size), PATIENCE) for at in (0, max(blob.size - EDGE, 0))]
         return f"crc:{zlib.crc32(ends[1], zlib.crc32(ends[0])):08x}"
 
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
-        return _bytes(url, start, length, patience)
+        return _read_bytes(url, start, length, patience)
 
     def get(self, url: str) -> bytes:
-        return _insist(url, local(url).read_bytes, PATIENCE, absent=FileNotFoundError(url))
+        return _call_with_retries(url, local_path(url).read_bytes, PATIENCE, absent=FileNotFoundError(url))
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
-        path = local(url)
+        path = local_path(url)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             shutil.copyfile(source, part)
 
     def delete(self, url: str) -> None:
-        local(url).unlink(missing_ok=True)
+        local_path(url).unlink(missing_ok=True)
 
 
-def _bytes(url: str, start: int, length: int, patience: float) -> memoryview:
-    data = room(length)
+def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryview:
+    data = new_buffer(length)
 
     def run() -> int:
-        with local(url).open("rb", buffering=0) as f:
+        with local_path(url).open("rb", buffering=0) as f:
             f.seek(start)
             at = 0
             while at < length and (got := f.readinto(data[at:])):
                 at += got
             return at
 
-    found = _insist(url, run, patience)
+    found = _call_with_retries(url, run, patience)
     if found != length:
         raise UserError(f"{url}: {length} bytes expected at {start}, the file ends after {found} of them")
     return data
 
 
-def _insist(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
+def _call_with_retries(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
     def attempt() -> T:
         try:
             return run()
@@ -117,7 +117,7 @@ def _insist(url: str, run: Callable[[], T], patience: float, *, absent: Exceptio
                 raise Transient(e.strerror or str(e)) from None
             raise UserError(f"{url}: cannot be read: {e.strerror}") from None
 
-    return insist(url, attempt, patience=patience)
+    return call_with_retries(url, attempt, patience=patience)
 
 
 STORES: dict[str, Store] = {"file": LocalStore(), "s3": S3Store()}  # by the scheme of a URL
@@ -131,12 +131,12 @@ def store(url: str) -> Store:
     return STORES[scheme]
 
 
-def remote(url: str) -> bool:
+def is_remote(url: str) -> bool:
     """Whether it is no path of this machine."""
     return "://" in url.removeprefix("file://")
 
 
-def local(url: str) -> Path:
+def local_path(url: str) -> Path:
     return Path(url.removeprefix("file://"))
 
 
@@ -146,7 +146,7 @@ def parent(url: str) -> str:
 
 def absolute(url: str) -> str:
     """The URL with a local path made absolute: a worker's working folder is not the user's."""
-    return url if remote(url) else os.path.abspath(os.path.expanduser(local(url)))
+    return url if is_remote(url) else os.path.abspath(os.path.expanduser(local_path(url)))
 
 
 def put_bytes(url: str, data: bytes) -> None:
@@ -184,7 +184,7 @@ def patterns(url: str) -> Iterator[Pattern]:
         yield Pattern(url, one.rstrip("/") if whole else folder, "" if whole else name)
 
 
-def shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
+def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
     """The tar files that folders, globs and brace patterns stand for, in order of their URLs, each once. A folder is
     listed once, however many of its files are asked for.
 
@@ -196,7 +196,7 @@ def shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blo
         mine = list(group)
         # Of characters, not of path components: that is what a listing can be narrowed to.
         start = os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine])  # noqa: RUF071
-        listed = {b.url.rpartition("/")[2]: b for b in _list(folder, start, patience)}
+        listed = {b.url.rpartition("/")[2]: b for b in _list_folder(folder, start, patience)}
         for p in mine:
             meant = [n for n in listed if p.means(n)] if p.glob else [p.name][: p.name in listed]
             if not meant:
@@ -209,7 +209,7 @@ def shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blo
     return [found[url] for url in sorted(found)]
 
 
-def _list(folder: str, start: str, patience: float) -> list[Blob]:
+def _list_folder(folder: str, start: str, patience: float) -> list[Blob]:
     """What is in a folder. A place that never answers is a wrong address to somebody who waits for it,
     and an outage to a run that has read from it before."""
     try:

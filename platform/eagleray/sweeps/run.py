@@ -13,7 +13,7 @@ from typing import Any
 
 from eagleray import config
 from eagleray.base import files
-from eagleray.base.console import out, stoppable
+from eagleray.base.console import out, stop_on_signal
 from eagleray.base.errors import UserError
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
@@ -46,7 +46,7 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
         raise UserError(f"out={sweep.out}: expected a folder, which all machines share")
     check_objective(sweep)
     remote.check_writable(str(folder))
-    with files.lock(folder):
+    with files.lock_folder(folder):
         study.begin(sweep, folder)
         book = Book(sweep, folder)
         if not book.open_trials():
@@ -168,5 +168,5 @@ def check_data(sweep: Sweep, folder: Path) -> None:
 @contextmanager
 def screen(book: Book, asked: threading.Event) -> Iterator[Show]:
     """Shows the trials; asked to stop, every one of them saves and stops."""
-    with stoppable(asked.set, "stopping all trials after their steps"), Show(book) as show:
+    with stop_on_signal(asked.set, "stopping all trials after their steps"), Show(book) as show:
         yield show

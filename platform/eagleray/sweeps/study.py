@@ -63,7 +63,7 @@ class Book:
     def report(self, name: str, step: int, steps: int, percent: float, value: float) -> None:
         record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
         with self.lock:
-            files.add_lines(self.folder / "reports.jsonl", [record])
+            files.append_lines(self.folder / "reports.jsonl", [record])
             self.reports.setdefault(name, []).append(record)
             self.rows[name] |= {"step": step, "steps": steps, "metric": value}
 

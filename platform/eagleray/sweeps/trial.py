@@ -139,7 +139,7 @@ class Following:
                 group["momentum"] = self.recipe.optim.momentum
         checkpoint.save(self.out / "checkpoints", state["step"], state, keep=self.recipe.checkpoint.keep)
         line = {"step": state["step"], "from": donor, "values": self.given["values"]}
-        files.add_lines(self.out / layout.LINEAGE, [line])
+        files.append_lines(self.out / layout.LINEAGE, [line])
 
 
 def line(e: Exception) -> str:

@@ -4,7 +4,7 @@ import torch
 from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor
 
-from eagleray.base.rng import seeded
+from eagleray.base.rng import seed_global_generators
 
 
 class Mixing:
@@ -21,7 +21,7 @@ class Mixing:
         even = len(x) // 2 * 2 if self.on else 0
         done = []
         if even:
-            with seeded(int(torch.randint(2**32, ()))):
+            with seed_global_generators(int(torch.randint(2**32, ()))):
                 done.append(self.mix(x[:even], y[:even])[1])  # in place; timm takes pairs only
         if even < len(x):
             done.append(mixup_target(y[even:], self.classes, 1.0, self.smoothing))

@@ -28,15 +28,15 @@ def apply(images: Tensor, params: Tensor) -> Tensor:
     for turn in range(4):
         for op, function in enumerate((brightness, contrast, saturation, hue)):
             on = jitter & (params[:, FIRST + turn] == op)
-            some(x, on, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
-    some(x, params[:, GRAY] > 0, lambda part, _: gray(part).expand_as(part))
-    some(x, params[:, SIGMA] > 0, lambda part, rows: blur(part, on_device[rows, SIGMA]))
-    some(x, params[:, SOLARIZE] > 0, lambda part, _: solarize(part))
-    some(x, params[:, FLIP] > 0, lambda part, _: part.flip(-1))
+            apply_where(x, on, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
+    apply_where(x, params[:, GRAY] > 0, lambda part, _: gray(part).expand_as(part))
+    apply_where(x, params[:, SIGMA] > 0, lambda part, rows: blur(part, on_device[rows, SIGMA]))
+    apply_where(x, params[:, SOLARIZE] > 0, lambda part, _: solarize(part))
+    apply_where(x, params[:, FLIP] > 0, lambda part, _: part.flip(-1))
     return erase_(normalise_(x), params[:, TOP:])
 
 
-def some(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replace the images where `on`, a mask on the CPU, by the function of them and their rows."""
     rows = on.nonzero().squeeze(1)
     if len(rows):
@@ -45,15 +45,15 @@ def some(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
-    return (x * each(factor)).clamp_(0, 1)
+    return (x * per_image(factor)).clamp_(0, 1)
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    return torch.lerp(gray(x).mean((1, 2, 3), keepdim=True), x, each(factor)).clamp_(0, 1)
+    return torch.lerp(gray(x).mean((1, 2, 3), keepdim=True), x, per_image(factor)).clamp_(0, 1)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    return torch.lerp(gray(x), x, each(factor)).clamp_(0, 1)
+    return torch.lerp(gray(x), x, per_image(factor)).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def normalise_(x: Tensor) -> Tensor:
     return x.sub_(per_channel(MEAN, x.device)).div_(per_channel(STD, x.device))
 
 
-def normalised(images: Tensor, device: torch.device) -> Tensor:
+def normalise(images: Tensor, device: torch.device) -> Tensor:
     """uint8 images (B, 3, S, S) as the device's backbone wants them."""
     return normalise_(images.to(device, non_blocking=True).float().div_(255))
 
@@ -119,5 +119,5 @@ def per_channel(values: tuple[float, float, float], device: torch.device) -> Ten
     return torch.tensor(values, device=device).view(3, 1, 1)
 
 
-def each(factor: Tensor) -> Tensor:
+def per_image(factor: Tensor) -> Tensor:
     return factor.view(-1, 1, 1, 1)

@@ -10,7 +10,7 @@ from timm.data.auto_augment import RandAugment, rand_augment_transform
 from timm.data.transforms import str_to_pil_interp
 from torch import Tensor
 
-from eagleray.base.rng import seeded
+from eagleray.base.rng import seed_global_generators
 from eagleray.config.view import View
 from eagleray.views.photometric import MEAN
 
@@ -37,6 +37,6 @@ def augment(crop: Tensor, view: View, seed: int) -> None:
     no operation tells left from right but by a sign, which is drawn."""
     assert view.randaugment
     image = Image.fromarray(crop.permute(1, 2, 0).numpy())
-    with seeded(seed):
+    with seed_global_generators(seed):
         out = policy(view.randaugment, view.size, view.interpolation)(image)
     crop.copy_(torch.from_numpy(np.array(out)).permute(2, 0, 1))

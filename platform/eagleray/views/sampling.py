@@ -23,7 +23,7 @@ WIDTH = 2 * TRIES + 13
 # And of views that are augmented by policies or erased, from a generator beside it, where nothing above moves:
 # areas, aspect ratios, then one each of:
 ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
-MORE = 2 * TRIES + 5
+EXTRA_WIDTH = 2 * TRIES + 5
 ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # share of the area, height over width: timm's
 
 # Columns of the photometric parameters (V, 18): what `photometric.apply` reads.
@@ -55,7 +55,7 @@ class Views:
     chance: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
     size: NDArray[np.int64]  # (V,)
     erasing: NDArray[np.float64]  # (V,)
-    more: bool  # whether some view needs more than `uniforms`
+    needs_extra: bool  # whether some view needs more than `uniforms`
 
     @classmethod
     def of(cls, views: Sequence[View]) -> "Views":
@@ -79,18 +79,18 @@ def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.fl
     return np.random.Generator(np.random.Philox(key=key)).random((views, WIDTH))
 
 
-def more(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """(V, MORE) numbers in [0, 1) beside `uniforms`; (V, 0) where no view needs them."""
-    if not v.more:
+def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
+    """(V, EXTRA_WIDTH) numbers in [0, 1) beside `uniforms`; (V, 0) where no view needs them."""
+    if not v.needs_extra:
         return np.empty((len(v.views), 0))
     key = np.array([seed, (epoch << 40) | sample], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 1])).random((len(v.views), MORE))
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 1])).random((len(v.views), EXTRA_WIDTH))
 
 
 def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
     """Top, left, height and width (V, 4) of random resized crops of an image, in pixels."""
-    area = height * width * between(v.scale, u[:, :TRIES])
-    ratio = np.exp(between(v.log_ratio, u[:, TRIES : 2 * TRIES]))
+    area = height * width * stretch(v.scale, u[:, :TRIES])
+    ratio = np.exp(stretch(v.log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
     h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (V, TRIES)
@@ -117,7 +117,7 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """Parameters of the photometric operations (..., V, 18), columns as in COLUMNS, from uniforms (..., V, WIDTH), and
-    (..., V, MORE) where views are erased; sigma 0 means no blur, and a height of 0 that nothing is erased."""
+    (..., V, EXTRA_WIDTH) where views are erased; sigma 0 means no blur, and a height of 0 that nothing is erased."""
     flip, jitter, gray, blur, solarize = np.moveaxis(u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance, -1, 0)
     low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
     factors = low + (high - low) * u[..., BRIGHTNESS : SATURATION + 1]
@@ -130,14 +130,14 @@ def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | 
         order,
         factors,
         *(x[..., None] for x in (shift, gray, sigma, solarize)),
-        np.zeros((*u.shape[:-1], 5)) if extra is None or not v.erasing.any() else erased(v, extra),
+        np.zeros((*u.shape[:-1], 5)) if extra is None or not v.erasing.any() else erase_boxes(v, extra),
     )
     return np.concatenate(columns, -1).astype(np.float32)
 
 
-def erased(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
+def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Top, left, height and width (..., V, 5) of the boxes to be erased, in pixels, and a seed of 24 bits for their
-    noise, from (..., V, MORE); zeros where none fits or none is due. Zhong et al. 2020, arXiv:1708.04896."""
+    noise, from (..., V, EXTRA_WIDTH); zeros where none fits or none is due. Zhong et al. 2020, arXiv:1708.04896."""
     side = v.size[:, None]
     area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
     aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
@@ -150,6 +150,6 @@ def erased(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     return box * (fits.any(-1) & (u[..., ERASE] < v.erasing))[..., None]
 
 
-def between(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
+def stretch(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Uniforms (V, n) stretched to the intervals (V, 2)."""
     return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * u

@@ -17,7 +17,7 @@ def find_file(url: str) -> Blob:
 
 def list_folder(url: str) -> list[Blob]:
     """Return the file at a URL, or the files directly in the folder; nothing where neither exists."""
-    if url.startswith("s3:") or store.local(url).exists():
+    if url.startswith("s3:") or store.local_path(url).exists():
         return store.store(url).list(url)
     return []
 
@@ -45,7 +45,7 @@ def read_text(url: str) -> str:
 def missing_error(url: str, expected: str) -> UserError:
     """Make the error for a folder that lacks what was expected, with a hint where an archive must be unpacked."""
     blobs = list_folder(url)
-    if not blobs and not url.startswith("s3:") and not store.local(url).exists():
+    if not blobs and not url.startswith("s3:") and not store.local_path(url).exists():
         return UserError(f"{url}: no such file or folder")
     archive = next((b.url for b in blobs if b.url.lower().endswith(COMPRESSED)), None)
     hint = f"; {archive.rpartition('/')[2]} must be unpacked first" if archive else ""

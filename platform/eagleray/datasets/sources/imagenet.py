@@ -17,7 +17,7 @@ from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFi
 from eagleray.datasets.sources.tars import members
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span
 
 CLASS = re.compile(r"n\d{8}")
@@ -83,7 +83,7 @@ def _listing(origin: str, blobs: list[Blob], split: str, labels: str) -> Listing
 
 
 def _in_tars(tars: Iterable[Span], numbers: Mapping[str, int]) -> Iterator[Item]:
-    for tar, images in ahead(lambda tar: (tar, [m for m in members(tar) if is_image(m.name)]), tars):
+    for tar, images in ordered_map(lambda tar: (tar, [m for m in members(tar) if is_image(m.name)]), tars):
         wnid = PurePosixPath(tar.name).stem
         for image in images:
             key, extension = key_and_extension(f"{wnid}/{PurePosixPath(image.name).name}")

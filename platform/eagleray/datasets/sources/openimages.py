@@ -14,7 +14,7 @@ from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_exte
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Source, SourceFiles
 from eagleray.storage.blob import Blob
-from eagleray.storage.range_file import READ, Ranges, Span
+from eagleray.storage.range_file import READ, RangeFile, Span
 
 BUCKET = "s3://open-images-dataset"
 
@@ -54,7 +54,7 @@ def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
 
 
 def _rows(table: Blob) -> Iterator[dict[str, str]]:
-    file = io.BufferedReader(Ranges(Span("", table.url, 0, table.size)), READ)
+    file = io.BufferedReader(RangeFile(Span("", table.url, 0, table.size)), READ)
     try:
         names = file.readline().decode("utf-8-sig").strip().split(",")
         if "ImageID" not in names:

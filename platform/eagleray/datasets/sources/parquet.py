@@ -16,8 +16,8 @@ from eagleray.datasets.sources.item import Item, Listing, key_and_extension, met
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import OWN, Source, SourceFiles
 from eagleray.storage.blob import Blob
-from eagleray.storage.ordered_map import ahead
-from eagleray.storage.range_file import READ, Ranges, Span
+from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.range_file import READ, RangeFile, Span
 
 LABEL = "label"
 
@@ -58,7 +58,7 @@ def read_group(url: str, group: int, column: str) -> list[bytes | None]:
 def open_parquet(blob: Blob) -> pq.ParquetFile:
     """Open a Parquet file, local or on S3. Raises UserError when it is none."""
     try:
-        return pq.ParquetFile(io.BufferedReader(Ranges(Span("", blob.url, 0, blob.size)), READ))
+        return pq.ParquetFile(io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
     except pa.ArrowException as e:
         raise UserError(f"{blob.url}: not a Parquet file: {' '.join(str(e).split())}") from None
 
@@ -87,7 +87,7 @@ def _holds_images(kind: pa.DataType) -> bool:
 
 
 def _listing(blobs: list[Blob], column: str) -> Listing:
-    return Listing(item for items in ahead(lambda b: list(_items(b, column)), blobs) for item in items)
+    return Listing(item for items in ordered_map(lambda b: list(_items(b, column)), blobs) for item in items)
 
 
 def _items(blob: Blob, column: str) -> Iterator[Item]:

@@ -8,8 +8,8 @@ import pyarrow as pa
 from eagleray.datasets.sources.item import Item, Listing
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.storage.blob import Blob
-from eagleray.storage.ordered_map import ahead
-from eagleray.storage.range_file import Span, content
+from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.range_file import Span, read_span
 
 Data = bytes | memoryview
 Read = Callable[[Sequence[Item]], Iterator[tuple[Item, Data]]]
@@ -40,7 +40,7 @@ class Dataset:
 
 def read_ranges(rows: Sequence[Item], encode: Callable[[Data], bytes] | None = None) -> Iterator[tuple[Item, Data]]:
     """Yield every item with the range of bytes that it names; `encode` makes an image file of raw pixels."""
-    ranges = ahead(lambda i: content(Span(i.key, i.url, i.offset, i.size)), rows)
+    ranges = ordered_map(lambda i: read_span(Span(i.key, i.url, i.offset, i.size)), rows)
     return ((item, encode(data) if encode else data) for item, data in zip(rows, ranges, strict=True))
 
 

@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterator
 
 from eagleray.base.errors import UserError
-from eagleray.storage.range_file import READ, Ranges, Span
+from eagleray.storage.range_file import READ, RangeFile, Span
 
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
@@ -16,7 +16,7 @@ class DamagedTar(UserError):
 
 def members(tar: Span) -> Iterator[Span]:
     """Yield the files in a tar in their order. Raises UserError when it is compressed, and DamagedTar."""
-    source = io.BufferedReader(Ranges(tar, sparse=True), READ)
+    source = io.BufferedReader(RangeFile(tar, sparse=True), READ)
     kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
     if kind:
         raise UserError(f"{_title(tar)}: compressed with {kind}, so its members cannot be read in place; unpack it")

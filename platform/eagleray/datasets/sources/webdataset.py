@@ -12,14 +12,14 @@ from eagleray.datasets.sources.source import OWN, Source, SourceFiles
 from eagleray.datasets.sources.tars import DamagedTar, members
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
-from eagleray.storage.ordered_map import ahead
-from eagleray.storage.range_file import Span, content
+from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.range_file import Span, read_span
 
 
 def webdataset(options: PrepareOptions) -> SourceFiles:
     """Find the shards of a folder, a glob or a brace pattern."""
-    blobs = store.shards(options.origin)
-    return SourceFiles(blobs, lambda: Listing(itertools.chain.from_iterable(ahead(_samples, blobs))))
+    blobs = store.list_shards(options.origin)
+    return SourceFiles(blobs, lambda: Listing(itertools.chain.from_iterable(ordered_map(_samples, blobs))))
 
 
 def _samples(blob: Blob) -> list[Item]:
@@ -46,7 +46,7 @@ def _item(key: str, parts: list[tuple[str, Span]]) -> Item:
     image = next(((e, s) for e, s in parts if e in image_extensions()), None)
     if image is None:
         return Item(key, "", 0, 0, reason="no image: only " + ", ".join(e for e, _ in parts))
-    texts = {e: bytes(content(s)) for e, s in parts if e in ("cls", "json")}
+    texts = {e: bytes(read_span(s)) for e, s in parts if e in ("cls", "json")}
     label, meta, reason = -1, None, None
     try:
         label = max(int(texts.get("cls", b"-1")), -1)

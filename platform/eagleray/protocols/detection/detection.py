@@ -25,7 +25,7 @@ from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual.draw import Tile, pixels, sheet
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 
 CONFIDENT = 0.5  # least score of an object in the picture, and least probability of a pixel in a mask
 PICTURES = 4  # images in the picture
@@ -86,7 +86,7 @@ def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Ten
     W)."""
     net.eval()
     device = next(net.parameters()).device
-    for i, image in enumerate(ahead(read_image, data.paths)):
+    for i, image in enumerate(ordered_map(read_image, data.paths)):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             [result] = net([image.to(device).float() / 255])
         result["masks"] = result["masks"] >= CONFIDENT

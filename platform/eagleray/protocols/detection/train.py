@@ -20,7 +20,7 @@ from eagleray.config.types import Share
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
 from eagleray.protocols.fine_tuning import Trainee, fine_tune
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 
 FOLDER = "pipelines/detection"
 THREADS = 8  # that read and decode images
@@ -110,6 +110,6 @@ def batches(
             yield from ((int(i), epoch) for i in each)
 
     upcoming = itertools.islice(order(), start % steps * batch, None)
-    examples = ahead(data.__getitem__, upcoming, width=max(THREADS, 2 * batch))
+    examples = ordered_map(data.__getitem__, upcoming, width=max(THREADS, 2 * batch))
     for step in range(start, settings.epochs * steps):
         yield Progress(step, steps, settings.epochs), Batch(list(itertools.islice(examples, batch)), (batch,))

@@ -18,7 +18,7 @@ from torchvision.transforms.v2.functional import resize
 
 from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode, reason
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
 IGNORED = 255  # pixels of no class
@@ -125,7 +125,7 @@ def named(folder: Path) -> list[str]:
 
 def highest(train: Sequence[Pair]) -> int:
     """The largest class in the masks."""
-    return max(int(np.where(v == IGNORED, 0, v).max()) for v in ahead(stored, [p.mask for p in train]))
+    return max(int(np.where(v == IGNORED, 0, v).max()) for v in ordered_map(stored, [p.mask for p in train]))
 
 
 def stored(path: Path) -> NDArray[np.int64]:
@@ -187,7 +187,7 @@ def crops(masks: Masks, *, start: int, stop: int, batch: int, size: int, seed: i
         sample = np.random.default_rng((seed, k // n)).permutation(n)[k % n]
         return crop(*masks.read(masks.train[sample]), np.random.default_rng((seed, 1, k)), size=size)
 
-    loaded = ahead(load, range(start * batch, stop * batch))
+    loaded = ordered_map(load, range(start * batch, stop * batch))
     for _ in range(start, stop):
         images, classes = zip(*itertools.islice(loaded, batch), strict=True)
         yield torch.stack(images), torch.stack(classes).long()

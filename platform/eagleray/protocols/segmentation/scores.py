@@ -10,7 +10,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
 from eagleray.protocols.segmentation.data import IGNORED, fitted
-from eagleray.views.photometric import normalised
+from eagleray.views.photometric import normalise
 
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # of DRLoc's and Swin's numbers, each of them mirrored too
 Net = Callable[[Tensor], Tensor]  # normalised images (B, 3, H, W) to scores (B, C, H, W)
@@ -44,7 +44,7 @@ def likely(net: Net, image: Tensor, *, size: int, scales: Sequence[float] = (1.0
     total = image.new_zeros((), dtype=torch.float)
     for scale in scales:
         x = resize(image[None], list(fitted(image, size, scale)), InterpolationMode.BILINEAR, antialias=True)
-        x = normalised(x, x.device)
+        x = normalise(x, x.device)
         for flipped in (False, True)[: 1 + mirror]:
             z = net(x.flip(-1) if flipped else x)
             z = F.interpolate(z.float(), image.shape[1:], mode="bilinear").softmax(1)[0]

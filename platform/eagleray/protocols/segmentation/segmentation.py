@@ -30,7 +30,7 @@ from eagleray.protocols.segmentation import scores as scoring
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, fitted
 from eagleray.protocols.segmentation.heads import SemanticFPN, UPerNet
 from eagleray.protocols.segmentation.picture import Shown, draw, table
-from eagleray.storage.ordered_map import ahead
+from eagleray.storage.ordered_map import ordered_map
 
 WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
 SHORT = 10  # a run shorter than ADE20K's warms up in one of so many steps
@@ -195,7 +195,7 @@ def report(
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
     shown: list[Any] = []
     every = max(len(masks.val) // PICTURES, 1)
-    for i, (image, truth) in enumerate(ahead(masks.read, masks.val)):
+    for i, (image, truth) in enumerate(ordered_map(masks.read, masks.val)):
         x = image.to(device)
         found = scoring.likely(net.scores, x, size=settings["size"]).argmax(0).cpu()
         single += scoring.confusion(truth, found, classes)

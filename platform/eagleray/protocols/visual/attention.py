@@ -21,7 +21,7 @@ from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import batches, no_image_error, subset
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
-from eagleray.views.photometric import normalised
+from eagleray.views.photometric import normalise
 
 MASS = 0.6  # share of the attention that the kept patches hold
 IMAGES = 64  # that entropies are means over
@@ -56,7 +56,7 @@ def attention(
     entropies, shares = list[Tensor](), list[float]()
     shown: list[Any] = []
     for _, crops in batches(index, subset(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
-        found = maps(backbone, normalised(crops, device))
+        found = maps(backbone, normalise(crops, device))
         entropies.append(entropy(found.patches).mean(-1)[0].cpu())  # (heads,)
         shares.append(smallest(seen(found)[0], mass).float().mean().item())
         if len(shown) < SHOWN:

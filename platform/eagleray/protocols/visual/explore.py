@@ -115,7 +115,7 @@ def neighbours(
     parts = []
     for found, crops in batches(index, subset(np.arange(len(index)), limit), size, size, BATCH):
         samples += found
-        parts.append(backbone.pooled(photometric.normalised(crops, device)).float().cpu())
+        parts.append(backbone.pooled(photometric.normalise(crops, device)).float().cpu())
     if len(samples) < 2:
         raise UserError(f"{index.shards[0].url}: {len(samples)} images decode there; expected 2 or more")
     chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
@@ -237,7 +237,7 @@ def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple
     device = next(backbone.parameters()).device
     kept, patches, grid = [], [], (0, 0)
     for _, crops in batches(index, subset(np.arange(len(index)), images), size, size, 8):
-        features = backbone(photometric.normalised(crops, device))
+        features = backbone(photometric.normalise(crops, device))
         kept.append(crops)
         patches.append(features.patches.float().cpu())
         grid = features.grid
