@@ -71,12 +71,12 @@ def prepare(
     ],
     origin: Annotated[str, typer.Argument(help="file, folder or s3:// URL of the source", metavar="FROM")],
     destination: Annotated[str, typer.Argument(help="folder or s3:// URL for the shards", metavar="DST")],
-    split: Annotated[str, typer.Option(help="of sets that have several; by default the first, of training")] = "",
+    split: Annotated[str, typer.Option(help="split of the data set; by default the first, for training")] = "",
     size: Annotated[int, typer.Option(help="MiB of source bytes per shard", min=1)] = 128,
     max_side: Annotated[int, typer.Option(help="pixels; larger images become JPEGs of this longer side", min=0)] = 0,
     min_side: Annotated[int, typer.Option(help="pixels; images with a shorter side are left out", min=0)] = 0,
     dedup: Annotated[bool, typer.Option("--dedup", help="leave out images whose bytes were there before")] = False,
-    seed: Annotated[int, typer.Option(help="of the order", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the sample order", min=0)] = 0,
     workers: Annotated[
         int | None, typer.Option(help="Ray tasks at once; 0: in this process; all CPUs by default", min=0)
     ] = None,
