@@ -85,9 +85,11 @@ def draw_panel(
 ) -> Picture:
     """Draw the curves of a panel, write them to `folder` as a PNG and return them as an SVG for the page."""
     from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
     axes = figure.subplots()
     handles = fill(axes, panel, found)
     mark(axes, panel, found, findings)
@@ -104,10 +106,11 @@ def draw_panel(
         handlelength=2,
     )
     name = re.sub(r"\W+", "-", panel.title).strip("-")
-    figure.savefig(folder / f"{name}.png", dpi=DPI)
+    # Figure.savefig would draw everything twice: once to see how large it is.
+    FigureCanvasAgg(figure).print_png(folder / f"{name}.png")
     figure.set_layout_engine("none")  # found already
     with rc_context({"svg.hashsalt": "eagleray"}):
-        figure.savefig(buffer := io.BytesIO(), format="svg", metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(buffer := io.BytesIO(), metadata={"Date": None})
     return Picture(uri(buffer.getvalue(), "svg+xml"), in_words(panel, found, x), caption)
 
 
