@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from eagleray.base.errors import UserError
 from eagleray.cli import main
-from eagleray.data.decode import decode
+from eagleray.data.pixels import read_pixels
 from eagleray.datasets import card, contact_sheet
 from eagleray.datasets.stats import ASPECTS, EXAMPLES, OTHER, REASONS, SIDES, ImageStats, fit_within, image_format
 
@@ -104,7 +104,7 @@ def test_where_nothing_can_be_shown_one_line_says_so(tmp_path: Path):
 
 
 def test_pictures(tmp_path: Path):
-    images = [decode(encode(picture(i, 40 + i, 60))) for i in range(11)]
+    images = [read_pixels(encode(picture(i, 40 + i, 60))) for i in range(11)]
     contact_sheet.contact(images, tmp_path / "contact.png")
     with Image.open(tmp_path / "contact.png") as image:
         assert image.size == (8 * 150 + 6, 2 * 150 + 6)

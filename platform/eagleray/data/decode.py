@@ -1,20 +1,14 @@
 """Bytes of an image file to pixels, whatever the file is called and whatever odd format it has."""
 
-import io
-import re
 import warnings
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from eagleray.data.pixels import BadImage, open_upright, reason
+
 MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
-
-
-class BadImage(ValueError):
-    """The reason why an image cannot be used."""
 
 
 def decode(data: bytes | memoryview) -> Tensor:
@@ -25,12 +19,6 @@ def decode(data: bytes | memoryview) -> Tensor:
         raise
     except Exception as e:  # decoders raise whatever they like on broken input
         raise BadImage(reason(e)) from None
-
-
-def reason(error: Exception) -> str:
-    """What a decoder had to say, in one line and without its places in memory or in source files."""
-    text = re.sub(r"decode_jpeg, \S+\.cpp:\d+, | <_io\.BytesIO object at \w+>", "", str(error))
-    return " ".join(text.split())[:200] or type(error).__name__
 
 
 def _jpeg(data: bytes | memoryview) -> Tensor:
@@ -59,13 +47,4 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def _other(data: bytes | memoryview) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of half a bomb, of a palette's transparency
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()  # the first frame of an animation
-            upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more: PIL would clip them to white
-            deep = np.asarray(upright, np.float32)
-            scale = 1 / 257 if deep.max() > 255 else 1.0
-            upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))
-        return torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)
+    return torch.from_numpy(open_upright(data)).permute(2, 0, 1)

@@ -2,18 +2,16 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
-from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, open_index
-from eagleray.datasets import pack
+from eagleray.data.pixels import BadImage, read_pixels
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
 
@@ -25,11 +23,13 @@ MIB, GIB = 2**20, 2**30
 
 def write(folder: str, card: dict[str, Any]) -> None:
     """Write a card, with the edges of its histograms so that readers need no table of ours."""
+    from eagleray.datasets.pack import put_bytes  # loads PyTorch, which a reader of cards does without
+
     bins = {
         "sides": {"edges": SIDES, "counts": card["sides"]},
         "aspects": {"edges": ASPECTS, "counts": card["aspects"]},
     }
-    pack.put_bytes(f"{folder}/{NAME}", json.dumps(card | bins, indent=1, ensure_ascii=False).encode())
+    put_bytes(f"{folder}/{NAME}", json.dumps(card | bins, indent=1, ensure_ascii=False).encode())
 
 
 def find(folder: str) -> dict[str, Any] | None:
@@ -94,8 +94,8 @@ def quantiles(counts: list[int], edges: list[Any]) -> str:
     return f"{low[0]:g} to {high[1]:g} (5th to 95th percentile), median {middle[0]:g} to {middle[1]:g}"
 
 
-def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return the card of some shards and the images (3, H, W) for a contact sheet, which are always the same.
+def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+    """Return the card of some shards and the images (H, W, 3) for a contact sheet, which are always the same.
 
     Where there is no card, its entries are estimated from the index and a sample of the images. `spare` is the folder
     for the index where none can be written beside the shards.
@@ -104,24 +104,29 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[torch.Tensor]]
     order = np.random.default_rng(0).permutation(len(index))
     folder = store.absolute(url)
     card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or folder.endswith(".tar") else find(folder)
-    sample, images = _sample(index, order[: SHEET if card else SAMPLE])
-    if card is None:
-        labels = index.label[index.label >= 0]
-        card = {
-            "classes": len(np.unique(labels)),
-            "shards": len(index.shards),
-            "sampled": sample.images,
-            **sample.to_json(),
-            "images": len(index),
-            "bytes": int(index.size.sum()),
-        }
+    if card:
+        return card, _sample(index, order[:SHEET], read_pixels)[1]
+    from eagleray.data.decode import decode  # counts what training would: a second and a half of importing PyTorch
+
+    sample, images = _sample(index, order[:SAMPLE], lambda data: decode(data).permute(1, 2, 0).numpy())
+    labels = index.label[index.label >= 0]
+    card = {
+        "classes": len(np.unique(labels)),
+        "shards": len(index.shards),
+        "sampled": sample.images,
+        **sample.to_json(),
+        "images": len(index),
+        "bytes": int(index.size.sum()),
+    }
     return card, images
 
 
-def _sample(index: Index, samples: NDArray[np.int64]) -> tuple[ImageStats, list[torch.Tensor]]:
-    """Return the statistics of some samples and the first of their images."""
+def _sample(
+    index: Index, samples: NDArray[np.int64], decode: Callable[[memoryview], NDArray[np.uint8]]
+) -> tuple[ImageStats, list[NDArray[np.uint8]]]:
+    """Return the statistics of some samples and the first of their images (H, W, 3)."""
     stats = ImageStats()
-    images: list[torch.Tensor] = []
+    images: list[NDArray[np.uint8]] = []
     shard, offset, size = index.shard, index.offset, index.size
     for sample in samples.tolist():
         url = index.shards[shard[sample]].url
@@ -131,7 +136,7 @@ def _sample(index: Index, samples: NDArray[np.int64]) -> tuple[ImageStats, list[
         except BadImage as e:
             stats.drop(str(e), index.key(sample))
             continue
-        stats.count(data, *image.shape[1:])
+        stats.count(data, *image.shape[:2])
         if len(images) < SHEET:
             images.append(image)
     if not images:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 
@@ -15,13 +15,13 @@ PAPER = (250, 250, 248)
 INK, BAR, LIGHT = "#2b2b2b", "#3b6ea5", "#dcdcd8"
 
 
-def contact(images: Sequence[Tensor], path: Path) -> None:
-    """Draw images (3, H, W) in rows, each uncropped in the middle of its square tile."""
+def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
+    """Draw images (H, W, 3) in rows, each uncropped in the middle of its square tile."""
     rows = -(-len(images) // COLUMNS)
     step = TILE + GAP
     sheet = Image.new("RGB", (COLUMNS * step + GAP, rows * step + GAP), PAPER)
     for i, image in enumerate(images):
-        tile = ImageOps.contain(Image.fromarray(image.permute(1, 2, 0).numpy()), (TILE, TILE), Image.Resampling.LANCZOS)
+        tile = ImageOps.contain(Image.fromarray(image), (TILE, TILE), Image.Resampling.LANCZOS)
         x, y = GAP + i % COLUMNS * step, GAP + i // COLUMNS * step
         sheet.paste(tile, (x + (TILE - tile.width) // 2, y + (TILE - tile.height) // 2))
     sheet.save(path)

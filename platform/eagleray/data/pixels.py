@@ -1,0 +1,41 @@
+"""Decode an image file with Pillow, which reads nearly every format and loads no PyTorch."""
+
+import io
+import re
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+
+class BadImage(ValueError):
+    """The reason why an image cannot be used."""
+
+
+def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
+    """Decode an image into upright RGB pixels (H, W, 3). Raises BadImage."""
+    try:
+        return open_upright(data)
+    except Exception as e:  # decoders raise whatever they like on broken input
+        raise BadImage(reason(e)) from None
+
+
+def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
+    """Decode an image into upright RGB pixels (H, W, 3). Raises whatever Pillow does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of half a bomb, of a palette's transparency
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()  # the first frame of an animation
+            upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more: PIL would clip them to white
+            deep = np.asarray(upright, np.float32)
+            scale = 1 / 257 if deep.max() > 255 else 1.0
+            upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))
+        return np.array(upright.convert("RGB"))
+
+
+def reason(error: Exception) -> str:
+    """The decoder's message on one line, without addresses in memory or in source files."""
+    text = re.sub(r"decode_jpeg, \S+\.cpp:\d+, | <_io\.BytesIO object at \w+>", "", str(error))
+    return " ".join(text.split())[:200] or type(error).__name__
