@@ -14,6 +14,7 @@ from eagleray.protocols.features import LabelledFeatures, extract_pooled, labell
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
+from eagleray.protocols.protocol import Protocol
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
@@ -92,3 +93,24 @@ def test_settings_are_read_from_the_source_as_python_sees_them(name: str):
     read = signature.from_source(module, function, skip=("out", "note"))
     assert str(read) == str(signature.from_import(protocol.run, skip=("out", "note")))
     assert protocol.keywords.keys() == read.keys(), "each can be written on the command line"
+
+
+CENTROID = """
+from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.outcome import Outcome
+
+
+def centroid(train: LabelledFeatures, test: LabelledFeatures, *, normalise: bool = True) -> Outcome:
+    return Outcome({"centroid/images": len(test.y)}, {"normalise": normalise})
+"""
+
+
+def test_a_protocol_is_a_function_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "centroid_of_tests.py").write_text(CENTROID)
+    monkeypatch.syspath_prepend(tmp_path)
+    protocol = Protocol("nearest class mean", "centroid_of_tests:centroid", ("labels",))
+    assert protocol.settings == ["normalise", "size", "resize", "features"]
+    assert "--normalise True" in str(protocol)
+    settings = protocol.parse({"normalise": "false"})
+    outcome = protocol.run(*(clusters(10, spread=0.1, seed=seed) for seed in (0, 1)), **settings)
+    assert (outcome.numbers, outcome.settings) == ({"centroid/images": 10}, {"normalise": False})
