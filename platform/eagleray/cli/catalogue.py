@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import out
+from eagleray.base.errors import UserError
 from eagleray.cli.options import Json
 
 
@@ -25,10 +26,27 @@ class Kind(StrEnum):
 
 def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Only entries with all of these words.", metavar="[WORD]...")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Only recipes of this method, such as esvit.")] = "",
+    backbone: Annotated[str, typer.Option(help="Only recipes with this in the backbone's name, such as swin.")] = "",
+    data: Annotated[str, typer.Option(help="Only recipes for this data, such as in1k.")] = "",
     as_json: Json = False,
 ) -> None:
     """List methods, tested backbones, recipes, sweeps, datasets or evaluation protocols, with a line about each."""
-    rows = catalogue(kind.value)
+    if kind is Kind.recipes:
+        from eagleray.cli import recipes
+
+        recipes.show(words or [], method=method, backbone=backbone, data=data, as_json=as_json)
+        return
+    if method or backbone or data:
+        raise UserError(f"--method, --backbone and --data choose among recipes, got `list {kind.value}`")
+    rows = {
+        name: text
+        for name, text in catalogue(kind.value).items()
+        if all(word.lower() in f"{name} {text}".lower() for word in words or [])
+    }
     if as_json:
         print(json.dumps(rows))
     else:
