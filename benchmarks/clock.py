@@ -25,7 +25,7 @@ class Clock:
         self.open: list[str] = []
         self.spans: dict[str, list[tuple[Any, Any, int]]] = defaultdict(list)  # begin, end, sign
 
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def aggregate_neighbours(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             outer, begin = self.open[-1:], self._now()

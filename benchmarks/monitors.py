@@ -91,7 +91,7 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
     device = local().device
     torch.manual_seed(r.seed)
     method = build_method(r)
-    method.begin(IMAGES)
+    method.allocate(IMAGES)
     method.to(device)
     optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, every=r.monitor.every, bank=IMAGES // 10, labelled=True) if watch else None

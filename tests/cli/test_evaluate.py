@@ -108,8 +108,10 @@ def test_the_last_blocks_end_with_the_pooled_vector(name: str):
         torch.testing.assert_close(found["last4"][:, -backbone.dim :], found["pooled"])
         torch.testing.assert_close(found["avgpool"][:, backbone.dim :], backbone(images).patches.mean(1))
         if name.startswith("vit"):
-            tokens = backbone.last_blocks(images, 4)
-            torch.testing.assert_close(found["last4"], torch.cat([x[:, 0] for x in tokens], 1))
+            last = backbone.model.forward_intermediates(
+                images, indices=4, norm=True, return_prefix_tokens=True, intermediates_only=True
+            )
+            torch.testing.assert_close(found["last4"], torch.cat([prefix[:, 0] for _, prefix in last], 1))
         else:  # two blocks of each of the last two stages
             assert found["last4"].shape[1] == 2 * sum(backbone.dims[-2:])
 

@@ -130,9 +130,9 @@ def test_memory_is_used_again(tmp_path: Path):
     writer = checkpoint.Writer(tmp_path, keep=1)
     state = {"a": [torch.zeros(5), torch.zeros(6)], "b": torch.zeros(3)}
     writer.save(1, state)
-    before = {path: x.data_ptr() for path, x in writer._snapshot._buffers.items()}
+    before = {path: x.data_ptr() for path, x in writer._host_copy._buffers.items()}
     writer.save(2, state | {"a": [torch.zeros(5), torch.zeros(7)]})
-    after = {path: x.data_ptr() for path, x in writer._snapshot._buffers.items()}
+    after = {path: x.data_ptr() for path, x in writer._host_copy._buffers.items()}
     assert [path for path in before if before[path] != after[path]] == [("a", 1)]
     writer.settle()
 
@@ -152,7 +152,7 @@ def test_what_a_gpu_still_computes_is_waited_for_and_what_it_does_next_is_not_se
         found = checkpoint.newest(tmp_path)
         assert found is not None
         assert (found["x"] == step).all()
-    assert all(b.is_pinned() for b in writer._snapshot._buffers.values())
+    assert all(b.is_pinned() for b in writer._host_copy._buffers.values())
 
 
 def test_what_would_not_load_again_is_refused_at_once(tmp_path: Path):

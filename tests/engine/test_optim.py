@@ -234,7 +234,7 @@ def test_layers_of_our_own_models(name: str):
     """Blocks in their order, each on its own; nothing but what lies beside them is without a layer."""
     with torch.device("meta"):
         backbone = Backbone(name)
-    found = {n.removeprefix(".model."): s for n, s in optim.scales(backbone, 0.5).items()}
+    found = {n.removeprefix(".model."): s for n, s in optim.layer_lr_scales(backbone, 0.5).items()}
     blocks: dict[str, set[float]] = {}
     for n, scale in found.items():
         if block := re.match(r"(stages\.\d+\.(?:blocks\.)?|blocks\.)\d+\.", n):

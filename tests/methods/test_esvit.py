@@ -159,9 +159,9 @@ def test_mse_is_zero_where_regions_agree() -> None:
 def test_tokens_are_sampled_where_there_are_more() -> None:
     m, x = small(tokens=9), batch()
     torch.manual_seed(3)
-    regions = m.student.sides(x.views, regions=True)[1]
+    regions = m.student.project(x.views, regions=True)[1]
     assert [f.shape[1] for f in regions.features] == [9, 9, 4, 4]
-    assert len(regions.z) == 4 * (9 + 9 + 4 + 4)
+    assert len(regions.scores.z) == 4 * (9 + 9 + 4 + 4)
     whole = m.student.backbone(x.views[0]).patches
     for token in regions.features[0][0]:
         assert torch.cdist(token.unsqueeze(0), whole[0]).min() < 1e-4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
-from eagleray.methods.densecl import DenseCL, matched
+from eagleray.methods.densecl import DenseCL, match_keys
 from eagleray.models.backbone import Backbone
 
 AT = Progress(step=3, steps_per_epoch=10, epochs=2)
@@ -28,8 +28,8 @@ def test_step(case: Case) -> None:
     f, g = (case[name].flatten(2).mT for name in ("q_backbone", "k_backbone"))
     settings: dict[str, Any] = {"temperature": h["temperature"], "dense_weight": h["loss_lambda"], "queue": h["queue"]}
     method = DenseCL(vit(16, 8, 24, depth=1, heads=3), dim=q.shape[1], hidden=8, **settings)
-    method.f_q.both = lambda _: (q, grid.mT, f)
-    method.f_k.both = lambda _: (case["k"], case["k_grid"].mT, g)
+    method.f_q.encode = lambda _: (q, grid.mT, f)
+    method.f_k.encode = lambda _: (case["k"], case["k_grid"].mT, g)
     method.queue.keys.copy_(case["queue"])
     method.dense_queue.keys.copy_(case["queue_dense"])
 
@@ -48,7 +48,7 @@ def test_loss(case: Case) -> None:
     q, k, s, t = (F.normalize(case[name], dim=1) for name in ("q", "k", "q_grid", "k_grid"))
     f, g = (case[name].flatten(2).mT for name in ("q_backbone", "k_backbone"))
     case.check((1 - share) * infonce(logits(q, k, case["queue"], tau)), "loss_global")
-    s, t = s.mT.flatten(0, 1), matched(t.mT, f, g).flatten(0, 1)
+    s, t = s.mT.flatten(0, 1), match_keys(t.mT, f, g).flatten(0, 1)
     case.check(share * infonce(logits(s, t, case["queue_dense"], tau)), "loss_dense")
 
 
@@ -57,12 +57,12 @@ def test_patches_that_moved_are_found() -> None:
     order = torch.stack([torch.randperm(30) for _ in range(3)]).unsqueeze(2)
     length = 0.1 + torch.rand(3, 30, 1)  # does not count
     g = (f * length).take_along_dim(order, 1)
-    assert torch.equal(matched(t.take_along_dim(order, 1), f, g), t)
+    assert torch.equal(match_keys(t.take_along_dim(order, 1), f, g), t)
 
 
 def test_several_patches_may_share_a_key() -> None:
     g, t = torch.randn(1, 4, 7), torch.randn(1, 4, 5)
-    assert torch.equal(matched(t, g[:, [2, 2, 0]], g), t[:, [2, 2, 0]])
+    assert torch.equal(match_keys(t, g[:, [2, 2, 0]], g), t[:, [2, 2, 0]])
 
 
 SWIN = {"img_size": 64, "window_size": 2, "embed_dim": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 2]}
@@ -94,7 +94,7 @@ def test_keys_are_of_the_momentum_encoder_after_it_moved() -> None:
     method, x = DenseCL(backbone, dim=8, hidden=16, queue=20, momentum=still), torch.randn(4, 3, 16, 16)
     for p in method.f_k.parameters():
         p.mul_(1.5)
-    q, s, _ = method.f_q.both(x)
+    q, s, _ = method.f_q.encode(x)
     method(batch_of(x, x), AT)
     torch.testing.assert_close(method.queue.keys[:, :4], F.normalize(q, dim=1).T)
     torch.testing.assert_close(method.dense_queue.keys[:, :4], F.normalize(s.mean(1), dim=1).T)

@@ -243,6 +243,9 @@ def test_vit(case: Case) -> None:
             case.check(backbone.attention(x), f"vit/lastattn{size}")
         blocks = {int(name): y for name, y in case.under("vit/interm_").items() if y.shape[1] == 1 + n}
         if blocks:
-            last = backbone.last_blocks(x, -min(blocks))
+            last = backbone.model.forward_intermediates(
+                x, indices=-min(blocks), norm=True, return_prefix_tokens=True, intermediates_only=True, output_fmt="NLC"
+            )
             for block, expected in blocks.items():
-                case.equal(last[block], expected, f"vit/interm_{block}")
+                patches, prefix = last[block]
+                case.equal(torch.cat([prefix, patches], 1), expected, f"vit/interm_{block}")

@@ -7,7 +7,7 @@ from helpers.golden_cases import Case, cases
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.losses.relative_location import Localiser, coarse, drloc_loss
+from eagleray.losses.relative_location import Localiser, drloc_loss, pool_grid
 
 KINDS = {"l1": "l1", "ce": "ce", "cbr": "reg"}
 
@@ -93,8 +93,8 @@ def test_a_localiser_for_each_grid(case: Case) -> None:
 @cases("drloc_pool")
 def test_pooling(case: Case) -> None:
     x, k = case["x"], case["paper"].shape[3]
-    case.check(coarse(x, k, "3x3"), "official")
-    case.check(coarse(x, k, "2x2"), "paper")
+    case.check(pool_grid(x, k, "3x3"), "official")
+    case.check(pool_grid(x, k, "2x2"), "paper")
 
 
 @cases("drloc_lambda_schedule")

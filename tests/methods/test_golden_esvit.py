@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import Match, cross_entropy, mean_scores
-from eagleray.losses.regions import Side
+from eagleray.losses.prototypes import Match, Scores, cross_entropy, mean_scores
+from eagleray.losses.regions import Regions
 from eagleray.methods.esvit import EsViT
 
 EPOCH = 5  # steps in one
@@ -19,13 +19,14 @@ EPOCH = 5  # steps in one
 class Fixed(nn.Module):
     """An encoder whose scores and features are given: bottlenecks, where the prototypes are the axes."""
 
-    def __init__(self, scores: dict[str, Tensor], features: dict[str, list[Tensor]]) -> None:
+    def __init__(self, scores: dict[str, Tensor], features: list[Tensor]) -> None:
         super().__init__()
         self.scores, self.features = nn.ParameterDict(scores), features
 
-    def sides(self, views: Sequence[Tensor], *, regions: bool) -> list[Side]:
+    def project(self, views: Sequence[Tensor], *, regions: bool) -> tuple[Scores, Regions]:
         assert regions
-        return [Side(self.features[n], self.scores[n], torch.eye(x.shape[1])) for n, x in self.scores.items()]
+        whole, region = (Scores(self.scores[n], torch.eye(self.scores[n].shape[1])) for n in ("cls", "region"))
+        return whole, Regions(self.features, region)
 
 
 def temperature(h: dict[str, Any]) -> Schedule:
@@ -59,9 +60,8 @@ def test_ddino_loss(case: Case) -> None:
         for who, local in {"s": h["n_local"], "t": 0}.items():
             given = {name: case[f"call{call}_{who}_{name}"] for name in ("cls", "region", "feat")}
             tokens = list(views(given["feat"], (h["n_global"], b, h["tokens_global"]), (local, b, h["tokens_local"])))
-            wholes = list(views(given["cls"], (h["n_global"] + local, b, 1)))  # one token each: any features do
             scores = {name: given[name] for name in ("cls", "region")}
-            found[who] = Fixed(scores, {"cls": wholes, "region": tokens})
+            found[who] = Fixed(scores, tokens)
         method.student, method.teacher = found["s"], found["t"]
 
         none = torch.empty(0)

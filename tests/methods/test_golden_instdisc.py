@@ -11,7 +11,15 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.methods.instdisc import InstDisc, change, constant, draw, likeness, nce, remember
+from eagleray.methods.instdisc import (
+    InstDisc,
+    draw_negatives,
+    estimate_Z,
+    exp_similarity,
+    nce,
+    proximal_term,
+    update_memory,
+)
 from eagleray.models.queue import Bank
 
 CPU = torch.device("cpu")
@@ -21,7 +29,7 @@ IMAGES = 20
 def small(**keys: float) -> InstDisc:
     torch.manual_seed(0)
     method = InstDisc(vit(16, 8, 24, depth=1, heads=3), dim=8, **{"negatives": 6, **keys})
-    method.begin(IMAGES)
+    method.allocate(IMAGES)
     return method
 
 
@@ -49,32 +57,32 @@ def test_what_cannot_be_told_from_noise_costs_a_coin_toss_each() -> None:
 
 def test_estimated_probabilities_average_to_one_in_n() -> None:
     e = torch.rand(5, 9) + 0.1
-    P = e / constant(e, 40, (5,))
+    P = e / estimate_Z(e, 40, (5,))
     assert float(P.mean()) == pytest.approx(1 / 40)
 
 
 def test_constant_is_of_the_rows_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     e = torch.rand(8, 5)
-    whole = constant(e, 40, (8,))
+    whole = estimate_Z(e, 40, (8,))
     monkeypatch.setattr(dist, "total", lambda x: x + e[3:].sum())
-    torch.testing.assert_close(constant(e[:3], 40, (3, 5)), whole)
+    torch.testing.assert_close(estimate_Z(e[:3], 40, (3, 5)), whole)
 
 
 def test_ranks_share_out_the_negatives_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = draw(1000, 6, (8,), 3, CPU)
+    one = draw_negatives(1000, 6, (8,), 3, CPU)
     monkeypatch.setattr(dist, "size", lambda: 2)
     parts = []
     for rank in range(2):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        parts.append(draw(1000, 6, (3, 5), 3, CPU))
+        parts.append(draw_negatives(1000, 6, (3, 5), 3, CPU))
     assert [len(part) for part in parts] == [3, 5]
     assert torch.equal(torch.cat(parts), one)
 
 
 def test_negatives_are_uniform_over_all_images_and_new_at_every_step() -> None:
-    drawn = draw(5, 20000, (1,), 0, CPU)
+    drawn = draw_negatives(5, 20000, (1,), 0, CPU)
     assert torch.bincount(drawn.flatten(), minlength=5).float().std() < 200  # 4000 each; the standard deviation is 57
-    assert not torch.equal(drawn, draw(5, 20000, (1,), 1, CPU))
+    assert not torch.equal(drawn, draw_negatives(5, 20000, (1,), 1, CPU))
 
 
 def test_constant_stays_as_the_first_batch_gave_it() -> None:
@@ -83,8 +91,8 @@ def test_constant_stays_as_the_first_batch_gave_it() -> None:
     for step in range(3):
         b, before = batch(step), rows_of(method).clone()
         v = F.normalize(method.encoder(b.views), dim=1)
-        i = torch.cat([b.index.unsqueeze(1), draw(n, 6, b.rows, step, CPU)], 1)
-        estimate = constant(likeness(v, before[i], tau), n, b.rows)
+        i = torch.cat([b.index.unsqueeze(1), draw_negatives(n, 6, b.rows, step, CPU)], 1)
+        estimate = estimate_Z(exp_similarity(v, before[i], tau), n, b.rows)
         loss = method(b, at(step))["loss"]
         method.after_step(at(step))
         if step == 0:
@@ -92,7 +100,7 @@ def test_constant_stays_as_the_first_batch_gave_it() -> None:
         else:
             assert not torch.isclose(estimate, first)
         torch.testing.assert_close(method.Z, first)
-        torch.testing.assert_close(loss, nce(likeness(v, before[i], tau) / first, n))
+        torch.testing.assert_close(loss, nce(exp_similarity(v, before[i], tau) / first, n))
 
 
 @pytest.mark.parametrize("negatives", [6, 0])
@@ -148,7 +156,7 @@ def test_without_begin_it_says_so() -> None:
 def test_nce(case: Case) -> None:
     h, x, memory = case.hyper, case["x"].requires_grad_(), case["memory_before"]
     n = h["n_data"]
-    e = likeness(x, memory[case["idx"]], h["temperature"])
+    e = exp_similarity(x, memory[case["idx"]], h["temperature"])
     P = e / case["Z"]
     loss = nce(P, n)
     loss.backward()
@@ -156,7 +164,7 @@ def test_nce(case: Case) -> None:
     case.check(loss, "loss")
     case.check(x.grad, "grad_x")
     if torch.isclose(case["prob"].mean() * n, torch.ones(()), rtol=1e-3):  # then it is this batch that gave Z
-        case.check(constant(e, n, (len(x),)), "Z")
+        case.check(estimate_Z(e, n, (len(x),)), "Z")
     check_memory(case)
 
 
@@ -165,7 +173,7 @@ def test_softmax(case: Case) -> None:
     x = case["x"]
     n, dim = case["memory_before"].shape
     method = InstDisc(vit(16, 8, 24, depth=1, heads=3), dim=dim, temperature=case.hyper["temperature"], negatives=0)
-    method.begin(n)
+    method.allocate(n)
     rows_of(method).copy_(case["memory_before"])
     v = x.clone().requires_grad_()
     method.encoder = Given(v)  # type: ignore[assignment]
@@ -194,7 +202,7 @@ class Given(torch.nn.Module):
 @cases("instdisc_proximal_formula")
 def test_proximal(case: Case) -> None:
     v = case["v"].requires_grad_()
-    penalty = case.hyper["lambda"] * change(v, case["v_prev"])
+    penalty = case.hyper["lambda"] * proximal_term(v, case["v_prev"])
     penalty.backward()
     case.check(penalty, "penalty")
     case.check(v.grad, "grad_v")
@@ -203,5 +211,5 @@ def test_proximal(case: Case) -> None:
 def check_memory(case: Case) -> None:
     y, bank = case["y"], Bank(*case["memory_before"].shape)
     bank.rows.copy_(case["memory_before"])
-    bank.write(y, remember(bank.rows[y], case["x"], case.hyper["memory_momentum"]))
+    bank.write(y, update_memory(bank.rows[y], case["x"], case.hyper["memory_momentum"]))
     case.check(bank.rows, "memory_after")

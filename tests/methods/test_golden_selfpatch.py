@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.methods.selfpatch import SelfPatch
-from eagleray.models.class_attention import Aggregated, Aggregation
+from eagleray.models.class_attention import Aggregation, AggregationBackbone
 from eagleray.models.heads import PrototypeHead
-from eagleray.models.patch_neighbors import likest, neighbours
+from eagleray.models.patch_neighbors import most_similar_neighbours, neighbours
 
 
 @cases("selfpatch_neighbour_index")
@@ -27,7 +27,7 @@ def test_neighbours(case: Case) -> None:
 def test_positive_matching(case: Case) -> None:
     h, x = case.hyper, case["x"]
     side = isqrt(h["num_patches"])
-    place, there = likest(x, (side, side), h["k"], wrap=True)
+    place, there = most_similar_neighbours(x, (side, side), h["k"], wrap=True)
     expected = case["neighbours"].expand(len(x), -1, -1).gather(2, case["topk_slot"])
     assert there.all()
     # Where two neighbours are as alike as float32 can tell, either may come first.
@@ -45,7 +45,7 @@ def test_aggregation(case: Case) -> None:
     for who in ("teacher", "student"):
         x = case["x"].requires_grad_()
         taught = who == "teacher"
-        tokens = module.around(x, (side, side), h["k"], wrap=True) if taught else module.norm(x)
+        tokens = module.aggregate_neighbours(x, (side, side), h["k"], wrap=True) if taught else module.norm(x)
         out = torch.cat([module(x).unsqueeze(1), tokens], 1)
         (out * case[f"cot_{who}"]).sum().backward()
         case.check(out, f"out_{who}")
@@ -152,7 +152,7 @@ def small(**keys: Any) -> SelfPatch:
 
 def test_the_backbone_is_the_authors() -> None:
     """Neither class token nor final norm, and every position in the table is a patch's."""
-    model = Aggregated(vit(24, 8, 24, depth=2, heads=3, pool="mean"), 3).model
+    model = AggregationBackbone(vit(24, 8, 24, depth=2, heads=3, pool="mean"), 3).model
     assert model.num_prefix_tokens == 0
     assert isinstance(model.norm, nn.Identity)
     assert model.pos_embed.shape == (1, 9, 24)

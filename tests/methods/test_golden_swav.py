@@ -16,7 +16,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.losses.sinkhorn import sinkhorn
 from eagleray.methods import swav
-from eagleray.methods.swav import SwAV, swapped
+from eagleray.methods.swav import SwAV, swapped_loss
 
 
 def cosines(rows: int, prototypes: int, seed: int = 0) -> Tensor:
@@ -180,7 +180,7 @@ def test_loss(case: Case) -> None:
     high = [case[f"high{i}"].requires_grad_() for i in range(case.count("high{}"))]
     low = [case[f"low{i}"].requires_grad_() for i in range(case.count("low{}"))]
     q = [sinkhorn(s, h["epsilon"], h["iterations"]) for s in high]
-    loss = swapped(q, high + low, h["temperature"])
+    loss = swapped_loss(q, high + low, h["temperature"])
     loss.backward()
     for i, qi in enumerate(q):
         case.check(qi, f"q{i}")
@@ -196,7 +196,7 @@ def test_queue(case: Case) -> None:
     high = [case[f"high{i}"].requires_grad_() for i in range(case.count("high{}"))]
     joined = [torch.cat([s.detach(), case[f"queue{i}"]]) for i, s in enumerate(high)]
     q = [sinkhorn(j, h["epsilon"], h["iterations"])[: len(s)] for s, j in zip(high, joined, strict=True)]
-    loss = swapped(q, high, h["temperature"])
+    loss = swapped_loss(q, high, h["temperature"])
     loss.backward()
     case.check(loss, "loss")
     for i, s in enumerate(high):

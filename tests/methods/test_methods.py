@@ -49,7 +49,7 @@ def batch_of(recipe: Recipe, step: int = 0) -> Batch:
 
 def build(recipe: Recipe) -> Method:
     method = build_method(recipe)
-    method.begin(IMAGES)
+    method.allocate(IMAGES)
     return method
 
 
@@ -77,7 +77,7 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
         assert not taken.values["skipped"]
     still = [n for n, p in m.named_parameters() if n in before and torch.equal(p, before[n])]
     assert not still, "parameters that nothing trains"
-    assert exported(m).backbone is m.watched()
+    assert exported(m).backbone is m.monitored_backbone()
 
 
 @pytest.mark.parametrize("method", METHODS)

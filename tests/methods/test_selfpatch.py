@@ -14,16 +14,17 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.engine.export import to_timm
-from eagleray.losses import patches
-from eagleray.losses.patches import mean_patch_scores, patch_loss
+from eagleray.losses import prototypes
+from eagleray.losses.patches import match_patches
+from eagleray.losses.prototypes import H, Scores, update_center
 from eagleray.methods.method import Method
 from eagleray.methods.moby import MoBY
 from eagleray.methods.selfpatch import SelfPatch
 from eagleray.methods.selfpatch_moby import SelfPatchMoBY
 from eagleray.models.backbone import Backbone
-from eagleray.models.class_attention import Aggregated, Aggregation
+from eagleray.models.class_attention import Aggregation, AggregationBackbone
 from eagleray.models.network import Network
-from eagleray.models.patch_neighbors import likest, neighbours
+from eagleray.models.patch_neighbors import most_similar_neighbours, neighbours
 
 AT = Progress(step=15, steps_per_epoch=10, epochs=4)
 GRIDS = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (5, 3), (7, 7)]
@@ -52,10 +53,10 @@ def test_the_likest_neighbour_comes_first_and_none_is_beyond_the_border() -> Non
     x = torch.randn(2, 12, 5)
     x[0, 0], x[0, 1] = torch.ones(5), torch.full((5,), 3.0)  # of one direction
     x[0, 11] = torch.ones(5) + 0.1 * torch.randn(5)  # the neighbour of place 0 on a torus alone
-    place, there = likest(x, (3, 4), 4, wrap=True)
+    place, there = most_similar_neighbours(x, (3, 4), 4, wrap=True)
     assert place[0, 0, :2].tolist() == [1, 11]
     assert there.all()
-    place, there = likest(x, (3, 4), 4, wrap=False)
+    place, there = most_similar_neighbours(x, (3, 4), 4, wrap=False)
     assert place[0, 0][there[0, 0]].tolist()[0] == 1
     assert sorted(place[0, 0][there[0, 0]].tolist()) == [1, 4, 5]
     assert there.sum(-1)[0].tolist() == [3, 4, 4, 3, 4, 4, 4, 4, 3, 4, 4, 3]
@@ -65,9 +66,9 @@ def test_the_likest_neighbour_comes_first_and_none_is_beyond_the_border() -> Non
 
 def test_neighbours_are_chosen_in_full_precision() -> None:
     x = torch.ones(16) + 1e-3 * torch.randn(2, 36, 16)  # alike in half of it
-    alone = likest(x, (6, 6), 4, wrap=True)[0]
+    alone = most_similar_neighbours(x, (6, 6), 4, wrap=True)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(likest(x, (6, 6), 4, wrap=True)[0], alone)
+        assert torch.equal(most_similar_neighbours(x, (6, 6), 4, wrap=True)[0], alone)
 
 
 def aggregation() -> Aggregation:
@@ -93,22 +94,22 @@ def test_an_aggregation_knows_no_order_and_no_absent_patch() -> None:
 @pytest.mark.parametrize(("place", "around"), [(12, [6, 7, 8, 11, 13, 16, 17, 18]), (24, [18, 19, 23]), (0, [1, 5, 6])])
 def test_a_patch_is_seen_by_its_neighbours_alone_and_not_by_itself(place: int, around: list[int]) -> None:
     module, x = aggregation(), torch.randn(1, 25, 12)
-    before = module.around(x, (5, 5), 8, wrap=False)
+    before = module.aggregate_neighbours(x, (5, 5), 8, wrap=False)
     x[0, place] += torch.randn(12)
-    moved = (module.around(x, (5, 5), 8, wrap=False) - before).abs().amax(-1)[0] > 1e-6
+    moved = (module.aggregate_neighbours(x, (5, 5), 8, wrap=False) - before).abs().amax(-1)[0] > 1e-6
     assert moved.nonzero().flatten().tolist() == around
 
 
 def test_an_aggregated_backbone_pools_its_patches_and_leaves_them_as_they_are() -> None:
     backbone = vit(16, 8, 24, depth=2, heads=3, pool="mean").eval()
-    x, ours = torch.randn(2, 3, 16, 16), Aggregated(backbone, 3).eval()
+    x, ours = torch.randn(2, 3, 16, 16), AggregationBackbone(backbone, 3).eval()
     out, plain = ours(x), backbone(x)
     assert torch.equal(out.patches, plain.patches)
     torch.testing.assert_close(out.pooled, ours.aggregation(plain.patches))
     torch.testing.assert_close(out.pooled, ours.pooled(x))
     assert (out.pooled - plain.pooled).norm() > 1
     with pytest.raises(UserError, match=r"method.heads=5: expected a divisor of the backbone's 24 channels"):
-        Aggregated(backbone, 5)
+        AggregationBackbone(backbone, 5)
 
 
 def test_positions_of_patches_alone_are_resampled_as_the_authors_do() -> None:
@@ -124,7 +125,7 @@ def test_positions_of_patches_alone_are_resampled_as_the_authors_do() -> None:
 def test_what_is_exported_is_the_model_alone(tmp_path: Path) -> None:
     network = Network(name="vit_tiny_patch16_224", pool="mean", options={"depth": 1, "embed_dim": 24, "num_heads": 3})
     backbone = Backbone(network.name, pool=network.pool, options=network.options)
-    file = to_timm(Aggregated(backbone, 3).eval(), network, tmp_path)
+    file = to_timm(AggregationBackbone(backbone, 3).eval(), network, tmp_path)
     assert load_file(file).keys() == backbone.model.state_dict().keys()
 
 
@@ -199,7 +200,7 @@ def test_what_evaluations_and_monitors_read_is_the_image_by_class_attention(kind
     want = torch.cat([m.export()(x).pooled for x in batch.views])
     torch.testing.assert_close(torch.cat(seen), want)
     assert m.export() is encoder.backbone
-    assert isinstance(m.export(), Aggregated)
+    assert isinstance(m.export(), AggregationBackbone)
 
 
 @both
@@ -214,7 +215,7 @@ def test_patches_are_compared_crop_by_crop_and_place_by_place(kind: type[Method]
     terms, scores = [], []
     for x in batch.views:
         s, t = student.backbone(x), teacher.backbone(x)
-        near = teacher.backbone.aggregation.around(t.patches, t.grid, 4, wrap=True)
+        near = teacher.backbone.aggregation.aggregate_neighbours(t.patches, t.grid, 4, wrap=True)
         t_scores = teacher.patch_head.last(teacher.patch_head(near))
         s_scores = student.patch_head.last(student.patch_head(student.backbone.aggregation.norm(s.patches)))
         p = F.softmax((t_scores - center) / tau, -1)
@@ -285,20 +286,22 @@ def test_parts_of_a_batch_are_in_the_order_of_the_views() -> None:
 
 def test_a_mean_over_places_then_over_crops() -> None:
     """A small crop counts as much as a large one; in the centre it is the patch that counts."""
-    w, none = torch.eye(6), torch.zeros(6)
+    mean = torch.zeros(6)
     t, s = [torch.randn(4, 9, 6), torch.randn(2, 4, 6)], [torch.randn(4, 9, 6), torch.randn(2, 4, 6)]
-    loss = patch_loss(t, s, w, w, none, tau_t=0.3, tau_s=0.2)
+    p_t, p_s = (Scores(torch.cat([x.flatten(0, 1) for x in parts]), torch.eye(6)) for parts in (t, s))
+    loss = H(p_t, p_s, match_patches(s), mean, 0.3, 0.2)
     crop = [-(F.softmax(a / 0.3, -1) * F.log_softmax(b / 0.2, -1)).sum(-1).mean(-1) for a, b in zip(t, s, strict=True)]
     torch.testing.assert_close(loss, torch.cat(crop).mean())
-    torch.testing.assert_close(mean_patch_scores(t, w, (2,)), torch.cat([x.flatten(0, 1) for x in t]).mean(0))
+    update_center(mean, p_t, (2,), 0.0)
+    torch.testing.assert_close(mean, torch.cat([x.flatten(0, 1) for x in t]).mean(0))
 
 
 def test_the_centre_is_over_the_images_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     t, other = [torch.randn(4, 9, 6), torch.randn(2, 4, 6)], [torch.randn(6, 9, 6), torch.randn(3, 4, 6)]
     flat = [torch.cat([x.flatten(0, 1) for x in parts]) for parts in (t, other)]
-    monkeypatch.setattr(patches.dist, "rank", lambda: 1)
-    monkeypatch.setattr(patches.dist, "total", lambda x: x + flat[1].sum(0))
-    mean = mean_patch_scores(t, torch.eye(6), (3, 2))
+    monkeypatch.setattr(prototypes.dist, "rank", lambda: 1)
+    monkeypatch.setattr(prototypes.dist, "total", lambda x: x + flat[1].sum(0))
+    update_center(mean := torch.zeros(6), Scores(flat[0], torch.eye(6)), (3, 2), 0.0)
     torch.testing.assert_close(mean, torch.cat(flat).mean(0))
 
 

@@ -22,7 +22,7 @@ from eagleray.data.index import open_index
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.engine import optim
 from eagleray.engine.loop import fit
-from eagleray.losses.relative_location import Localiser, coarse, drloc_loss, exhaustive_pairs, random_pairs
+from eagleray.losses.relative_location import Localiser, drloc_loss, exhaustive_pairs, pool_grid, random_pairs
 from eagleray.methods.drloc import DRLoc
 from eagleray.methods.supervised import Supervised
 from eagleray.models.backbone import Backbone
@@ -141,7 +141,7 @@ def test_drloc_is_what_its_keys_say():
     out = method(batch(x, y), Progress(0, 1, 1))
     [g] = method.encoder.backbone.grids(x)[1]
     pairs = exhaustive_pairs(16, 1, (4,), 0, g.device)
-    want = drloc_loss(method.localisers[0], coarse(g, 4, "2x2"), pairs, mode="l1", targets="paper")
+    want = drloc_loss(method.localisers[0], pool_grid(g, 4, "2x2"), pairs, mode="l1", targets="paper")
     torch.testing.assert_close(out["drloc"], want)
     torch.testing.assert_close(out["loss"], out["classes"] + 0.5 * want)
 
@@ -210,7 +210,7 @@ def test_grids_are_pooled_until_they_are_coarse_enough():
     sizes = {(7, 7): (7, 7), (13, 13): (13, 13), (14, 14): (7, 7), (28, 30): (7, 8), (14, 13): (14, 13)}
     for given, expected in sizes.items():
         for pool in ("3x3", "2x2"):
-            out = coarse(torch.ones(1, 2, *given), 7, pool)
+            out = pool_grid(torch.ones(1, 2, *given), 7, pool)
             assert tuple(out.shape[2:]) == ((7, 7) if (given, pool) == ((28, 30), "2x2") else expected)
             assert (out == 1).all()  # padding does not count
 
@@ -279,7 +279,7 @@ def test_tokens_of_other_channels_than_the_vector_are_one_line():
     """EfficientNet has a convolution behind its last stage."""
     method = DRLoc(Backbone("efficientnet_b0"), classes=4)
     with pytest.raises(UserError, match=r"tokens of \[320\] channels, not \[1280\]"):
-        method.try_views([torch.zeros(1, 3, 64, 64)])
+        method.check_views([torch.zeros(1, 3, 64, 64)])
 
 
 def mixed(x: Tensor, y: Tensor, seed: int = 0, **keys: float) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from eagleray.data.batch import Batch
 from eagleray.methods.densecl import DenseCL
 from eagleray.methods.moco import MoCo
 from eagleray.models.backbone import Backbone
-from eagleray.models.shuffle_bn import GroupedBatchNorm, grouped, shuffle
-from eagleray.models.sync_bn import synchronised
+from eagleray.models.shuffle_bn import GroupedBatchNorm, group_batch_norms, shuffle
+from eagleray.models.sync_bn import sync_batch_norms
 
 AT = Progress(step=3, steps_per_epoch=10, epochs=2)
 
@@ -27,7 +27,7 @@ def norm(group: int | None, *, image: bool) -> nn.Module:
     net = nn.Sequential(nn.BatchNorm2d(5) if image else nn.BatchNorm1d(5)).double()
     for x in (*net.parameters(), net[0].running_mean, net[0].running_var):
         nn.init.uniform_(x, 0.5, 1.5)
-    grouped(net, group)
+    group_batch_norms(net, group)
     return net
 
 
@@ -78,7 +78,7 @@ def test_evaluation_has_no_groups():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_grouped_norms_are_not_synchronised(device: str):
     net = nn.Sequential(nn.Linear(3, 5), norm(4, image=False))
-    net = synchronised(net, torch.device(device))
+    net = sync_batch_norms(net, torch.device(device))
     assert type(net[1][0]) is GroupedBatchNorm
 
 
@@ -168,7 +168,7 @@ def step(name: str, rank: int, rows: tuple[int, ...]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     keys = {"dim": 8, "hidden": 16, "queue": 40, "momentum": Schedule(value=0.9), "norm_group": GROUP}
     method = METHODS[name](resnet("resnet10t"), **keys | ({"symmetric": True} if "symmetric" in name else {})).double()
-    synchronised(method, torch.device("cpu"))
+    sync_batch_norms(method, torch.device("cpu"))
     views = torch.randn(2, BATCH, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     batch = Batch([v[mine] for v in views], torch.empty(0), torch.empty(0), rows)

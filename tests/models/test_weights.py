@@ -204,7 +204,7 @@ def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
     (folder / "small.yaml").write_text(small_recipe(method))
     r = recipe.load(str(folder / "small.yaml"), overrides)
     trained = build_method(r)
-    trained.begin(40)
+    trained.allocate(40)
     torch.manual_seed(5)
     for p in trained.parameters():
         nn.init.normal_(p)

@@ -26,7 +26,7 @@ ONE_VIEW = ("instdisc", "densecl")  # reaches the encoder that is exported
 def train(recipe: Recipe, steps: int, **settings: Any) -> tuple[Method, Monitor, list[Step]]:
     """A method after some steps on noise with labels, its monitor, and the steps."""
     method = build_method(recipe)
-    method.begin(BATCH * steps)
+    method.allocate(BATCH * steps)
     optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, **settings)
     taken = []
@@ -72,7 +72,7 @@ def test_every_method_is_seen_whole(method: str, tmp_path: Path):
 def test_a_monitor_changes_nothing(recipe: Recipe):
     watched, _, _ = train(recipe, 3, every=1)
     plain = build_method(recipe)
-    plain.begin(3 * BATCH)
+    plain.allocate(3 * BATCH)
     optimizer = build_optimizer(recipe, plain)
     list(fit(plain, batches(recipe, 3), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0))
     for name, value in plain.state_dict().items():

@@ -17,7 +17,7 @@ import torch
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import atomic_path, file_lock, write_atomic
-from eagleray.engine.host_copy import Snapshot
+from eagleray.engine.host_copy import HostCopy
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE
@@ -55,7 +55,7 @@ class Writer:
         self.place, self.keep, self.patience, self.first = _url(place), keep, patience, first
         self.scratch = _scratch(self.place, scratch)
         self.verified: int | None = None
-        self._snapshot = Snapshot()
+        self._host_copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
         self._told: set[str] = set()
@@ -68,7 +68,7 @@ class Writer:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Returns once the state is copied. What fails later is a warning, and is raised by `settle`."""
         self.wait()
-        held, self._problem = self._snapshot.take(state), None
+        held, self._problem = self._host_copy.update(state), None
         self._thread = threading.Thread(target=self._run, args=(step, held), name="checkpoint", daemon=True)
         self._thread.start()
 

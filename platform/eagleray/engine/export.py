@@ -73,7 +73,7 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
     """The largest difference of the loaded model's outputs, in a fresh process, relative to the largest output."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
-    line = loads(description, weights)
+    line = load_line(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
         # The model's own: what a method pools with on top of it (SelfPatch) stays in the checkpoint.
         want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
@@ -90,10 +90,10 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
 
 def snippet(folder: Path) -> str:
     """One line of Python that loads an export."""
-    return loads(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
+    return load_line(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
 
 
-def loads(description: dict[str, Any], file: Path) -> str:
+def load_line(description: dict[str, Any], file: Path) -> str:
     """The same for a file and a description of it."""
 
     def keywords(args: dict[str, Any]) -> str:

@@ -8,13 +8,13 @@ import torch
 PLAIN = (bool, int, float, str, bytes, type(None))  # what a checkpoint may hold beside tensors, and loads again
 
 
-class Snapshot:
+class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # by the way to the tensor
         self._devices: set[torch.device] = set()  # that copy
 
     @torch.no_grad()
-    def take(self, state: Any) -> Any:
+    def update(self, state: Any) -> Any:
         """The state with every tensor copied to the host; valid until the next call. Tensors that share memory do not
         in the copy. Where a buffer fits it is written over: fresh memory costs more time than the copy itself."""
         before, self._buffers, self._devices = self._buffers, {}, set()

@@ -56,10 +56,10 @@ def param_groups(
         if part not in (parts := [n for n, _ in method.named_children()]):
             raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
-    spared = spare(method) if decay == "timm" else set()
+    spared = undecayed_names(method) if decay == "timm" else set()
     decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias") and n not in spared) for n, p in named]
     stills = [n.split(".")[0] in constant for n, _ in named]
-    deep = {} if layer_decay is None else scales(method, layer_decay)
+    deep = {} if layer_decay is None else layer_lr_scales(method, layer_decay)
     shares = [deep.get(n, 1.0) for n, _ in named]
     rows = list(zip(named, decayed, stills, shares, strict=True))
     return [
@@ -76,14 +76,14 @@ def param_groups(
     ]
 
 
-def spare(method: nn.Module) -> set[str]:
+def undecayed_names(method: nn.Module) -> set[str]:
     """The parameters that the models in a method ask not to be decayed."""
     trunks = [(prefix, part.model) for prefix, part in method.named_modules() if isinstance(part, Backbone)]
     spared = ((prefix, model.no_weight_decay()) for prefix, model in trunks if hasattr(model, "no_weight_decay"))
     return {f"{prefix}.model.{name}" for prefix, names in spared for name in names}
 
 
-def scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
+def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
     """By name, the share of the learning rate of each parameter of a trunk: layer_decay to the number of layers above
     it, that of the heads, whose share is 1, among them. Layers are what timm says: stem, then blocks (Bao et al. 2022,
     arXiv:2106.08254, BEiT). Raises UserError."""
@@ -125,7 +125,7 @@ class LARS(torch.optim.Optimizer):
                     self.state[p]["momentum"] = torch.zeros_like(p)
             torch._fused_sgd_(
                 params,
-                by_trust(params, [p.grad for p in params], group["weight_decay"], group["trust"]),
+                scale_by_trust(params, [p.grad for p in params], group["weight_decay"], group["trust"]),
                 [self.state[p]["momentum"] for p in params] if group["momentum"] else [],
                 weight_decay=0.0,
                 momentum=group["momentum"],
@@ -184,12 +184,12 @@ class LAMB(torch.optim.Optimizer):
                 maximize=False,
                 found_inf=found,
             )
-            scaled = by_trust(params, moves, -group["weight_decay"], 1.0)
+            scaled = scale_by_trust(params, moves, -group["weight_decay"], 1.0)
             torch._foreach_mul_(scaled, group["lr"] if found is None else group["lr"] * (1 - found))
             torch._foreach_add_(params, scaled)
 
 
-def by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
+def scale_by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
     """The steps, those of matrices decayed and brought to trust * |p|; as they are where one of the two is zero."""
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:

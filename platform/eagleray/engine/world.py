@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eagleray.base import dist
-from eagleray.models.sync_bn import synchronised
+from eagleray.models.sync_bn import sync_batch_norms
 
 
 class World:
@@ -25,7 +25,7 @@ class World:
 
     def synchronise(self, module: nn.Module) -> nn.Module:
         """Batch norms over all ranks."""
-        return synchronised(module, self.device) if self.size > 1 else module
+        return sync_batch_norms(module, self.device) if self.size > 1 else module
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Average gradients over ranks."""

@@ -1,15 +1,17 @@
-"""Cross-entropy between softmaxes over prototypes, for DINO (Caron et al. 2021, arXiv:2104.14294, equation 3), EsViT's
-regions (Li et al. 2022, arXiv:2106.09785, equation 2), SelfPatch and SwAV, exact, without a score for each row at once.
+"""Cross-entropy between softmaxes over prototypes, exact, without all scores in memory at once.
 
-Rows are unit bottleneck vectors z (n, d), scores z W^T with W (K, d) the prototypes, K far larger than d. A student row
-is compared with one teacher row or several, each at its own rate. Written out for student row i with weight r_i and the
-teacher rows j that it is matched with, a_i of them,
+It is the loss of DINO (Caron et al. 2021, arXiv:2104.14294, equation 3), of EsViT's regions (Li et al. 2022,
+arXiv:2106.09785, equation 2), of SelfPatch and of SwAV. n rows, K prototypes, d channels of the bottleneck.
+
+Rows are unit bottleneck vectors z (n, d), scores are z W^T with the prototypes W (K, d), and K is far larger than d. A
+student row is compared with Q teacher rows or fewer, and has one weight. Written out for student row i with weight r_i
+and the teacher rows j that it is matched with, a_i of them,
 
     sum_i r_i sum_j H(p_j, softmax(W z_i / tau)) = sum_i r_i a_i lse(W z_i / tau) - sum_j (W^T p_j) . y_j,
     y_j = sum of r_i z_i / tau over the student rows i matched with j,
 
-so teacher and student rows never meet in K dimensions: a few of either are taken at a time, their softmax serves the
-loss and both gradients, and is dropped.
+so teacher and student rows never meet in K dimensions: a few rows of either are processed at a time, their softmax
+serves the loss and both gradients, and is dropped.
 """
 
 from collections.abc import Sequence
@@ -22,55 +24,96 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.losses.entropy import entropy, usage
 
-# Scores that are there at once, 64 MiB and 256 MiB of them; fewer make the sums over chunks dear.
-CHUNK = {"cpu": 2**24, "cuda": 2**26}
-IN_CACHE = 2**19  # scores
-SEEN = 64  # teacher rows whose probabilities are looked at, not only learnt from
+CHUNK = {"cpu": 2**24, "cuda": 2**26}  # scores in memory at once, 64 MiB and 256 MiB: smaller chunks are slower
+CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU, so that they stay in its cache
+STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
+
+
+class Scores(NamedTuple):
+    """The scores z W^T of n rows, kept as their two factors: all n x K of them would not fit in memory."""
+
+    z: Tensor  # (n, d) unit bottleneck vectors, view-major, then image, then token
+    w: Tensor  # (K, d) prototypes
 
 
 class Match(NamedTuple):
-    """Whom n student rows are compared with, and how much each counts."""
+    """The teacher rows that each of n student rows is compared with, and its weight in the loss."""
 
-    teacher: Tensor  # (n, Q) rows of the teacher, -1 for none
+    teacher: Tensor  # (n, Q) indices of teacher rows, -1 for none
     weight: Tensor  # (n,)
 
 
+def match_views(t: Scores, s: Scores, images: int) -> Match:
+    """Match every view of the student with every other view of the teacher, for rows of view-major images.
+
+    The first views of both are the same. The weights make the loss a mean over images and pairs of views.
+    """
+    views, device = (len(s.z) // images, len(t.z) // images), s.z.device
+    v, q = (torch.arange(n, device=device) for n in views)
+    rows = images * q + torch.arange(images, device=device).unsqueeze(1)  # (B, Q)
+    same = (v.unsqueeze(1) == q).unsqueeze(1)  # (V, 1, Q)
+    weight = torch.full((len(s.z),), 1 / images, device=device) / (views[1] * (views[0] - 1))
+    return Match(torch.where(same, -1, rows).flatten(0, 1), weight)
+
+
 def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
-    """Every token of a student view with the likest of the same image in each other teacher view, by cosine. Views are
-    s[v] (B, N_v, D) and t[q] (B, M, D), one token each to compare images as a whole; the first views are the same for
-    both. Rows are view-major, then image, then token. Weights make a mean: over tokens, images and pairs of views."""
+    """Match every token of a student view with the most similar token of the same image in each other teacher view.
+
+    Similarity is the cosine. Views are s[v] (B, N_v, D) and t[q] (B, M, D); the first views of both are the same. Rows
+    are view-major, then image, then token. The weights make the loss a mean over tokens, images and pairs of views.
+    """
     (images, tokens, _), device = t[0].shape, t[0].device
     unit = [_unit(x) for x in t]
     first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) where an image's rows begin
     teacher, weight = [], []
     for v, x in enumerate(s):
-        with torch.autocast(device.type, enabled=False):  # neighbours differ by less than half precision does
-            likest = [(_unit(x) @ y.mT).argmax(-1) for y in unit]  # Q x (B, N_v)
-        found = [rows + first + q * images * tokens for q, rows in enumerate(likest)]
-        teacher.append(torch.stack([rows if v != q else torch.full_like(rows, -1) for q, rows in enumerate(found)], -1))
+        with torch.autocast(device.type, enabled=False):  # neighbours differ by less than half precision resolves
+            nearest = [(_unit(x) @ y.mT).argmax(-1) for y in unit]  # Q x (B, N_v)
+        rows = [token + first + q * images * tokens for q, token in enumerate(nearest)]
+        teacher.append(torch.stack([r if v != q else torch.full_like(r, -1) for q, r in enumerate(rows)], -1))
         weight.append(torch.full(x.shape[:2], 1 / (x.shape[0] * x.shape[1]), device=device))
     pairs = len(t) * (len(s) - 1)
     return Match(torch.cat([x.flatten(0, 1) for x in teacher]), torch.cat([x.flatten() for x in weight]) / pairs)
 
 
 def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
-    """The teacher's p = softmax((z W^T - c) / tau), (n, K): for a few rows. SwAV's assignments are such too, tau its
-    epsilon: what Sinkhorn's iterations multiply a prototype's column by is exp(-c / tau)."""
-    dtype = _dtype(z)
+    """Return the teacher's p = softmax((z W^T - c) / tau), (n, K), for a few rows.
+
+    SwAV's assignments have this form too, with tau its epsilon: the factor of a prototype's column that Sinkhorn's
+    iterations arrive at is exp(-c / tau).
+    """
+    dtype = _product_dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         return _targets(z.detach(), w.detach().to(dtype), center, tau)
 
 
-def choices(z: Tensor, w: Tensor, center: Tensor, tau: float) -> dict[str, Tensor]:
-    """`entropy` and `usage` of what the teacher's first rows z (n, d) choose: a few, as scores are K wide."""
-    p = probabilities(z[:SEEN], w, center, tau)
+def assignment_stats(t: Scores, center: Tensor, tau: float) -> dict[str, Tensor]:
+    """Return `entropy` and `usage` of the teacher's probabilities for its first rows, as shares of ln K."""
+    p = probabilities(t.z[:STATS_ROWS], t.w, center, tau)
     return {"entropy": entropy(p), "usage": usage(p)}
 
 
 def mean_scores(z: Tensor, w: Tensor, n: int) -> Tensor:
-    """What a centre follows: the mean of z W^T over the n rows of all ranks, (K,), formed from the mean of z."""
+    """Return the mean (K,) of the scores z W^T over the n rows of all ranks, computed from the mean of z."""
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-        return w.to(_wide(z)) @ (dist.total(z.to(_wide(z)).sum(0)) / n)
+        return w.to(_sum_dtype(z)) @ (dist.total(z.to(_sum_dtype(z)).sum(0)) / n)
+
+
+def update_center(center: Tensor, t: Scores, rows: Sequence[int], momentum: float) -> None:
+    """Move the centre (K,), in place, towards the mean of the teacher's scores over the images of all ranks.
+
+    `rows` are the images of each rank; every image has as many rows in `t` on each of them.
+    """
+    n = len(t.z) // rows[dist.rank()] * sum(rows)
+    center.lerp_(mean_scores(t.z, t.w, n), 1 - momentum)
+
+
+def H(t: Scores, s: Scores, pairs: Match, center: Tensor, tau_t: float, tau_s: float) -> Tensor:
+    """Return the mean of H(p_t, p_s) = -p_t log p_s over the pairs of teacher and student rows.
+
+    p_t = softmax((t - center) / tau_t) has no gradient, p_s = softmax(s / tau_s).
+    """
+    return cross_entropy(t.z, s.z, t.w, s.w, center, pairs, tau_t=tau_t, tau_s=tau_s)
 
 
 def cross_entropy(
@@ -79,20 +122,23 @@ def cross_entropy(
     w_t: Tensor,
     w_s: Tensor,
     center: Tensor,
-    matched: Match,
+    pairs: Match,
     *,
     tau_t: float,
     tau_s: float,
     chunk: int | None = None,
 ) -> Tensor:
-    """Weighted sum over student rows s (n, d) of H(p, softmax(s W_s^T / tau_s)), for the p of each teacher row t (m, d)
-    that they are matched with; prototypes W (K, d), centre (K,). The gradients, of s and W_s alone, are formed with the
-    loss. Products are in autocast's dtype, the rest in float32; `chunk` scores are there at once."""
+    """Return the weighted sum of H(p, softmax(s W_s^T / tau_s)) over student rows s (n, d) and their teacher rows.
+
+    p is that of the teacher rows t (m, d); prototypes are W (K, d), the centre is (K,). The gradients, of s and W_s
+    alone, are computed together with the loss. Products are in autocast's dtype, sums in float32. `chunk` is the most
+    scores that are in memory at once.
+    """
     chunk = chunk or CHUNK["cuda" if s.is_cuda else "cpu"]
     rows = max(1, chunk // len(w_s))
-    dtype = _dtype(s)
+    dtype = _product_dtype(s)
     with torch.autocast(s.device.type, enabled=False):
-        args = (s, w_s, t.detach(), w_t.detach(), center, *matched, tau_t, tau_s, rows, dtype)
+        args = (s, w_s, t.detach(), w_t.detach(), center, *pairs, tau_t, tau_s, rows, dtype)
         return _CrossEntropy.apply(*args)  # type: ignore[no-any-return]
 
 
@@ -112,11 +158,11 @@ class _CrossEntropy(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        want_w = ctx.needs_input_grad[1]
-        z, w = s.to(_wide(s)) / tau_s, w_s.to(dtype)  # (n, d), (K, d)
-        grad_w = torch.zeros_like(w_s, dtype=z.dtype) if want_w else None
+        needs_grad_w = ctx.needs_input_grad[1]
+        z, w = s.to(_sum_dtype(s)) / tau_s, w_s.to(dtype)  # (n, d), (K, d)
+        grad_w = torch.zeros_like(w_s, dtype=z.dtype) if needs_grad_w else None
 
-        # Whoever has no teacher row is matched with one more, which is dropped.
+        # A student row without a teacher row is matched with an extra one, which is dropped.
         teacher = teacher.where(teacher >= 0, len(t))  # (n, Q)
         a = weight * (teacher < len(t)).sum(1)  # (n,) r_i a_i
         y = z.new_zeros(len(t) + 1, z.shape[1])
@@ -153,11 +199,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x.detach().to(_wide(x)), dim=-1)
+    return F.normalize(x.detach().to(_sum_dtype(x)), dim=-1)
 
 
 def _add_rows(out: Tensor, at: Tensor, x: Tensor) -> None:
-    """out[at[i]] += x[i], in the same order every time: on a GPU index_add_ is not, on a CPU index_put_."""
+    """Add x[i] to out[at[i]], in the same order every time.
+
+    On a GPU index_add_ has no fixed order, on a CPU index_put_ has none.
+    """
     if out.is_cuda:
         out.index_put_((at,), x, accumulate=True)
     else:
@@ -169,15 +218,15 @@ def _parts(n: int, rows: int) -> list[slice]:
 
 
 def _targets(t: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
-    x = _product((t.to(_wide(t)) / tau).to(w.dtype), w.T).sub_(center / tau)
+    x = _product((t.to(_sum_dtype(t)) / tau).to(w.dtype), w.T).sub_(center / tau)
     _softmax_(x)
     return x
 
 
 def _softmax_(x: Tensor) -> Tensor:
-    """Makes scores (R, K) their softmax and gives the logarithm of what it divided by, (R,)."""
-    # On a CPU a few rows at a time: what one pass read is still in the cache in the next.
-    rows = len(x) if x.is_cuda else max(1, IN_CACHE // x.shape[1])
+    """Replace scores (R, K) by their softmax, in place, and return their logsumexp (R,)."""
+    # On a CPU a few rows at a time, so that each pass finds them in the cache.
+    rows = len(x) if x.is_cuda else max(1, CACHE_SCORES // x.shape[1])
     out = []
     for part in x.split(rows):
         top = part.amax(1, keepdim=True)
@@ -188,25 +237,26 @@ def _softmax_(x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, summed and kept in float32 at least; a CPU rounds halves at the end."""
-    if a.is_cuda and a.dtype != _wide(a):
+    """Return a b, accumulated and returned in float32 at least; a CPU rounds half-precision products first."""
+    if a.is_cuda and a.dtype != _sum_dtype(a):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).to(_wide(a))
+    return (a @ b).to(_sum_dtype(a))
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
-    """out += alpha a b, in place."""
+    """Add alpha a b to out, in place."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, alpha=alpha)
     else:
         out.add_(_product(a, b), alpha=alpha)
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    """What products are formed in."""
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products: autocast's where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)

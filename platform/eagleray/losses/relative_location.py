@@ -38,7 +38,7 @@ class Localiser(nn.Module):
         return out if self.axes is None else torch.stack([axis(out) for axis in self.axes], 2)
 
 
-def coarse(grid: Tensor, k: int, pool: Pool) -> Tensor:
+def pool_grid(grid: Tensor, k: int, pool: Pool) -> Tensor:
     """Tokens (B, D, h, w), averaged as long as they are 2 k and more on both sides."""
     while min(grid.shape[2:]) >= 2 * k:
         wide = pool == "3x3"
@@ -48,22 +48,24 @@ def coarse(grid: Tensor, k: int, pool: Pool) -> Tensor:
 
 def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
     """Any two of n tokens, m times: one may be drawn again, or be its own partner."""
-    first, second = torch.randint(n, (2, views, sum(rows), m), generator=seeded(step, device), device=device)
-    return mine(first, rows), mine(second, rows)
+    first, second = torch.randint(n, (2, views, sum(rows), m), generator=step_generator(step, device), device=device)
+    return local_rows(first, rows), local_rows(second, rows)
 
 
 def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
     """Each of n tokens once and a partner: a permutation as in the code, where the paper draws each on its own."""
-    second = mine(torch.rand(views, sum(rows), n, generator=seeded(step, device), device=device).argsort(2), rows)
+    second = local_rows(
+        torch.rand(views, sum(rows), n, generator=step_generator(step, device), device=device).argsort(2), rows
+    )
     return torch.arange(n, device=device).expand_as(second), second
 
 
-def seeded(step: int, device: torch.device) -> torch.Generator:
+def step_generator(step: int, device: torch.device) -> torch.Generator:
     """Pairs are drawn for the rows of all ranks from the step alone: the same however many ranks there are."""
     return torch.Generator(device).manual_seed(step)
 
 
-def mine(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
+def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
     """This rank's (V * B, m), view-major, of (V, sum of rows, m)."""
     return drawn[:, dist.offset(rows) :][:, : rows[dist.rank()]].flatten(0, 1)
 
@@ -81,8 +83,8 @@ def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, 
     if kind == "l1":
         t = torch.stack([target(d, k, targets, signed=bool(signed)) for d, k in ((dy, h), (dx, w))], 1)
         return F.l1_loss(f, t)
-    c = torch.stack([target(d, classes(f, signed), "raw", signed=bool(signed)) for d in (dy, dx)], 1)
-    return 2 * F.cross_entropy(f, c) if kind == "ce" else moments(f, c)
+    c = torch.stack([target(d, axis_tokens(f, signed), "raw", signed=bool(signed)) for d in (dy, dx)], 1)
+    return 2 * F.cross_entropy(f, c) if kind == "ce" else regression_loss(f, c)
 
 
 def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
@@ -93,12 +95,12 @@ def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
     return t / (max(k - 1, 1) * (1 + signed)) if targets == "normalised" else t
 
 
-def classes(f: Tensor, signed: str) -> int:
+def axis_tokens(f: Tensor, signed: str) -> int:
     """Tokens on the longest axis that the classes of (n, C, 2) are enough for."""
     return (f.shape[1] + 1) // 2 if signed else f.shape[1]
 
 
-def moments(f: Tensor, c: Tensor) -> Tensor:
+def regression_loss(f: Tensor, c: Tensor) -> Tensor:
     """(c - mu)^2 / sigma^2 + 2 alpha log sigma of the classes' distribution; scores (n, C, 2), true classes (n, 2)."""
     p = f.softmax(1)
     each = torch.arange(f.shape[1], device=f.device).view(1, -1, 1)

@@ -1,5 +1,8 @@
-"""BYOL with EsViT's region task: Li et al. 2022, arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020,
-arXiv:2006.07733, algorithm 1."""
+"""BYOL with the region loss of EsViT learns from pooled vectors and from matched tokens (Li et al. 2022).
+
+arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020, arXiv:2006.07733, algorithm 1. B images, C channels of the
+projection, K prototypes.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +12,8 @@ from torch import Tensor, nn
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import match
-from eagleray.losses.regions import RegionLoss, Side, follow, region_loss, side
+from eagleray.losses.prototypes import match, update_center
+from eagleray.losses.regions import RegionLoss, Regions, project_regions, region_loss
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder, Features
 from eagleray.models.ema import ema_copy, ema_update
@@ -18,7 +21,7 @@ from eagleray.models.heads import PrototypeHead, mlp
 
 
 class BYOLRegions(Method):
-    """Two views. The pooled vectors are learnt from as in BYOL, the tokens as in EsViT: K prototypes."""
+    """BYOL on the pooled vectors of two views, EsViT's region loss on their tokens."""
 
     views = (2, 2)
     region_center: Tensor  # (K,)
@@ -62,9 +65,9 @@ class BYOLRegions(Method):
             t = self.target.regions(g1, g2)
         l_v = distance(p1, z2) + distance(p2, z1)
         s, tau_t = self.online.regions(f1, f2), self.teacher_temp(at)
-        matched = match(s.features, t.features)
-        l_r = region_loss(self.region_loss, t, s, matched, self.region_center, tau_t, self.student_temp)
-        follow(self.region_center, t, batch.rows, self.center_momentum)
+        pairs = match(s.features, t.features)
+        l_r = region_loss(self.region_loss, t, s, pairs, self.region_center, tau_t, self.student_temp)
+        update_center(self.region_center, t.scores, batch.rows, self.center_momentum)
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
 
     def after_step(self, at: Progress) -> None:
@@ -75,16 +78,17 @@ class BYOLRegions(Method):
 
 
 class _Encoder(Encoder[nn.Sequential]):
-    """A second head, for the tokens."""
+    """An encoder with a second head, for the tokens."""
 
     def __init__(self, backbone: Backbone, head: nn.Sequential, region_head: PrototypeHead) -> None:
         super().__init__(backbone, head)
         self.region_head = region_head
 
-    def regions(self, *views: Features) -> Side:
-        return side([x.patches for x in views], self.region_head)
+    def regions(self, *views: Features) -> Regions:
+        """Return the tokens of views and their scores."""
+        return project_regions([x.patches for x in views], self.region_head)
 
 
 def distance(p: Tensor, z: Tensor) -> Tensor:
-    """BYOL's equation 2: squared distance of predictions to targets (B, C), both at unit length; the mean over rows."""
+    """Return BYOL's equation 2: the mean squared distance of predictions and targets (B, C), scaled to unit length."""
     return 2 - 2 * F.cosine_similarity(p, z, dim=1).mean()

@@ -17,7 +17,7 @@ from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 from eagleray.models.queue import Queue
-from eagleray.models.shuffle_bn import grouped, shuffle
+from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class DenseCL(Method):
@@ -41,18 +41,18 @@ class DenseCL(Method):
         self.temperature, self.momentum, self.norm_group = temperature, momentum, norm_group
         self.dense_weight = dense_weight
         self.f_q = _Encoder(backbone, *(mlp([backbone.dim, hidden, dim], norm=False) for _ in range(2)))
-        grouped(self.f_q, norm_group)
+        group_batch_norms(self.f_q, norm_group)
         self.f_k = ema_copy(self.f_q)
         self.queue, self.dense_queue = Queue(dim, queue), Queue(dim, queue)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         x1, x2 = batch.views
-        q, s, f = self.f_q.both(x1)  # (B, C), (B, N, C), (B, N, D)
+        q, s, f = self.f_q.encode(x1)  # (B, C), (B, N, C), (B, N, D)
         with torch.no_grad():
             ema_update(self.f_k, self.f_q, self.momentum(at))
             x2, unshuffle = shuffle(x2, batch.rows, self.norm_group, seed=at.step)
-            k, t, g = map(unshuffle, self.f_k.both(x2))  # (B, C), (B, N, C), (B, N, D)
-            k, t, mean = unit(k), unit(matched(t, f, g)), unit(t.mean(1))
+            k, t, g = map(unshuffle, self.f_k.encode(x2))  # (B, C), (B, N, C), (B, N, D)
+            k, t, mean = unit(k), unit(match_keys(t, f, g)), unit(t.mean(1))
         scores = logits(unit(q), k, self.queue.keys, self.temperature)
         dense = logits(unit(s).flatten(0, 1), t.flatten(0, 1), self.dense_queue.keys, self.temperature)
         self.queue.push(dist.gather(k, batch.rows))
@@ -71,7 +71,7 @@ class _Encoder(Encoder[nn.Sequential]):
         super().__init__(backbone, head)
         self.dense_head = dense_head
 
-    def both(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, 3, H, W) to (B, C) of the pooled vector, (B, N, C) of the patches, and the patches (B, N, D)."""
         out = self.backbone(images)
         return self.head(out.pooled), self.dense_head(out.patches), out.patches
@@ -82,7 +82,7 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-def matched(t: Tensor, f: Tensor, g: Tensor) -> Tensor:
+def match_keys(t: Tensor, f: Tensor, g: Tensor) -> Tensor:
     """For every patch of f (B, N, D), the key in t (B, N, C) at the most similar patch of g (B, N, D)."""
     # By distance, not cosine: autocast leaves it in float32, and neighbouring patches differ little.
     nearest = torch.cdist(unit(f), unit(g)).argmin(2, keepdim=True)  # (B, N, 1)

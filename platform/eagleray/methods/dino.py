@@ -1,4 +1,7 @@
-"""DINO, self-distillation with no labels: Caron et al. 2021, arXiv:2104.14294, algorithm 1."""
+"""DINO trains a student to predict the prototypes that its moving average assigns to other views (Caron et al. 2021).
+
+arXiv:2104.14294, algorithm 1. B images, V views, K prototypes, d channels of the bottleneck.
+"""
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -7,7 +10,7 @@ from torch import Tensor
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import choices, cross_entropy, match, mean_scores
+from eagleray.losses.prototypes import H, Scores, assignment_stats, match_views, update_center
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -15,7 +18,7 @@ from eagleray.models.heads import PrototypeHead, drop_gradients
 
 
 class DINO(Method):
-    """The first two views are the large crops; only they reach the teacher. K prototypes."""
+    """The student sees all views, the teacher only the first two, which are the large crops."""
 
     views = (2, 100)
     center: Tensor  # (K,)
@@ -32,7 +35,7 @@ class DINO(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs
+        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
@@ -43,16 +46,15 @@ class DINO(Method):
         self.register_buffer("center", torch.zeros(prototypes))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        s = self.student(batch.views)  # (V * B, d) what the prototypes are held against
+        s = Scores(self.student(batch.views), self.student.head.last.weight)  # of V * B crops
         with torch.no_grad():
-            t = self.teacher(batch.views[:2])  # (2 * B, d)
-        w_s, w_t, tau_t = self.student.head.last.weight, self.teacher.head.last.weight, self.teacher_temp(at)
-        pairs = match(s.unsqueeze(1).chunk(len(batch.views)), t.unsqueeze(1).chunk(2))  # every view with every other
-        loss = cross_entropy(t, s, w_t, w_s, self.center, pairs, tau_t=tau_t, tau_s=self.student_temp)
-        chosen = choices(t, w_t, self.center, tau_t)
+            t = Scores(self.teacher(batch.views[:2]), self.teacher.head.last.weight)  # of 2 * B crops
+        pairs, tau_t = match_views(t, s, len(batch.views[0])), self.teacher_temp(at)
+        loss = H(t, s, pairs, self.center, tau_t, self.student_temp)
+        stats = assignment_stats(t, self.center, tau_t)
         # After the loss, which uses the old centre; over the images of all ranks, where the paper has the batch.
-        self.center.lerp_(mean_scores(t, w_t, 2 * sum(batch.rows)), 1 - self.center_momentum)
-        return {"loss": loss, **chosen}
+        update_center(self.center, t, batch.rows, self.center_momentum)
+        return {"loss": loss, **stats}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:

@@ -17,12 +17,12 @@ from eagleray.losses.relative_location import (
     Mode,
     Pool,
     Targets,
-    coarse,
     drloc_loss,
     exhaustive_pairs,
+    pool_grid,
     random_pairs,
 )
-from eagleray.methods.method import Classifier, judged
+from eagleray.methods.method import Classifier, classification_loss
 from eagleray.models.backbone import Backbone
 
 
@@ -64,9 +64,9 @@ class DRLoc(Classifier):
         x, y = self.mixing(torch.cat(batch.views), batch.label.repeat(len(batch.views)))
         pooled, grids = self.encoder.backbone.grids(x, every=self.every)
         z = self.encoder.head(pooled)  # (V * B, C)
-        out = judged(z, y, sure=not self.mixing.on)
+        out = classification_loss(z, y, one_class=not self.mixing.on)
         if not self.every:
-            grids = [coarse(g, self.grid, self.pool) for g in grids]
+            grids = [pool_grid(g, self.grid, self.pool) for g in grids]
         apart = [self.apart(f, g, batch, at) for f, g in zip(self.localisers, grids, strict=True)]
         drloc = torch.stack(apart).sum()
         return {**out, "loss": out["loss"] + self.weight(at) * drloc, "classes": out["loss"], "drloc": drloc}
@@ -78,14 +78,14 @@ class DRLoc(Classifier):
         assert isinstance(f, Localiser)
         return drloc_loss(f, g, pairs, mode=self.mode, targets=self.targets)
 
-    def try_views(self, views: Sequence[Tensor]) -> None:
-        super().try_views(views)
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        super().check_views(views)
         backbone = self.encoder.backbone
         grids = backbone.grids(views[0], every=self.every)[1]
         dims = backbone.dims if self.every else [backbone.dim]
         if (found := [g.shape[1] for g in grids]) != list(dims):
             raise UserError(f"backbone.name: tokens of {found} channels, not {list(dims)}, which drloc cannot read")
-        h, w = coarse(grids[-1], self.grid, self.pool).shape[2:]
+        h, w = pool_grid(grids[-1], self.grid, self.pool).shape[2:]
         if not self.mode.startswith("l1") and max(h, w) > self.grid:
             raise UserError(
                 f"method.grid={self.grid}: {h} x {w} tokens of a view of {views[0].shape[3]} pixels have more offsets "

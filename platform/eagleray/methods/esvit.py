@@ -1,4 +1,7 @@
-"""EsViT, views and regions: Li et al. 2022, arXiv:2106.09785, algorithm 1."""
+"""EsViT adds to DINO a loss that matches the tokens of one view with those of another (Li et al. 2022).
+
+arXiv:2106.09785, algorithm 1. B images, V views, K prototypes.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,19 +14,22 @@ from torch import Tensor
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import choices, match
-from eagleray.losses.regions import MATCHINGS, RegionLoss, Side, follow, region_loss, sampled, side, softmax_loss
+from eagleray.losses.prototypes import H, Scores, assignment_stats, match_views, update_center
+from eagleray.losses.regions import MATCHINGS, RegionLoss, Regions, project_regions, region_loss, sample_tokens
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.heads import PrototypeHead, drop_gradients
+from eagleray.models.heads import PrototypeHead, drop_gradients, zero_loss
 
 
 class EsViT(Method):
-    """DINO, and a second head by which each token of a view predicts the likest token of another. The first two views
-    are the large crops; only they reach the teacher. K prototypes."""
+    """DINO with a second head, through which each token of a view predicts the most similar token of another view.
+
+    The student sees all views, the teacher only the first two, which are the large crops.
+    """
 
     views = (2, 100)
+    may_change = ("region_from",)  # regions may join a run that began without them
     center: Tensor  # (K,)
     region_center: Tensor  # (K,)
 
@@ -39,14 +45,14 @@ class EsViT(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs
-        # Half of either, as in algorithm 1 and the authors' code; the text adds them up.
+        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        # Half of each, as in algorithm 1 and the authors' code; the text adds them up.
         view_weight: Share = 0.5,
         region_weight: Share = 0.5,
-        region_from: float = 0.0,  # epochs in which it is DINO, L_V alone at full weight
+        region_from: float = 0.0,  # epochs in which L_V is learnt alone, at full weight, as in DINO
         region_loss: RegionLoss = "softmax",
         matching: Literal["argmax", "sinkhorn"] = "argmax",
-        tokens: PositiveInt | None = None,  # sampled of a view that has more (DeiT in the paper); None: all
+        tokens: PositiveInt | None = None,  # to sample from a view that has more (DeiT in the paper); None: all
     ) -> None:
         super().__init__()
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
@@ -63,25 +69,24 @@ class EsViT(Method):
         self.register_buffer("region_center", torch.zeros(prototypes))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        regions, tau_t = at.epoch >= self.region_from, self.teacher_temp(at)
-        s = self.student.sides(batch.views, regions=regions)
+        regions, tau_t, tau_s = at.epoch >= self.region_from, self.teacher_temp(at), self.student_temp
+        s, s_regions = self.student.project(batch.views, regions=regions)
         with torch.no_grad():
-            t = self.teacher.sides(batch.views[:2], regions=regions)
-        l_v = softmax_loss(t[0], s[0], match(s[0].features, t[0].features), self.center, tau_t, self.student_temp)
-        if regions:
-            matched = MATCHINGS[self.matching](s[1].features, t[1].features)
-            l_r = region_loss(self.region_loss, t[1], s[1], matched, self.region_center, tau_t, self.student_temp)
+            t, t_regions = self.teacher.project(batch.views[:2], regions=regions)
+        l_v = H(t, s, match_views(t, s, len(batch.views[0])), self.center, tau_t, tau_s)
+        if s_regions and t_regions:
+            pairs = MATCHINGS[self.matching](s_regions.features, t_regions.features)
+            l_r = region_loss(self.region_loss, t_regions, s_regions, pairs, self.region_center, tau_t, tau_s)
             loss = self.view_weight * l_v + self.region_weight * l_r
-            follow(self.region_center, t[1], batch.rows, self.center_momentum)
+            update_center(self.region_center, t_regions.scores, batch.rows, self.center_momentum)
         else:
             l_r = torch.zeros_like(l_v)
-            # Ranks wait for a gradient of every parameter; `before_step` drops these.
-            loss = l_v + 0 * torch.stack([p.sum() for p in self.student.region_head.parameters()]).sum()
-        chosen = choices(t[0].z, t[0].w, self.center, tau_t)
-        # After the loss, which uses the old centre; of scores, and each of its own task, where algorithm 1 has
-        # probabilities of views for both.
-        follow(self.center, t[0], batch.rows, self.center_momentum)
-        return {"loss": loss, "view": l_v, "region": l_r, **chosen}
+            loss = l_v + zero_loss(self.student.region_head)  # whose gradients `before_step` drops
+        stats = assignment_stats(t, self.center, tau_t)
+        # After the loss, which uses the old centre. The centre is of scores, and each task has its own; algorithm 1 has
+        # one of probabilities of views for both.
+        update_center(self.center, t, batch.rows, self.center_momentum)
+        return {"loss": loss, "view": l_v, "region": l_r, **stats}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:
@@ -97,19 +102,19 @@ class EsViT(Method):
 
 
 class _Encoder(Encoder[PrototypeHead]):
-    """A second head, for the tokens."""
+    """An encoder with a second head, for the tokens."""
 
     def __init__(self, backbone: Backbone, head: PrototypeHead, region_head: PrototypeHead, tokens: int | None) -> None:
         super().__init__(backbone, head)
         self.region_head, self.tokens = region_head, tokens
 
-    def sides(self, views: Sequence[Tensor], *, regions: bool) -> list[Side]:
-        """V x (B, 3, S, S), of any sizes, as wholes and, if asked for, as regions."""
+    def project(self, views: Sequence[Tensor], *, regions: bool) -> tuple[Scores, Regions | None]:
+        """Return the scores of V x (B, 3, S, S), of any sizes, as whole views and, with `regions`, by token."""
         b = len(views[0])
         # Neighbouring views of one size share a forward of the backbone.
         outs = [self.backbone(torch.cat(list(same))) for _, same in groupby(views, key=lambda x: x.shape)]
-        found = [side([x for out in outs for x in out.pooled.unsqueeze(1).split(b)], self.head)]
-        if regions:
-            tokens = [sampled(x, self.tokens) for out in outs for x in out.patches.split(b)]
-            found.append(side(tokens, self.region_head))
-        return found
+        scores = Scores(self.head(torch.cat([out.pooled for out in outs])), self.head.last.weight)
+        if not regions:
+            return scores, None
+        tokens = [sample_tokens(x, self.tokens) for out in outs for x in out.patches.split(b)]
+        return scores, project_regions(tokens, self.region_head)

@@ -38,23 +38,23 @@ class InstDisc(Method):
         self.bank = None
         self.register_buffer("Z", torch.zeros(()))
 
-    def begin(self, images: int) -> None:
+    def allocate(self, images: int) -> None:
         self.bank = Bank(images, self.dim)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        assert self.bank is not None, "no bank: begin(images) comes before the first step"
+        assert self.bank is not None, "no bank: allocate(images) comes before the first step"
         memory, n = self.bank.rows, len(self.bank.rows)  # (n, C)
         i, v = batch.index, F.normalize(self.encoder(batch.views), dim=1)  # (B,), (B, C)
         if self.negatives:
-            others = draw(n, self.negatives, batch.rows, at.step, v.device)  # (B, K)
-            e = likeness(v, memory[torch.cat([i.unsqueeze(1), others], 1)], self.temperature)  # (B, 1 + K)
-            self.Z.copy_(torch.where(self.Z > 0, self.Z, constant(e, n, batch.rows)))
+            others = draw_negatives(n, self.negatives, batch.rows, at.step, v.device)  # (B, K)
+            e = exp_similarity(v, memory[torch.cat([i.unsqueeze(1), others], 1)], self.temperature)  # (B, 1 + K)
+            self.Z.copy_(torch.where(self.Z > 0, self.Z, estimate_Z(e, n, batch.rows)))
             loss = nce(e / self.Z, n)
         else:
             logits = v @ memory.T / self.temperature  # (B, n)
             loss = F.cross_entropy(logits, i)
         if self.proximal:
-            loss = loss + self.proximal * change(v, memory[i])
+            loss = loss + self.proximal * proximal_term(v, memory[i])
         self.seen = dist.gather(i, batch.rows), dist.gather(v, batch.rows)
         return {"loss": loss}
 
@@ -62,13 +62,13 @@ class InstDisc(Method):
         # Not in `forward`: the gradient of a softmax over all images needs the bank as it was.
         assert self.bank is not None
         i, v = self.seen
-        self.bank.write(i, remember(self.bank.rows[i], v, self.momentum))
+        self.bank.write(i, update_memory(self.bank.rows[i], v, self.momentum))
 
     def export(self) -> Backbone:
         return self.encoder.backbone
 
 
-def draw(n: int, negatives: int, rows: tuple[int, ...], step: int, device: torch.device) -> Tensor:
+def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], step: int, device: torch.device) -> Tensor:
     """Images (B, K) to tell this rank's rows from, uniform over all n, a row's own among them as in the released code.
 
     Drawn for the rows of all ranks from the step alone: the same however many ranks there are, and after a restart."""
@@ -77,12 +77,12 @@ def draw(n: int, negatives: int, rows: tuple[int, ...], step: int, device: torch
     return drawn[dist.offset(rows) :][: rows[dist.rank()]]
 
 
-def likeness(v: Tensor, w: Tensor, tau: float) -> Tensor:
+def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
     """exp(v w / tau) (B, 1 + K) of v (B, C) and remembered vectors w (B, 1 + K, C): P of equation 4 without its Z."""
     return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
 
 
-def constant(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
+def estimate_Z(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
     """Z, estimated from the likeness e (B, 1 + K) of all ranks' rows to some of the n images: equation 8."""
     return n * dist.total(e.sum()) / (sum(rows) * e.shape[1])
 
@@ -96,11 +96,11 @@ def nce(P: Tensor, n: int) -> Tensor:
     return -loss.mean()
 
 
-def change(v: Tensor, old: Tensor) -> Tensor:
+def proximal_term(v: Tensor, old: Tensor) -> Tensor:
     """Mean squared distance of v (B, C) from what is remembered of the same images: equation 10."""
     return (v - old).square().sum(1).mean()
 
 
-def remember(old: Tensor, v: Tensor, momentum: float) -> Tensor:
+def update_memory(old: Tensor, v: Tensor, momentum: float) -> Tensor:
     """What replaces the remembered vectors (B, C)."""
     return F.normalize(momentum * old + (1 - momentum) * v, dim=1)

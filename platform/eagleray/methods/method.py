@@ -1,7 +1,8 @@
-"""What every method is, and what those have in common that learn from labels."""
+"""The base class of every method, and the base class of those that learn from labels."""
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,52 +17,85 @@ from eagleray.views.mixing import Mixing
 
 
 class Method(nn.Module):
-    """Views in, a loss out. All state is parameters and buffers, so a checkpoint is `state_dict()`.
+    """A pretraining method turns the views of a batch into a loss. B images on this rank, V views, S pixels on a side.
 
-    A method is built as `M(backbone, **recipe["method"])`: its keyword-only parameters are its recipe section.
+    It is built as `M(backbone, **recipe["method"])`: the keyword-only parameters of its `__init__` are the keys of the
+    recipe's `method` section. All its state is parameters and buffers, so a checkpoint is its `state_dict()`.
+
+    Hooks are called in this order: `check_views` when a run is planned, `allocate` once before training, then in each
+    step `forward`, `before_step` and `after_step`. `export` may be called at any time.
     """
 
-    views: tuple[int, int]  # the fewest and the most it works with
+    views: ClassVar[tuple[int, int]]
+    """The smallest and the largest number of views that the method works with."""
 
-    def begin(self, images: int) -> None:
-        """Called once before training, with the number of training images: memory with a row for each is made here."""
+    supervised: ClassVar[bool] = False
+    """Whether the method learns from the labels of the training set. Such a run is evaluated by its own classifier."""
 
-    def try_views(self, views: Sequence[Tensor]) -> None:
-        """Called once on the meta device, with views of one image. Raises UserError where it cannot work with them."""
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """The keys of the `method` section that may have another value when a run is continued. All others identify it."""
+
+    norm_group: int | None = None
+    """The number of images that are normalised together, which must divide the images of every rank; None: all."""
+
+    classes: int | None = None
+    """The number of classes of the labels that the method learns from; None: it reads no labels."""
+
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        """Check that the method can work with views of these sizes, V x (1 or 2, 3, S, S).
+
+        Called once on the meta device, so the views hold no data. Raises UserError, which names the recipe key, when
+        the sizes do not fit.
+        """
+
+    def allocate(self, images: int) -> None:
+        """Create the buffers that have a row for each image of the training set.
+
+        Called once, after the method was built and before its checkpoint is loaded and it is moved to its device.
+        """
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Scalars by name, each a mean over this rank's rows; `loss` is minimised, the rest is logged beside it.
+        """Return scalars by name, each a mean over this rank's rows. `loss` is minimised, the others are logged.
 
-        What health.py judges, where it applies. `entropy` and `usage` of what is learnt from, as shares of ln K: the
-        entropy of a row's distribution over K prototypes, and that of all rows' mean. `gain` of a contrastive loss:
-        ln K less the cross-entropy in nats, 0 for a uniform guess among K candidates."""
+        `batch.views` is V x (B, 3, S, S), `at` is the position of the step in the run. Buffers may be changed here; a
+        step whose gradient is not finite restores them, except those of a `Memory`.
+
+        Three names are also used to judge the health of a run. `entropy` and `usage` describe the targets p (B, K) over
+        K prototypes, as shares of ln K: the mean entropy of a row, and the entropy of the mean row. `gain` of a
+        contrastive loss is ln K less the cross-entropy in nats: 0 for a uniform guess among K candidates.
+        """
         raise NotImplementedError
 
     def before_step(self, at: Progress) -> None:
-        """Gradients are ready and clipped, and the optimiser has not moved yet."""
+        """Change or drop gradients. Called when they are averaged over ranks and clipped, before the optimiser step."""
 
     def after_step(self, at: Progress) -> None:
-        """The optimiser has moved the parameters; momentum encoders may follow here."""
+        """Update momentum encoders and buffers. Called when the optimiser has changed the parameters."""
 
     def export(self) -> Backbone:
-        """The backbone that evaluations read and exports ship."""
+        """Return the backbone that is evaluated and exported."""
         raise NotImplementedError
 
-    def watched(self) -> Backbone:
-        """The backbone whose features of the training images a monitor reads."""
+    def monitored_backbone(self) -> Backbone:
+        """Return the backbone whose features of the training images the monitor reads, inside an `Encoder`.
+
+        It is another one than `export` returns where that one sees no training images, such as an average of weights.
+        """
         return self.export()
 
 
 class Classifier(Method):
-    """Labels from the shards, mixed with the images and smoothed, are what a linear layer on the backbone learns. C
-    classes."""
+    """A classifier of C classes is a linear layer on the backbone that learns from mixed and smoothed labels."""
 
     views = (1, 100)
+    supervised = True
 
     def __init__(
         self, backbone: Backbone, *, classes: int, smoothing: float, mixup: float, cutmix: float, ema: float | None
     ) -> None:
+        """`ema` is the decay of an average of the weights, which is then exported and classifies; None: no average."""
         super().__init__()
+        self.classes = classes
         head = nn.Linear(backbone.dim, classes)
         nn.init.trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -70,7 +104,7 @@ class Classifier(Method):
         self.average = None if ema is None else ema_copy(self.encoder)
         self.mixing = Mixing(classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix)
 
-    def try_views(self, views: Sequence[Tensor]) -> None:
+    def check_views(self, views: Sequence[Tensor]) -> None:
         sizes = sorted({x.shape[3] for x in views})
         if len(sizes) > 1:
             raise UserError(
@@ -82,25 +116,27 @@ class Classifier(Method):
             average(self.average, self.encoder, self.decay)
 
     def classify(self, images: Tensor) -> Tensor:
-        """Scores (B, C) of images (B, 3, H, W)."""
-        return self.judge([images])  # type: ignore[no-any-return]
+        """Return the class scores (B, C) of images (B, 3, S, S)."""
+        return self.final_encoder([images])  # type: ignore[no-any-return]
 
     @property
-    def judge(self) -> Encoder[nn.Linear]:
-        """What is to be evaluated: the average of the weights where there is one."""
+    def final_encoder(self) -> Encoder[nn.Linear]:
+        """The encoder to evaluate: the average of the weights where there is one."""
         return self.encoder if self.average is None else self.average
 
     def export(self) -> Backbone:
-        return self.judge.backbone
+        return self.final_encoder.backbone
 
-    def watched(self) -> Backbone:
+    def monitored_backbone(self) -> Backbone:
         return self.encoder.backbone
 
 
-def judged(z: Tensor, y: Tensor, *, sure: bool) -> dict[str, Tensor]:
-    """Cross-entropy of scores z with distributions y, both (B, C); `usage`; and the share of right answers where images
-    are of one class for `sure`."""
-    z = z.float()
-    mean = z.detach().softmax(1).mean(0)
-    out = {"loss": F.cross_entropy(z, y), "usage": torch.special.entr(mean).sum() / math.log(len(mean))}
-    return out | ({"accuracy": (z.argmax(1) == y.argmax(1)).float().mean()} if sure else {})
+def classification_loss(scores: Tensor, labels: Tensor, *, one_class: bool) -> dict[str, Tensor]:
+    """Return the cross-entropy of class scores with soft labels, both (B, C), and the `usage` of the predictions.
+
+    The `accuracy` is added where every image has `one_class`, that is, where images are not mixed.
+    """
+    scores = scores.float()
+    mean = scores.detach().softmax(1).mean(0)
+    out = {"loss": F.cross_entropy(scores, labels), "usage": torch.special.entr(mean).sum() / math.log(len(mean))}
+    return out | ({"accuracy": (scores.argmax(1) == labels.argmax(1)).float().mean()} if one_class else {})

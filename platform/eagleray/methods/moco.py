@@ -17,7 +17,7 @@ from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 from eagleray.models.queue import Queue
-from eagleray.models.shuffle_bn import grouped, shuffle
+from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class MoCo(Method):
@@ -41,7 +41,7 @@ class MoCo(Method):
         super().__init__()
         self.temperature, self.momentum, self.symmetric, self.norm_group = temperature, momentum, symmetric, norm_group
         self.f_q = Encoder(backbone, mlp([backbone.dim, *([hidden] if hidden else []), dim], norm=False))
-        grouped(self.f_q, norm_group)
+        group_batch_norms(self.f_q, norm_group)
         self.f_k = ema_copy(self.f_q)
         self.queues = nn.ModuleList(Queue(dim, queue) for _ in range(1 + symmetric))  # type: ignore[assignment]
 

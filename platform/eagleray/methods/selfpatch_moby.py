@@ -1,5 +1,9 @@
-"""SelfPatch on MoBY: Yun et al. 2022, arXiv:2206.07990, section 5, on Xie et al. 2021, arXiv:2105.04553. What neither
-defines is decided in docs/decisions/0011-selfpatch-on-moby.md."""
+"""SelfPatch on MoBY adds a loss of patches to contrast with two queues (Yun et al. 2022; Xie et al. 2021).
+
+arXiv:2206.07990, section 5, and arXiv:2105.04553. What neither paper defines is decided in
+docs/decisions/0011-selfpatch-on-moby.md. B images, N patches, C channels of a key, P prototypes of patches, d channels
+of the bottleneck.
+"""
 
 import math
 from typing import Annotated
@@ -14,19 +18,18 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
-from eagleray.losses.patches import PatchEncoder, mean_patch_scores, patch_loss, rows
-from eagleray.losses.prototypes import choices
+from eagleray.losses.patches import PatchEncoder, match_patches, patch_scores
+from eagleray.losses.prototypes import H, assignment_stats, update_center
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
-from eagleray.models.class_attention import Aggregated
+from eagleray.models.class_attention import AggregationBackbone
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients, mlp
 from eagleray.models.queue import Queue
 
 
 class SelfPatchMoBY(Method):
-    """MoBY on what class attention makes of an image, and SelfPatch's loss of patches, whose teacher is the momentum
-    copy. Two views, C channels, a queue of K keys for each view, P prototypes of patches."""
+    """MoBY on the class attention's output for an image, and SelfPatch's loss of patches from the momentum copy."""
 
     views = (2, 2)
     patch_center: Tensor  # (P,)
@@ -50,7 +53,7 @@ class SelfPatchMoBY(Method):
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.04),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs
+        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum
@@ -59,7 +62,7 @@ class SelfPatchMoBY(Method):
         self.center_momentum, self.freeze_last = center_momentum, freeze_last
         patch_head = PrototypeHead(backbone.dim, patch_prototypes, hidden=patch_hidden, bottleneck=bottleneck)
         self.online = PatchEncoder(
-            Aggregated(backbone, heads), mlp([backbone.dim, hidden, dim], norm=True, bias=True), patch_head
+            AggregationBackbone(backbone, heads), mlp([backbone.dim, hidden, dim], norm=True, bias=True), patch_head
         )
         self.predictor = mlp([dim, hidden, dim], norm=True, bias=True)
         self.target = ema_copy(self.online)
@@ -82,12 +85,13 @@ class SelfPatchMoBY(Method):
         self.queue1.push(dist.gather(k1, batch.rows))
         self.queue2.push(dist.gather(k2, batch.rows))
 
-        w_s, w_t, tau_t = self.online.patch_head.last.weight, self.target.patch_head.last.weight, self.teacher_temp(at)
-        patch = patch_loss(t, s, w_t, w_s, self.patch_center, tau_t=tau_t, tau_s=self.student_temp)
-        chosen = choices(rows(t), w_t, self.patch_center, tau_t)
-        self.patch_center.lerp_(mean_patch_scores(t, w_t, batch.rows), 1 - self.center_momentum)
+        p_t, p_s = patch_scores(t, self.target.patch_head), patch_scores(s, self.online.patch_head)
+        tau_t = self.teacher_temp(at)
+        patch = H(p_t, p_s, match_patches(s), self.patch_center, tau_t, self.student_temp)
+        stats = assignment_stats(p_t, self.patch_center, tau_t)
+        update_center(self.patch_center, p_t, batch.rows, self.center_momentum)
         gain = math.log(1 + self.queue1.keys.shape[1]) - (l1 + l2) / 2
-        return {"loss": l1 + l2 + self.patch_weight * patch, "patch": patch, "gain": gain, **chosen}
+        return {"loss": l1 + l2 + self.patch_weight * patch, "patch": patch, "gain": gain, **stats}
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:

@@ -8,7 +8,7 @@ from torch import Tensor
 from eagleray.config.schedule import Progress
 from eagleray.config.types import Classes, Share
 from eagleray.data.batch import Batch
-from eagleray.methods.method import Classifier, judged
+from eagleray.methods.method import Classifier, classification_loss
 from eagleray.models.backbone import Backbone
 
 
@@ -30,4 +30,4 @@ class Supervised(Classifier):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         x, y = self.mixing(torch.cat(batch.views), batch.label.repeat(len(batch.views)))
         z = self.encoder([x])  # (V * B, C)
-        return judged(z, y, sure=not self.mixing.on)
+        return classification_loss(z, y, one_class=not self.mixing.on)

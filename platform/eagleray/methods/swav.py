@@ -55,7 +55,7 @@ class SwAV(Method):
         z1, z2 = z.chunk(len(batch.views))[:2]
         q = [self.assign(0, z1, s[0], batch.rows, at), self.assign(1, z2, s[1], batch.rows, at)]
         spread = {"entropy": entropy(torch.cat(q)), "usage": usage(torch.cat(q))}
-        return {"loss": swapped(q, s, self.temperature), **spread}
+        return {"loss": swapped_loss(q, s, self.temperature), **spread}
 
     @torch.no_grad()
     def assign(self, i: int, z: Tensor, s: Tensor, rows: tuple[int, ...], at: Progress) -> Tensor:
@@ -78,7 +78,7 @@ class SwAV(Method):
         return self.encoder.backbone
 
 
-def swapped(q: Sequence[Tensor], s: Sequence[Tensor], tau: float) -> Tensor:
+def swapped_loss(q: Sequence[Tensor], s: Sequence[Tensor], tau: float) -> Tensor:
     """Mean of H(q_i, softmax(s_v / tau)) over images and pairs i != v, for the assignments q (B, K) of the first views
     and the scores s (B, K) of all."""
     log_p = [F.log_softmax(sv / tau, dim=1) for sv in s]

@@ -51,17 +51,17 @@ def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> t
     same on every rank. `eps` is added to the variances."""
     z1, z2 = dist.gather_with_grad(z1.float(), rows), dist.gather_with_grad(z2.float(), rows)  # (N, C)
     s = F.mse_loss(z1, z2)
-    v = (hinge(z1, eps) + hinge(z2, eps)) / 2
-    c = correlated(z1) + correlated(z2)
+    v = (variance_hinge(z1, eps) + variance_hinge(z2, eps)) / 2
+    c = covariance_penalty(z1) + covariance_penalty(z2)
     return s, v, c
 
 
-def hinge(z: Tensor, eps: float) -> Tensor:
+def variance_hinge(z: Tensor, eps: float) -> Tensor:
     """How far the standard deviations of the channels of z (N, C) stay below 1; the mean over channels."""
     return F.relu(1 - torch.sqrt(z.var(0) + eps)).mean()
 
 
-def correlated(z: Tensor) -> Tensor:
+def covariance_penalty(z: Tensor) -> Tensor:
     """Squared covariances of every two channels of z (N, C), summed and divided by C."""
     z = z - z.mean(0)
     cov = z.T @ z / (len(z) - 1)  # (C, C)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.models import vit
-from eagleray.models.micro_batch import by_parts
-from eagleray.models.stages import handed_on, stages, widths
+from eagleray.models.micro_batch import micro_batched
+from eagleray.models.stages import stage_outputs, stages, widths
 from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -68,11 +68,11 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor) -> Features:
         """(B, 3, H, W) to features."""
-        return Features(*by_parts(self._features, images, self.micro_batch if self.training else None))
+        return Features(*micro_batched(self._features, images, self.micro_batch if self.training else None))
 
     def pooled(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, D), for those who need no patches: they are not kept."""
-        out: Tensor = by_parts(self._pooled, images, self.micro_batch if self.training else None)
+        out: Tensor = micro_batched(self._pooled, images, self.micro_batch if self.training else None)
         return out
 
     def _pooled(self, images: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ class Backbone(nn.Module):
         pyramid or block of a ViT. A pyramid's are read before the norm at its end, a ViT's last ones after it. Raises
         UserError for a model without such parts."""
         size = self.micro_batch if self.training else None
-        pooled, *grids = by_parts(lambda x: self._grids(x, every=every), images, size)
+        pooled, *grids = micro_batched(lambda x: self._grids(x, every=every), images, size)
         return pooled, grids
 
     def _grids(self, images: Tensor, *, every: bool) -> tuple[Tensor, ...]:
         parts = stages(self.model)
-        with handed_on(parts if every else parts[-1:]) as seen:
+        with stage_outputs(parts if every else parts[-1:]) as seen:
             out = self._features(images)
         h, w = out.grid
         if seen[-1].ndim == 3:  # a ViT's, all on one grid
@@ -113,13 +113,6 @@ class Backbone(nn.Module):
             return out.pooled, *(x.mT.unflatten(2, out.grid) for x in tokens)
         last = getattr(self.model, "stage_fmt", getattr(self.model, "output_fmt", "NCHW")) == "NHWC"
         return out.pooled, *(x.permute(0, 3, 1, 2) if last else x for x in seen)
-
-    def last_blocks(self, images: Tensor, n: int) -> list[Tensor]:
-        """The outputs of a ViT's last n blocks, each through the final norm: n x (B, 1 + N, D), class token first."""
-        out = self.model.forward_intermediates(
-            images, indices=n, norm=True, return_prefix_tokens=True, intermediates_only=True, output_fmt="NLC"
-        )
-        return [torch.cat([prefix, patches], 1) for patches, prefix in out]
 
     def attention(self, images: Tensor) -> Tensor:
         """A ViT's last block's attention (B, heads, 1 + N, 1 + N), queries before keys; rows sum to one."""

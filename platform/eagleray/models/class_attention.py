@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone, Features
-from eagleray.models.patch_neighbors import likest
+from eagleray.models.patch_neighbors import most_similar_neighbours
 
 
 class Aggregation(nn.Module):
@@ -37,9 +37,9 @@ class Aggregation(nn.Module):
         out: Tensor = self.norm(token.squeeze(1))
         return out
 
-    def around(self, x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> Tensor:
+    def aggregate_neighbours(self, x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> Tensor:
         """For each patch of x (B, N, D) what its k likest neighbours make together, without itself: (B, N, D)."""
-        place, there = likest(x, grid, k, wrap=wrap)  # (B, N, k)
+        place, there = most_similar_neighbours(x, grid, k, wrap=wrap)  # (B, N, k)
         near = x[torch.arange(len(x), device=x.device).view(-1, 1, 1), place]  # (B, N, k, D)
         return self(near.flatten(0, 1), there.flatten(0, 1)).view_as(x)
 
@@ -69,7 +69,7 @@ class _Block(nn.Module):
         return out
 
 
-class Aggregated(Backbone):
+class AggregationBackbone(Backbone):
     """A backbone whose pooled vector is what an aggregation makes of all its patches; these stay as they are."""
 
     def __init__(self, backbone: Backbone, heads: int) -> None:

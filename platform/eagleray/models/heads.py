@@ -1,15 +1,18 @@
-"""Projection and prediction heads shared by several methods."""
+"""Projection and prediction heads that several methods share."""
 
 import itertools
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def mlp(widths: list[int], *, norm: bool, last_norm: bool = False, bias: bool = False) -> nn.Sequential:
-    """Linear layers of the given widths with ReLU between; `norm` adds batch norm before each ReLU and takes the biases
-    away, but for `bias` (SwAV, MoBY), `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo
-    v3)."""
+    """Build linear layers of these widths with ReLU between them.
+
+    `norm` puts batch norm before each ReLU and leaves the biases out, unless `bias` keeps them (SwAV, MoBY).
+    `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo v3).
+    """
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
         last = i == len(widths) - 2
@@ -22,13 +25,18 @@ def mlp(widths: list[int], *, norm: bool, last_norm: bool = False, bias: bool = 
 
 
 def drop_gradients(*modules: nn.Module) -> None:
-    """What stands still in this step. None, not zero: weight decay and momentum would still move it."""
+    """Keep modules unchanged in this step. The gradient is None, not zero: weight decay would still change them."""
     for p in (p for module in modules for p in module.parameters()):
         p.grad = None
 
 
+def zero_loss(module: nn.Module) -> Tensor:
+    """Return zero, with a gradient of zero for every parameter: ranks wait for the gradient of each."""
+    return 0 * torch.stack([p.sum() for p in module.parameters()]).sum()
+
+
 class PrototypeHead(nn.Module):
-    """MLP, unit bottleneck, then a weight-normalised linear layer of K prototypes (DINO)."""
+    """DINO's head: an MLP, a unit bottleneck and a weight-normalised linear layer of K prototypes."""
 
     def __init__(
         self,
@@ -41,7 +49,10 @@ class PrototypeHead(nn.Module):
         norm: bool = False,
         free_scale: bool = False,
     ) -> None:
-        """`free_scale` trains the length of each prototype, which is 1 otherwise."""
+        """`free_scale` trains the length of each prototype, which is 1 otherwise.
+
+        `layers` and `norm` (batch norm in the hidden layers) are there for the golden vectors of the authors' head.
+        """
         super().__init__()
         widths = [dim] + [hidden] * (layers - 1) + [bottleneck]
         mlp: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
@@ -58,5 +69,8 @@ class PrototypeHead(nn.Module):
         scale.requires_grad_(free_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, dim) to unit vectors z (B, bottleneck); scores (B, K) would be `last(z)`, which no loss has at once."""
+        """Return unit vectors z (B, bottleneck) of x (B, dim).
+
+        The scores (B, K) would be `last(z)`; they are too many, so losses compute them in chunks.
+        """
         return F.normalize(self.mlp(x), dim=-1)

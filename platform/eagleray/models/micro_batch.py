@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def by_parts(f: Callable[[Tensor], Any], x: Tensor, size: int | None) -> Any:
+def micro_batched(f: Callable[[Tensor], Any], x: Tensor, size: int | None) -> Any:
     """f(x) for (B, ...), never more than `size` rows at once; f gives a tensor (B, ...) or a tuple of such and of
     constants. Memory is that of one part and of the outputs; a backward costs one more forward."""
     if size is None or len(x) <= size:

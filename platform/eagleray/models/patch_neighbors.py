@@ -23,7 +23,7 @@ def neighbours(grid: tuple[int, int], *, wrap: bool) -> Tensor:
     return found.masked_fill(again | (found == own), -1)
 
 
-def likest(x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> tuple[Tensor, Tensor]:
+def most_similar_neighbours(x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> tuple[Tensor, Tensor]:
     """For each patch of x (B, N, D) the places (B, N, k) of the k neighbours of the largest cosine, likest first, and
     which of them there are: by a border fewer than k may be."""
     around = neighbours(grid, wrap=wrap).to(x.device)

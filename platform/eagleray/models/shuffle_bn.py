@@ -46,7 +46,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         self.num_batches_tracked.add_(1)
 
 
-def grouped(module: nn.Module, group: int | None) -> None:
+def group_batch_norms(module: nn.Module, group: int | None) -> None:
     """Every batch norm of the module becomes, in place, one over groups of images, with the weights and buffers that it
     has; None leaves it as it is. Raises UserError for a kind that it does not know."""
     if group is None:

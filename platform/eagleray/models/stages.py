@@ -30,7 +30,7 @@ def widths(model: Any) -> list[int]:
 
 
 @contextmanager
-def handed_on(parts: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+def stage_outputs(parts: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """A list that the outputs of the parts are added to."""
     seen: list[Tensor] = []
     hooks = [part.register_forward_hook(lambda _, __, out: seen.append(out)) for part in parts]

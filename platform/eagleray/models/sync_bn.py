@@ -32,7 +32,7 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return torch.addcmul(self.bias.view(shape), out, self.weight.view(shape)) if self.affine else out
 
 
-def synchronised(module: nn.Module, device: torch.device) -> nn.Module:
+def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
     """The module with every batch norm replaced, in place, by one over all ranks; weights and buffers are kept."""
     if device.type == "cuda":
         return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms

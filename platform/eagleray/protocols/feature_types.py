@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
-from eagleray.models.stages import handed_on, stages
+from eagleray.models.stages import stage_outputs, stages
 from eagleray.protocols.eval_mode import NOT_FINITE, explain_failure
 
 KINDS = {
@@ -26,7 +26,7 @@ def read(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, 
     Raises UserError when the backbone lacks one of the types."""
     blocks = last_blocks(backbone.model) if "last4" in kinds else []
     out = {}
-    with handed_on(blocks) as seen:
+    with stage_outputs(blocks) as seen:
         if "avgpool" in kinds:
             out["pooled"], patches, _ = backbone(images)
             out["avgpool"] = torch.cat([out["pooled"], patches.mean(1)], 1)

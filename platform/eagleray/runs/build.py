@@ -49,7 +49,7 @@ def check_sizes(recipe: Recipe) -> None:
                 raise UserError(
                     f"backbone.name={recipe.backbone.name}: its {found} features are not its {backbone.dim}"
                 )
-        method.try_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
+        method.check_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
 
 
 def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:

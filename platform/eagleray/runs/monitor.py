@@ -208,7 +208,7 @@ class Bank:
 def exported(method: Method) -> Encoder[Any]:
     """The encoder whose backbone evaluations read, or the one that it is an average of, if it sees no training image
     itself."""
-    backbone = method.watched()
+    backbone = method.monitored_backbone()
     return next(m for m in method.modules() if isinstance(m, Encoder) and m.backbone is backbone)
 
 

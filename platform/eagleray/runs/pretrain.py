@@ -52,7 +52,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         state = newest(folder, recipe)
         source = recipe.backbone.weights if state is None else None
         method = build_method(recipe, pretrained(source) if source else None)
-        method.begin(len(p.index))
+        method.allocate(len(p.index))
         method.to(world.device)
         world.synchronise(method)
         optimizer = build_optimizer(recipe, method)

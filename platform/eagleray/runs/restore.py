@@ -42,7 +42,7 @@ def restore(path: str) -> Restored:
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected {', '.join(sorted(KEYS))} in it")
     recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), path)
     method = build_method(recipe)
-    method.begin(state["images"])
+    method.allocate(state["images"])
     method.load_state_dict(state["method"])
     return Restored(recipe, method, folder)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode
 from eagleray.models.backbone import Backbone
-from eagleray.models.stages import handed_on, stages
+from eagleray.models.stages import stage_outputs, stages
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.video.measures import boundary, region
@@ -216,7 +216,7 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
     h, w = frame.shape[1:]
     resized = F.interpolate(frame[None].float(), resized_to(h, w, size, step), mode="bilinear", antialias=True)
     lacks = f"cannot take frames of {resized.shape[3]} x {resized.shape[2]} pixels"
-    with explain_failure(backbone, lacks), handed_on(stages(backbone.model)[-1:]) as seen:
+    with explain_failure(backbone, lacks), stage_outputs(stages(backbone.model)[-1:]) as seen:
         features = backbone(normalise_(resized.clamp_(0, 255).div_(255).to(device)))
     n = features.patches.shape[1]
     return (seen[-1][0, -n:] if seen[-1].ndim == 3 else features.patches[0]).float(), features.grid
