@@ -146,9 +146,9 @@ def test_softmax_over_all_images_is_the_cross_entropy_of_the_own_one() -> None:
     torch.testing.assert_close(method(b, at(0))["loss"], -own.log().mean())
 
 
-def test_without_begin_it_says_so() -> None:
+def test_without_allocate_it_says_so() -> None:
     method = InstDisc(vit(16, 8, 24, depth=1, heads=3), dim=8)
-    with pytest.raises(AssertionError, match="begin"):
+    with pytest.raises(AssertionError, match="allocate"):
         method(batch(), at(0))
 
 

@@ -261,7 +261,7 @@ def test_variants_train(keys: dict[str, Any]):
     ("keys", "said"),
     [
         ("method.mode=ce, method.grid=3", r"method.grid=3: 4 x 4 tokens of a view of 16 pixels .* method.grid=4"),
-        ("method.mode=ce, method.stages=all", "method.stages=all: each stage has another number of offsets"),
+        ("method.mode=ce, method.stages=all", "method.stages=all: stages differ in their number of offsets"),
         ("views=[{size: 16, randaugment: rand-m9.5-mstd0.5}]", "timm's name of a RandAugment policy is expected"),
         ("views=[{size: 16}, {size: 8}]", r"views: sizes of \[8, 16\] pixels; .* one size is expected"),
     ],
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_one_line(keys: str, said: str, recipe: Any):
 def test_tokens_of_other_channels_than_the_vector_are_one_line():
     """EfficientNet has a convolution behind its last stage."""
     method = DRLoc(Backbone("efficientnet_b0"), classes=4)
-    with pytest.raises(UserError, match=r"tokens of \[320\] channels, not \[1280\]"):
+    with pytest.raises(UserError, match=r"tokens have \[320\] channels, and drloc expects \[1280\]"):
         method.check_views([torch.zeros(1, 3, 64, 64)])
 
 

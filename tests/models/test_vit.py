@@ -176,7 +176,7 @@ def test_conv_stem():
         ({"stem": "conv", "options": {"patch_size": 7}}, "backbone.stem=conv makes patches of 16 pixels, not 7"),
         ({"name": "vit_base_patch8_224", "stem": "conv", "options": {"depth": 0}}, "patches of 16 pixels, not 8"),
         ({"stem": "conv", "freeze_patch": True}, "backbone.freeze_patch=true: there is no patch projection"),
-        ({"position": "dino", "options": {"reg_tokens": 4}}, "backbone.position=dino: .* more in front of its patches"),
+        ({"position": "dino", "options": {"reg_tokens": 4}}, "backbone.position=dino: .* prefix tokens other than"),
         ({"pool": "mean", "options": {"class_token": True}}, "backbone.options.class_token: backbone.pool=mean"),
         ({"position": "sincos", "options": {"embed_dim": 30, "num_heads": 3}}, "multiple of 4, not 30"),
         ({"position": "sincos", "options": {"pos_embed": "none"}}, "has no position table"),

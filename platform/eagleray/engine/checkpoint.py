@@ -1,5 +1,8 @@
-"""Checkpoints that can be trusted: written beside the training, read back from where they are kept, and only then
-counted; the newest intact one wins."""
+"""Checkpoints, written in the background while training goes on.
+
+A checkpoint counts once it has been read back from its folder or store and its checksum agrees. A run continues from
+the newest intact one.
+"""
 
 import atexit
 import contextlib
@@ -25,22 +28,22 @@ from eagleray.storage.s3 import MissingFile
 from eagleray.storage.store import is_remote, local_path, store
 
 log = logging.getLogger(__name__)
-LONG = 60.0  # seconds of patience with a store where nobody waits
+LONG = 60.0  # seconds to retry a store in the background
 PIECE = 8 * 2**20  # bytes read from a store at a time
-WIDTH = 4  # such pieces on their way
+WIDTH = 4  # pieces that are read at once
 
-# A process that ends in the middle of torch's C++ would abort; it waits for that, not for the store.
+# A process that ends within torch's C++ would abort, so it waits for the serialisation, but not for the store.
 _in_torch = threading.Lock()
 atexit.register(_in_torch.acquire, timeout=60)
 
 
 class Writer:
-    """Keeps the newest `keep` checkpoints of a run in a folder or under an s3:// URL. There is one at a time.
+    """Writes checkpoints, one at a time, and keeps the newest `keep` in a folder or under an s3:// URL.
 
-    `scratch` is a local folder for what is on its way to a store, and for the newest copy of what is there; checkpoints
-    in a folder need none. A request to a store is repeated for `patience` seconds. `verified` is the newest step of
-    this writer's that counts. `first` is called before one counts, in the background: it brings what has to be there
-    with it.
+    `scratch` is a local folder for files on their way to a store and for a copy of the newest one; checkpoints in a
+    folder need none. A request to a store is repeated for `patience` seconds. `verified` is the newest step that this
+    writer saved and that counts. `first` is called in the background before a checkpoint counts, to bring the files to
+    the store that belong to it.
     """
 
     def __init__(
@@ -62,24 +65,24 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is under way, so that the next would wait for it."""
+        """Whether a checkpoint is being written, so that `save` would wait for it."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Returns once the state is copied. What fails later is a warning, and is raised by `settle`."""
+        """Copy the state and write it in the background. A failure there is a warning, and is raised by `settle`."""
         self.wait()
         held, self._problem = self._host_copy.update(state), None
         self._thread = threading.Thread(target=self._run, args=(step, held), name="checkpoint", daemon=True)
         self._thread.start()
 
     def settle(self) -> None:
-        """Wait for the checkpoint under way. Raises UserError or Outage when the last one was not kept."""
+        """Wait for the checkpoint that is being written. Raises UserError or Outage when the last one was not saved."""
         self.wait()
         if self._problem:
             raise self._problem
 
     def wait(self) -> None:
-        """Until none is under way."""
+        """Wait until no checkpoint is being written."""
         if self._thread:
             self._thread.join()
 
@@ -118,7 +121,7 @@ class Writer:
             raise
 
     def _verify(self, part: Path, url: str, said: dict[str, Any]) -> None:
-        """Bring the file to where it is kept, unless it is there, and read it back. Raises OSError when it differs."""
+        """Upload the file if the checkpoints are in a store, and read it back. Raises OSError when it differs."""
         if is_remote(url):
             store(url).put(url, part, patience=self.patience)
             [blob] = store(url).list(url, patience=self.patience) or [Blob(url, 0)]
@@ -130,18 +133,20 @@ class Writer:
             raise OSError(f"{url}: what is read back is not what was written")
 
     def _drop(self, newest: str) -> None:
-        """Delete what is older than the newest `keep`, what is later, and what never counted: the run goes on from
-        before a later one only where that is damaged."""
+        """Delete checkpoints older than the newest `keep`, later ones, and those that never counted.
+
+        A later one is damaged: the run would have continued from it otherwise.
+        """
         blobs = _blobs(self.place, self.patience)
         kept = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
-        for url in sorted(blobs):  # a manifest before what it speaks of
+        for url in sorted(blobs):  # a manifest before its checkpoint
             if _stem(url) not in kept:
                 store(url).delete(url)
         if is_remote(self.place):
             _leave(self.scratch, newest)
 
     def _named(self, e: Exception) -> Exception:
-        """What to tell a person, in one line with the place; a mistake of ours as it is."""
+        """Return an error of one line that names the folder or URL; an error that is a bug stays as it is."""
         if not isinstance(e, OSError | UserError | Outage):
             return e
         line = f"{self.scratch}: {e.strerror}" if isinstance(e, OSError) and e.strerror else str(e)
@@ -149,7 +154,7 @@ class Writer:
         return Outage(line) if isinstance(e, Outage) else UserError(line)
 
     def _warn(self, line: str, *, exc_info: bool = False) -> None:
-        kind = re.sub(r"\d+", "", line)  # not of another step or number of attempts
+        kind = re.sub(r"\d+", "", line)  # the same for any step and number of attempts
         if kind not in self._told:
             log.warning("%s", line, exc_info=exc_info)
         self._told.add(kind)
@@ -163,10 +168,10 @@ def save(place: str | Path, step: int, state: dict[str, Any], *, keep: int) -> N
 
 
 def newest(place: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE) -> dict[str, Any] | None:
-    """The state of the newest intact checkpoint, or None; damaged ones are passed over with a warning.
+    """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
 
-    What is in a store is fetched into `scratch` by one of the processes that ask for it on a machine, unless it is
-    there already. Raises UserError and Outage when the store cannot be read.
+    A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
+    Raises UserError and Outage when the store cannot be read.
     """
     place = _url(place)
     blobs = _blobs(place, patience)
@@ -179,12 +184,12 @@ def newest(place: str | Path, scratch: Path | None = None, *, patience: float = 
 
 
 def manifests(place: str | Path) -> list[str]:
-    """Names of the checkpoints that count, unless they are damaged, newest first. Raises UserError and Outage."""
+    """Return the names of the checkpoints with a manifest, newest first. Raises UserError and Outage."""
     return _names(_blobs(_url(place), PATIENCE))
 
 
 def intact(path: Path) -> bool:
-    """Whether a checkpoint in a folder is what its manifest says."""
+    """Return whether a checkpoint in a folder has the size and checksum of its manifest."""
     try:
         said = _parsed(path.with_suffix(".json").read_bytes())
     except OSError:
@@ -193,12 +198,15 @@ def intact(path: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write a state to a file. Returns the size and the sha256 of what was to be written. Raises OSError."""
+    """Write a state to a file and return the size and SHA-256 of the bytes to be written. Raises OSError."""
     with path.open("wb", buffering=0) as f:
         file = _Hashed(f)
         with _in_torch:
@@ -209,8 +217,7 @@ def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 class _Hashed:
-    """A file for torch to write to. It keeps an error for itself, and then lets torch end as if all were well: raising
-    through torch's C++ is not safe."""
+    """A file for torch to write to that keeps an error: raising it through torch's C++ is unsafe."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.hash, self.size = file, hashlib.sha256(), 0
@@ -239,13 +246,13 @@ def _url(place: str | Path) -> str:
 
 def _scratch(place: str, scratch: Path | None) -> Path:
     if not is_remote(place):
-        return local_path(place)  # a file gets its name where it was written
+        return local_path(place)  # a file is renamed in the folder where it was written
     assert scratch is not None, f"{place}: needs a scratch folder"
     return scratch
 
 
 def _blobs(place: str, patience: float) -> dict[str, Blob]:
-    """The files of checkpoints, by URL."""
+    """Return the files of checkpoints by URL."""
     if not is_remote(place):
         return {str(p): Blob(str(p), 0) for p in local_path(place).glob("step-*")}  # sizes would go with deleted files
     return {b.url: b for b in store(place).list(f"{place}/", "step-", patience=patience)}
@@ -260,7 +267,7 @@ def _stem(url: str) -> str:
 
 
 def _fetched(name: str, place: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
-    """The local file of a checkpoint, or None when it is damaged or gone."""
+    """Return the local file of a checkpoint, or None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
     if not is_remote(place):
         return path if intact(path) else None
@@ -291,7 +298,7 @@ class _Damaged(Exception):
 
 
 def _fetch(blob: Blob, path: Path, said: dict[str, Any], patience: float) -> bool:
-    """Bring a checkpoint from its store. Returns whether it is intact."""
+    """Download a checkpoint from its store and return whether it is intact."""
     hashed = hashlib.sha256()
     try:
         with atomic_path(path, part=path.with_suffix(".part")) as part:
@@ -324,7 +331,7 @@ def _sha256(pieces: Iterator[memoryview]) -> str:
 
 
 def _agrees(path: Path, said: dict[str, Any]) -> bool:
-    """Whether a local file is there and has this size and checksum."""
+    """Return whether a local file exists and has this size and checksum."""
     try:
         return path.stat().st_size == said["bytes"] and sha256(path) == said["sha256"]
     except OSError:
@@ -332,7 +339,7 @@ def _agrees(path: Path, said: dict[str, Any]) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Bring a file to the disk, and let what is read next come from there."""
+    """Flush a file to the disk and drop it from the page cache, so that it is read back from the disk."""
     with path.open("rb+") as f:
         os.fsync(f.fileno())
         if hasattr(os, "posix_fadvise"):
@@ -340,7 +347,7 @@ def _flush(path: Path) -> None:
 
 
 def _leave(folder: Path, name: str) -> None:
-    """Delete all copies but this one."""
+    """Delete all checkpoints in a folder but this one."""
     for path in folder.glob("step-*"):
         if path.name.partition(".")[0] != name:
             path.unlink(missing_ok=True)

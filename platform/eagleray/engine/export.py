@@ -1,5 +1,7 @@
-"""A backbone as a file that others load: safetensors, for timm where it can build the backbone, read back and compared
-before it counts."""
+"""Export of a backbone to a safetensors file, which is loaded and compared before it counts.
+
+timm loads it where timm can build the backbone, this package otherwise.
+"""
 
 import copy
 import json
@@ -35,9 +37,11 @@ with torch.inference_mode():
 
 
 def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
-    """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. A fresh process loads it as
-    `snippet` says, with plain timm wherever timm can build it, and must get the same outputs. Raises UserError when it
-    does not."""
+    """Write `backbone.safetensors` and `backbone.json`, which describes how to create the model.
+
+    A new process loads the file with the line of `snippet`, which is plain timm wherever timm can build the model.
+    Raises UserError when its outputs differ.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "backbone.safetensors"
     state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
@@ -53,29 +57,29 @@ def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
 
 
 def describe(network: Network) -> dict[str, Any]:
-    """A `timm` model's name and options, or what `load` needs for a network that timm has no name for."""
+    """Return the name and options of a `timm` model, or the arguments of `load` for one that timm cannot build."""
     ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
     if network.norm == network.stem == "timm" and not ours:
-        asked = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
-        return {"timm": network.name, "options": {**asked[0], **asked[1], **network.options}}
+        arguments = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
+        return {"timm": network.name, "options": {**arguments[0], **arguments[1], **network.options}}
     keys = ("name", "position", "pool", "norm", "stem", "options")
     return {"backbone": {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}}
 
 
 def load(weights: str | Path, **network: Any) -> Backbone:
-    """The exported backbone; `network` are keys of a recipe's backbone section."""
+    """Load an exported backbone; `network` are keys of a recipe's backbone section."""
     backbone = Backbone(**network)
     backbone.model.load_state_dict(load_file(weights))
     return backbone.eval()
 
 
 def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> float:
-    """The largest difference of the loaded model's outputs, in a fresh process, relative to the largest output."""
+    """Return the largest difference of a new process's outputs from ours, relative to the largest output."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     line = load_line(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
-        # The model's own: what a method pools with on top of it (SelfPatch) stays in the checkpoint.
+        # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
         want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         done = subprocess.run(
@@ -89,12 +93,12 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
 
 
 def snippet(folder: Path) -> str:
-    """One line of Python that loads an export."""
+    """Return one line of Python that loads the export in a folder."""
     return load_line(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
 
 
 def load_line(description: dict[str, Any], file: Path) -> str:
-    """The same for a file and a description of it."""
+    """Return one line of Python that loads a file of weights with this description."""
 
     def keywords(args: dict[str, Any]) -> str:
         return "".join(f", {k}={v!r}" for k, v in args.items())

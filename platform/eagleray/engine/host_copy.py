@@ -1,22 +1,31 @@
-"""A copy of a state that training goes on to change, in memory of the host that the next copy uses again."""
+"""A copy of a state in the host's memory, so that training can go on while it is written."""
 
 import copy
 from typing import Any
 
 import torch
 
-PLAIN = (bool, int, float, str, bytes, type(None))  # what a checkpoint may hold beside tensors, and loads again
+PLAIN = (bool, int, float, str, bytes, type(None))  # the types that a checkpoint may hold beside tensors and load again
 
 
 class HostCopy:
+    """Host buffers for the tensors of a state, which every copy uses again."""
+
+    """Host buffers for the tensors of a state, which every copy uses again."""
+
+    """Host buffers for the tensors of a state, which every copy uses again."""
+
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # by the way to the tensor
-        self._devices: set[torch.device] = set()  # that copy
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # by the keys that lead to the tensor
+        self._devices: set[torch.device] = set()  # with copies under way
 
     @torch.no_grad()
     def update(self, state: Any) -> Any:
-        """The state with every tensor copied to the host; valid until the next call. Tensors that share memory do not
-        in the copy. Where a buffer fits it is written over: fresh memory costs more time than the copy itself."""
+        """Return the state with every tensor copied to the host, valid until the next call.
+
+        Tensors that share memory do not share it in the copy. A buffer that fits is overwritten, as new memory costs
+        more time than the copy itself.
+        """
         before, self._buffers, self._devices = self._buffers, {}, set()
         out = self._copy(state, (), before)
         for device in self._devices:
@@ -32,7 +41,7 @@ class HostCopy:
             self._devices |= {x.device} if x.is_cuda else set()
             return buffer.copy_(x, non_blocking=True)
         if isinstance(x, dict):
-            out = copy.copy(x)  # with what a state dict says of its versions
+            out = copy.copy(x)  # keeps a state dict's metadata on versions
             for key, value in x.items():
                 out[key] = self._copy(value, (*path, key), before)
             return out

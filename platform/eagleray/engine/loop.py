@@ -1,4 +1,4 @@
-"""The training loop: plain PyTorch, one optimiser step per iteration, nothing about where it runs."""
+"""The training loop in plain PyTorch: one optimiser step per iteration, on any device and any number of ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from eagleray.models.queue import Memory
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimiser step that was taken. P trainable tensors."""
+    """The result of one optimiser step. P trainable tensors."""
 
     at: Progress
     batch: Batch
-    values: dict[str, Tensor]  # scalars of this rank: the method's own, `grad_norm` before clipping, and `skipped`
-    norms: Tensor  # (P,) of each gradient before clipping; 0 where there is none
+    values: dict[str, Tensor]  # scalars of this rank: the method's, `grad_norm` before clipping, and `skipped`
+    norms: Tensor  # (P,) norm of each gradient before clipping; 0 where there is none
 
 
 def fit(
@@ -35,9 +35,9 @@ def fit(
     seed: int = 0,
     wrap: Callable[[Method], nn.Module] = lambda method: method,
 ) -> Iterator[Step]:
-    """Train on `batches`, yielding after each optimiser step; the caller logs, saves and evaluates.
+    """Train on `batches` and yield after each optimiser step, so that the caller can log, save and evaluate.
 
-    A step whose gradient is not finite changes nothing; its `skipped` is 1.
+    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1.
     """
     model = wrap(method)
     device = next(method.parameters()).device
@@ -48,8 +48,8 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
-        before = [b.clone() for b in small]  # centres, batch norm
-        torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path, the same after a restart
+        before = [b.clone() for b in small]  # such as centres and batch norm statistics
+        torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path must be the same after a restart
 
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = model(batch, at)
@@ -60,7 +60,7 @@ def fit(
         norms = clip_([params[i].grad for i in live], clip, each=clip_each)  # type: ignore[misc]
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
-        optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # on the device: nobody waits for it
+        optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # stays on the device, so nothing waits for it
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -76,8 +76,10 @@ def fit(
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
-    """Scale gradients down, in place, to a norm of `limit`: that of each tensor on its own (DINO), or of all together.
-    Returns the norms before."""
+    """Scale gradients down, in place, to a norm of at most `limit`, and return their norms before.
+
+    The limit is for the norm of all gradients together, or with `each` for the norm of every tensor alone (DINO).
+    """
     norms = torch.stack(torch._foreach_norm(list(grads)))
     if limit is not None:
         norm = torch.linalg.vector_norm(norms)

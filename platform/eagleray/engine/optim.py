@@ -1,5 +1,7 @@
-"""Optimisers by name and the parameter groups of the papers. A step with `found_inf` set to one, as GradScaler sets it,
-changes nothing, and no step waits for the device."""
+"""The optimisers by name, and the parameter groups of the papers.
+
+A step with `found_inf` set to one, as GradScaler sets it, changes nothing, and no step waits for the device.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,9 +24,11 @@ def make(
     constant_lr: float = 0.0,
     layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """`adamw` and `sgd` are PyTorch's, fused; `lars` is that of MoCo v3. SwAV's LARC is not `lars`: it divides by
-    |g| + wd * |p| and scales and decays vectors too. Raises UserError for a `constant` part that there is not, and for
-    `layer_decay` where the layers are not known."""
+    """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `lars` is MoCo v3's; `lamb` is that of its paper.
+
+    SwAV's LARC is not `lars`: it divides by |g| + wd * |p| and scales and decays vectors too. Raises UserError for a
+    name in `constant` that is no part of the method, and for `layer_decay` where the layers are not known.
+    """
     groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
     if name == "lars":
         return LARS(groups, momentum=momentum)
@@ -35,7 +39,7 @@ def make(
     assert name == "sgd", name
     sgd = torch.optim.SGD(groups, momentum=momentum, fused=True)
     for p in (p for group in groups for p in group["params"]):
-        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # left uninitialised by a first step that is skipped
+        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # otherwise a skipped first step leaves it uninitialised
     return sgd
 
 
@@ -47,11 +51,14 @@ def param_groups(
     constant_lr: float = 0.0,
     layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Decayed and undecayed trainable parameters. `all` decays everything (MoCo v3), `matrices` leaves out biases and
-    other vectors (DINO, whose class token and position table are decayed, and whose prototype lengths (K, 1) too),
-    `timm` what timm's model names besides: class token and position tables, Swin's relative ones (DeiT, Swin).
-    The parts of the method in `constant` get the same two groups of their own, marked with their rate; with
-    `layer_decay`, so does each layer of the trunk, marked with the share of the rate that it learns at."""
+    """Return groups of decayed and undecayed trainable parameters.
+
+    `decay` is `all` for every parameter (MoCo v3); `matrices` for all but biases and other vectors (DINO: its class
+    token, position table and prototype lengths (K, 1) are decayed); `timm` for these less what timm's model names, such
+    as class token and position tables, with Swin's relative ones (DeiT, Swin). The parts of the method in `constant`
+    have two groups of their own with a `constant_lr`. With `layer_decay` each layer of the backbone has two groups with
+    an `lr_scale`, its share of the learning rate. Raises UserError.
+    """
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
             raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
@@ -77,16 +84,18 @@ def param_groups(
 
 
 def undecayed_names(method: nn.Module) -> set[str]:
-    """The parameters that the models in a method ask not to be decayed."""
+    """Return the names of the parameters that the backbones of a method exclude from weight decay."""
     trunks = [(prefix, part.model) for prefix, part in method.named_modules() if isinstance(part, Backbone)]
     spared = ((prefix, model.no_weight_decay()) for prefix, model in trunks if hasattr(model, "no_weight_decay"))
     return {f"{prefix}.model.{name}" for prefix, names in spared for name in names}
 
 
 def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
-    """By name, the share of the learning rate of each parameter of a trunk: layer_decay to the number of layers above
-    it, that of the heads, whose share is 1, among them. Layers are what timm says: stem, then blocks (Bao et al. 2022,
-    arXiv:2106.08254, BEiT). Raises UserError."""
+    """Return the share of the learning rate of each parameter of a backbone, by name.
+
+    It is layer_decay to the power of the number of layers above the parameter's own, with the heads as the last layer.
+    timm defines the layers: the stem, then blocks (BEiT: Bao et al. 2022, arXiv:2106.08254). Raises UserError.
+    """
     out: dict[str, float] = {}
     for prefix, part in method.named_modules():
         if isinstance(part, Backbone):
@@ -100,8 +109,10 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum, each matrix's step scaled by trust * |p| / |g + wd * p|; vectors are neither scaled nor
-    decayed (You et al. 2017; as in MoCo v3 and DINO: timm's divides by |g| + wd * |p|)."""
+    """SGD with momentum whose steps of matrices are scaled by trust * |p| / |g + wd * p| (You et al. 2017).
+
+    Vectors are neither scaled nor decayed. It is that of MoCo v3 and DINO; timm's divides by |g| + wd * |p|.
+    """
 
     def __init__(
         self,
@@ -115,7 +126,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter with a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -139,8 +150,10 @@ class LARS(torch.optim.Optimizer):
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam, each matrix's step a decayed and scaled by |p| / |a + wd * p|; vectors are neither scaled nor decayed. You
-    et al. 2020, arXiv:1904.00962, algorithm 2; timm's clips the gradient too, and takes steps that must be skipped."""
+    """Adam whose steps a of matrices are decayed and scaled by |p| / |a + wd * p| (You et al. 2020, arXiv:1904.00962).
+
+    It is algorithm 2; vectors are neither scaled nor decayed. timm's clips the gradient too, and cannot skip a step.
+    """
 
     def __init__(
         self,
@@ -150,13 +163,13 @@ class LAMB(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
     ) -> None:
-        # `fused` keeps the counts of steps on the device when they are loaded.
+        # `fused` makes load_state_dict keep the step counts on the device.
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter with a gradient."""
-        found = getattr(self, "found_inf", None)
+        """Update every parameter that has a gradient."""
+        skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -166,7 +179,7 @@ class LAMB(torch.optim.Optimizer):
                     self.state[p] = {"step": torch.zeros((), device=p.device)}
                     self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
             means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
-            torch._foreach_add_(steps, 1 if found is None else 1 - found)
+            torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
             moves = torch._foreach_mul(params, 0.0)  # from zero, Adam's own kernel gives the step
             torch._fused_adam_(
                 moves,
@@ -182,15 +195,15 @@ class LAMB(torch.optim.Optimizer):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
-                found_inf=found,
+                found_inf=skip,
             )
             scaled = scale_by_trust(params, moves, -group["weight_decay"], 1.0)
-            torch._foreach_mul_(scaled, group["lr"] if found is None else group["lr"] * (1 - found))
+            torch._foreach_mul_(scaled, group["lr"] if skip is None else group["lr"] * (1 - skip))
             torch._foreach_add_(params, scaled)
 
 
 def scale_by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
-    """The steps, those of matrices decayed and brought to trust * |p|; as they are where one of the two is zero."""
+    """Return the steps, with those of matrices decayed and scaled to the norm trust * |p| unless a norm is zero."""
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
         return list(steps)

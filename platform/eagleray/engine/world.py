@@ -1,4 +1,4 @@
-"""Where a rank runs: its number, its device, and how ranks agree. The loop never knows which world it is in."""
+"""The world of a rank: its number, its device, and how ranks agree; the training loop does not depend on it."""
 
 import warnings
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from eagleray.models.sync_bn import sync_batch_norms
 class World:
     """This process alone, or one of several that share a process group."""
 
-    spot = False  # whether it can be known before that a machine is taken away
+    spot = False  # whether a notice comes before a machine is taken away
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,11 +24,11 @@ class World:
         self._control: Any = td.new_group(backend="gloo") if self.size > 1 and device.type == "cuda" else None
 
     def synchronise(self, module: nn.Module) -> nn.Module:
-        """Batch norms over all ranks."""
+        """Make the batch norms of a module, in place, ones over all ranks."""
         return sync_batch_norms(module, self.device) if self.size > 1 else module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Average gradients over ranks."""
+        """Return the module with gradients averaged over ranks."""
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
@@ -37,14 +37,14 @@ class World:
             return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
 
     def warned(self) -> bool:
-        """Whether one of the run's machines is about to be taken away. All ranks ask together."""
+        """Return whether one of the run's machines is about to be taken away. Called by all ranks together."""
         return False
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Show a line of metrics.jsonl or health.jsonl, of a run of so many steps, where the machines are watched."""
+        """Publish a line of metrics.jsonl or health.jsonl to the cluster's monitoring; the run has `steps` in all."""
 
     def agree(self, *values: float) -> list[float]:
-        """Sums over ranks of a few numbers on the host; the device is not waited for."""
+        """Return the sums over ranks of a few numbers on the host, without waiting for the device."""
         if self.size == 1:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64)
@@ -53,7 +53,7 @@ class World:
 
 
 def local() -> World:
-    """This process alone, on its GPU where it has one."""
+    """Return the world of this process alone, on its GPU where it has one."""
     return World(
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )

@@ -1,6 +1,8 @@
-"""How far apart do two tokens lie? Dense relative localisation: Liu et al. 2021, arXiv:2106.03746; what its text leaves
-open is as in the authors' code. B images, D channels, a grid of h x w tokens, m pairs of an image, C classes of offsets
-on an axis."""
+"""DRLoc's loss: an MLP tells how far apart two tokens of an image are (Liu et al. 2021, arXiv:2106.03746).
+
+Where the text leaves a choice open, this follows the authors' code. B images, D channels, a grid of h x w tokens, N =
+h * w, m pairs of tokens per image, n pairs in all, C classes of offsets on an axis.
+"""
 
 from typing import Literal
 
@@ -12,20 +14,20 @@ from eagleray.base import dist
 from eagleray.models.heads import mlp
 
 HIDDEN = 512
-SPREAD = 1e-3  # what the log of the variance weighs in L_reg; the paper does not say
+VARIANCE_WEIGHT = 1e-3  # of the log of the variance in L_reg; the paper does not give it
 
-# Of offsets: as absolute numbers or with their sign (the paper's L*), as numbers (L), as classes (L_ce), or as the mean
-# of the classes, divided by their variance (L_reg).
+# How an offset is predicted: as a number (L), as a class (L_ce), or as the mean of the classes, divided by their
+# variance (L_reg); absolute, or with its sign (the paper's L*).
 Mode = Literal["l1", "l1_signed", "ce", "ce_signed", "reg", "reg_signed"]
-# raw: in tokens, signed ones counted from the lowest. normalised: these from 0 to 1. paper: offset / k.
+# raw: in tokens, signed offsets counted from the lowest. normalised: raw ones scaled to 0 to 1. paper: offset / k.
 Targets = Literal["raw", "normalised", "paper"]
 
-Pool = Literal["3x3", "2x2"]  # windows, two tokens apart
-Pairs = tuple[Tensor, Tensor]  # the first and the second tokens, row-major positions (B, m)
+Pool = Literal["3x3", "2x2"]  # window of the average, with a stride of two tokens
+Pairs = tuple[Tensor, Tensor]  # row-major positions of the first and the second tokens, (B, m) each
 
 
 class Localiser(nn.Module):
-    """The MLP f([e_1; e_2]): two numbers (n, 2), or the scores of `classes` on both axes (n, C, 2)."""
+    """The MLP f([e_1; e_2]) predicts two numbers (n, 2), or the scores of `classes` on both axes (n, C, 2)."""
 
     def __init__(self, dim: int, classes: int | None = None) -> None:
         super().__init__()
@@ -33,13 +35,13 @@ class Localiser(nn.Module):
         self.axes = nn.ModuleList(nn.Linear(HIDDEN, classes) for _ in range(2)) if classes else None
 
     def forward(self, pairs: Tensor) -> Tensor:
-        """Pairs (n, 2 D)."""
+        """Predict the offsets of pairs of tokens (n, 2 D)."""
         out: Tensor = self.layers(pairs)
         return out if self.axes is None else torch.stack([axis(out) for axis in self.axes], 2)
 
 
 def pool_grid(grid: Tensor, k: int, pool: Pool) -> Tensor:
-    """Tokens (B, D, h, w), averaged as long as they are 2 k and more on both sides."""
+    """Average tokens (B, D, h, w) until one side of the grid is shorter than 2 k."""
     while min(grid.shape[2:]) >= 2 * k:
         wide = pool == "3x3"
         grid = F.avg_pool2d(grid, 3, 2, 1, count_include_pad=False) if wide else F.avg_pool2d(grid, 2)
@@ -47,13 +49,13 @@ def pool_grid(grid: Tensor, k: int, pool: Pool) -> Tensor:
 
 
 def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
-    """Any two of n tokens, m times: one may be drawn again, or be its own partner."""
+    """Draw m pairs of n tokens for each image, with replacement: a token may be its own partner."""
     first, second = torch.randint(n, (2, views, sum(rows), m), generator=step_generator(step, device), device=device)
     return local_rows(first, rows), local_rows(second, rows)
 
 
 def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
-    """Each of n tokens once and a partner: a permutation as in the code, where the paper draws each on its own."""
+    """Pair each of n tokens with one partner: a permutation, as in the code; the paper draws each independently."""
     second = local_rows(
         torch.rand(views, sum(rows), n, generator=step_generator(step, device), device=device).argsort(2), rows
     )
@@ -61,17 +63,17 @@ def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, devic
 
 
 def step_generator(step: int, device: torch.device) -> torch.Generator:
-    """Pairs are drawn for the rows of all ranks from the step alone: the same however many ranks there are."""
+    """Return a generator seeded by the step alone: the pairs of all ranks are the same for any number of ranks."""
     return torch.Generator(device).manual_seed(step)
 
 
 def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """This rank's (V * B, m), view-major, of (V, sum of rows, m)."""
+    """Return this rank's part (V * B, m), view-major, of what was drawn for all ranks, (V, sum of rows, m)."""
     return drawn[:, dist.offset(rows) :][:, : rows[dist.rank()]].flatten(0, 1)
 
 
 def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, targets: Targets = "raw") -> Tensor:
-    """The mean over pairs: of both axes for numbers, the sum of both for classes. `targets` are those of numbers."""
+    """Return the mean loss over pairs: for `l1`, which `targets` is for, the mean of both axes, else their sum."""
     h, w = grid.shape[2:]
     tokens = grid.flatten(2).mT  # (B, N, D)
     image = torch.arange(len(tokens), device=grid.device).unsqueeze(1)
@@ -88,7 +90,7 @@ def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, 
 
 
 def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
-    """What the MLP shall say of offsets on an axis of k tokens."""
+    """Return the targets of offsets d (n,) on an axis of k tokens."""
     if targets == "paper":
         return (d if signed else d.abs()) / k
     t = d + (k - 1) if signed else d.abs()
@@ -96,14 +98,14 @@ def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
 
 
 def axis_tokens(f: Tensor, signed: str) -> int:
-    """Tokens on the longest axis that the classes of (n, C, 2) are enough for."""
+    """Return the largest number of tokens on an axis whose offsets fit the classes of scores (n, C, 2)."""
     return (f.shape[1] + 1) // 2 if signed else f.shape[1]
 
 
 def regression_loss(f: Tensor, c: Tensor) -> Tensor:
-    """(c - mu)^2 / sigma^2 + 2 alpha log sigma of the classes' distribution; scores (n, C, 2), true classes (n, 2)."""
+    """Return L_reg, the mean of (c - mu)^2 / sigma^2 + 2 alpha log sigma, for scores (n, C, 2) and classes (n, 2)."""
     p = f.softmax(1)
     each = torch.arange(f.shape[1], device=f.device).view(1, -1, 1)
     mean = (p * each).sum(1)
     variance = (p * (each - mean.unsqueeze(1)).square()).sum(1) + 1e-8
-    return ((c - mean).square() / variance + SPREAD * variance.log()).sum(1).mean()
+    return ((c - mean).square() / variance + VARIANCE_WEIGHT * variance.log()).sum(1).mean()

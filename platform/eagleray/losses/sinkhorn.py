@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp: soft assignments that use every prototype equally (Cuturi 2013, arXiv:1306.0895; as in SwAV)."""
+"""Sinkhorn-Knopp computes soft assignments that use every prototype equally (Cuturi 2013, arXiv:1306.0895; SwAV)."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,16 @@ from eagleray.base import dist
 
 @torch.no_grad()
 def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
-    """Assignments q (B, K), rows summing to one, of scores (B, K) to K prototypes; over the rows of all ranks, of which
-    each may have another number. The smaller epsilon, the sharper they are, and the more iterations it takes."""
-    # Of logarithms, as exp(score / epsilon) overflows or leaves a row of zeros where epsilon is small. Masses that are
-    # the same for all prototypes or all samples are left out: the next normalisation cancels them.
+    """Return assignments q (B, K) of rows to K prototypes from scores (B, K); the rows of q sum to one.
+
+    Prototypes are balanced over the rows of all ranks, which may differ in number. A smaller `epsilon` makes
+    assignments sharper and needs more `iterations`.
+    """
+    # In logarithms, because exp(score / epsilon) overflows or leaves a row of zeros where epsilon is small. Masses that
+    # are the same for all prototypes or all samples are left out: the next normalisation cancels them.
     log_q = scores.float() / epsilon
     for _ in range(iterations):
-        ours = log_q.logsumexp(0, keepdim=True)  # (1, K)
-        log_q = log_q - dist.gather(ours, (1,) * dist.size()).logsumexp(0)  # as much for every prototype
-        log_q = log_q - log_q.logsumexp(1, keepdim=True)  # as much for every sample
+        own = log_q.logsumexp(0, keepdim=True)  # (1, K)
+        log_q = log_q - dist.gather(own, (1,) * dist.size()).logsumexp(0)  # the same mass for every prototype
+        log_q = log_q - log_q.logsumexp(1, keepdim=True)  # the same mass for every sample
     return log_q.exp()

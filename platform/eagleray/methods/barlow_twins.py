@@ -1,4 +1,7 @@
-"""Barlow Twins: Zbontar, Jing, Misra, LeCun and Deny 2021, arXiv:2103.03230, algorithm 1."""
+"""Barlow Twins draws the cross-correlation of two views' channels to the identity (Zbontar et al. 2021).
+
+arXiv:2103.03230, algorithm 1. B images on this rank, N on all ranks, C channels.
+"""
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -13,7 +16,7 @@ from eagleray.models.heads import mlp
 
 
 class BarlowTwins(Method):
-    """Two views whose cross-correlation over the batch of all ranks is drawn to the identity."""
+    """One encoder, whose loss is that of the batch of all ranks."""
 
     views = (2, 2)
 
@@ -41,8 +44,10 @@ class BarlowTwins(Method):
 
 @torch.autocast("cuda", enabled=False)  # near 1, where the diagonal goes, bfloat16 has steps of 1/256
 def barlow(z1: Tensor, z2: Tensor, lambd: float, rows: tuple[int, ...], eps: float = 1e-5) -> Tensor:
-    """Equation 1 for projections (B, C), N rows on all ranks: the loss of them all, the same on every rank. `eps` is
-    added to the variances."""
+    """Return equation 1 for projections (B, C): the loss over the N rows of all ranks, the same on every rank.
+
+    `eps` is added to the variances.
+    """
     n = sum(rows)
     z1, z2 = standardise(z1.float(), n, eps), standardise(z2.float(), n, eps)
     c = dist.total_with_grad(z1.T @ z2) / n  # (C, C)
@@ -52,7 +57,7 @@ def barlow(z1: Tensor, z2: Tensor, lambd: float, rows: tuple[int, ...], eps: flo
 
 
 def standardise(z: Tensor, n: int, eps: float) -> Tensor:
-    """Channels of z (B, C) with mean 0 and variance 1 over the n rows of all ranks."""
+    """Scale the channels of z (B, C) to mean 0 and variance 1 over the n rows of all ranks."""
     z = z - dist.total_with_grad(z.sum(0)) / n
     var = dist.total_with_grad(z.square().sum(0)) / n
     return z * torch.rsqrt(var + eps)

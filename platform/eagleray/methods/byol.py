@@ -1,4 +1,7 @@
-"""BYOL, bootstrap your own latent: Grill et al. 2020, arXiv:2006.07733, algorithm 1."""
+"""BYOL predicts a momentum encoder's projection of the other view, without negatives (Grill et al. 2020).
+
+arXiv:2006.07733, algorithm 1. B images, C channels.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from eagleray.models.heads import mlp
 
 
 class BYOL(Method):
-    """Two views; the online network predicts what its momentum copy makes of the other view. No negatives."""
+    """The online network predicts, from one view, what its momentum copy projects the other view to."""
 
     views = (2, 2)
 
@@ -49,5 +52,5 @@ class BYOL(Method):
 
 
 def distance(p: Tensor, z: Tensor) -> Tensor:
-    """Equation 2: squared distance of predictions to targets (B, C), both at unit length; the mean over rows."""
+    """Return equation 2: the mean squared distance of predictions and targets (B, C), scaled to unit length."""
     return 2 - 2 * F.cosine_similarity(p, z.detach(), dim=1).mean()

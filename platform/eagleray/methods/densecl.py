@@ -1,4 +1,7 @@
-"""DenseCL, contrast of patches: Wang et al. 2020, arXiv:2011.09157, equations 2 to 4."""
+"""DenseCL contrasts every patch with its most similar patch in the other view (Wang et al. 2020).
+
+arXiv:2011.09157, equations 2 to 4. B images, N patches, D channels of the backbone, C channels of a key.
+"""
 
 import math
 
@@ -21,7 +24,7 @@ from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class DenseCL(Method):
-    """MoCo v2 on the pooled vector and, with a queue of its own, on every patch. C channels, N patches."""
+    """MoCo v2 on the pooled vector and, with a second head and a second queue, on every patch."""
 
     views = (2, 2)
 
@@ -34,7 +37,7 @@ class DenseCL(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        dense_weight: Share = 0.5,  # of the patches' loss; the pooled vectors' has the rest
+        dense_weight: Share = 0.5,  # of the loss of patches; that of pooled vectors has the rest
         norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
@@ -65,25 +68,25 @@ class DenseCL(Method):
 
 
 class _Encoder(Encoder[nn.Sequential]):
-    """A second head, for the patches."""
+    """An encoder with a second head, for the patches."""
 
     def __init__(self, backbone: Backbone, head: nn.Sequential, dense_head: nn.Sequential) -> None:
         super().__init__(backbone, head)
         self.dense_head = dense_head
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, 3, H, W) to (B, C) of the pooled vector, (B, N, C) of the patches, and the patches (B, N, D)."""
+        """Project images (B, 3, H, W) to (B, C) and their patches to (B, N, C); return the patches (B, N, D) too."""
         out = self.backbone(images)
         return self.head(out.pooled), self.dense_head(out.patches), out.patches
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors (..., C) of length one."""
+    """Scale vectors (..., C) to length one."""
     return F.normalize(x, dim=-1)
 
 
 def match_keys(t: Tensor, f: Tensor, g: Tensor) -> Tensor:
-    """For every patch of f (B, N, D), the key in t (B, N, C) at the most similar patch of g (B, N, D)."""
-    # By distance, not cosine: autocast leaves it in float32, and neighbouring patches differ little.
+    """Return, for every patch of f (B, N, D), the key in t (B, N, C) of the most similar patch of g (B, N, D)."""
+    # Distance orders as the cosine does, but autocast leaves it in float32, and neighbouring patches differ little.
     nearest = torch.cdist(unit(f), unit(g)).argmin(2, keepdim=True)  # (B, N, 1)
     return t.take_along_dim(nearest, 1)

@@ -1,5 +1,8 @@
-"""Dense relative localisation beside supervised training: Liu et al. 2021, arXiv:2106.03746, section 3. The defaults
-are what the authors' code trains with; docs/decisions/0015-drloc-targets.md has what their paper says otherwise."""
+"""DRLoc adds to supervised training the task of telling how far apart two tokens are (Liu et al. 2021).
+
+arXiv:2106.03746, section 3. The defaults are those of the authors' code; docs/decisions/0015-drloc-targets.md lists
+where their paper differs. B images, V views, D channels, a grid of h x w tokens, C classes.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -27,7 +30,7 @@ from eagleray.models.backbone import Backbone
 
 
 class DRLoc(Classifier):
-    """The classifier's cross-entropy, and lambda times how badly an MLP tells how far apart two tokens lie."""
+    """The loss is the classifier's cross-entropy plus lambda times that of an MLP that localises pairs of tokens."""
 
     def __init__(
         self,
@@ -37,22 +40,22 @@ class DRLoc(Classifier):
         smoothing: Share = 0.1,
         mixup: NonNegativeFloat = 0.8,
         cutmix: NonNegativeFloat = 1.0,
-        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies
-        pairs: PositiveInt = 64,  # of an image, m
-        # Lambda. The paper has it constant, 0.5 for Swin and 0.1 for T2T and CvT.
+        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies; None: none
+        pairs: PositiveInt = 64,  # m, pairs of tokens of an image
+        # Lambda. In the paper it is constant, 0.5 for Swin and 0.1 for T2T and CvT.
         weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
         mode: Mode = "l1",
         targets: Targets = "raw",  # of l1 and l1_signed
-        pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner, whatever m
-        stages: Literal["last", "all"] = "last",  # all: an MLP for each, on its own grid (L_all)
-        # Tokens on a side, k. A last grid of twice as many and more is pooled to fewer than that; it sets the classes.
+        pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner; m is not used
+        stages: Literal["last", "all"] = "last",  # all: an MLP for each stage, on its own grid (L_all)
+        # k, tokens on a side, which sets the number of offset classes. A last grid of 2 k or more is pooled to fewer.
         grid: PositiveInt = 7,
         pool: Pool = "3x3",  # 2x2 is the paper's
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
         if stages == "all" and not mode.startswith("l1"):
             raise UserError(
-                f"method.stages=all: each stage has another number of offsets; mode={mode} needs one of them"
+                f"method.stages=all: stages differ in their number of offsets, and mode={mode} needs one; expected l1"
             )
         self.pairs, self.weight, self.mode, self.targets = pairs, weight, mode, targets
         self.pairing, self.every, self.grid, self.pool = pairing, stages == "all", grid, pool
@@ -72,7 +75,7 @@ class DRLoc(Classifier):
         return {**out, "loss": out["loss"] + self.weight(at) * drloc, "classes": out["loss"], "drloc": drloc}
 
     def apart(self, f: nn.Module, g: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """The loss of pairs of tokens of a grid (V * B, D, h, w)."""
+        """Return the loss of random or exhaustive pairs of the tokens of a grid (V * B, D, h, w)."""
         n, drawn = g.shape[2] * g.shape[3], (len(batch.views), batch.rows, at.step, g.device)
         pairs = random_pairs(n, self.pairs, *drawn) if self.pairing == "random" else exhaustive_pairs(n, *drawn)
         assert isinstance(f, Localiser)
@@ -83,8 +86,8 @@ class DRLoc(Classifier):
         backbone = self.encoder.backbone
         grids = backbone.grids(views[0], every=self.every)[1]
         dims = backbone.dims if self.every else [backbone.dim]
-        if (found := [g.shape[1] for g in grids]) != list(dims):
-            raise UserError(f"backbone.name: tokens of {found} channels, not {list(dims)}, which drloc cannot read")
+        if (channels := [g.shape[1] for g in grids]) != list(dims):
+            raise UserError(f"backbone.name: its tokens have {channels} channels, and drloc expects {list(dims)}")
         h, w = pool_grid(grids[-1], self.grid, self.pool).shape[2:]
         if not self.mode.startswith("l1") and max(h, w) > self.grid:
             raise UserError(

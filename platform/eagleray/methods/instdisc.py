@@ -1,4 +1,7 @@
-"""InstDisc, every image a class of its own: Wu, Xiong, Yu and Lin 2018, arXiv:1805.01978."""
+"""InstDisc treats every image as a class of its own, with a memory bank of features (Wu et al. 2018).
+
+arXiv:1805.01978. B images on this rank, n in the training set, K negatives, C channels.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +18,11 @@ from eagleray.models.queue import Bank
 
 
 class InstDisc(Method):
-    """One view; a bank remembers a vector of each of the n images. K negatives."""
+    """One view is compared with the vectors that a bank keeps of its own image and of others."""
 
     views = (1, 1)
-    bank: Bank | None  # from `begin` on
-    Z: Tensor  # () normalising constant of P; 0 until the first batch has given it
+    bank: Bank | None  # None before `allocate`
+    Z: Tensor  # () normalising constant of P; 0 until it is estimated from the first batch
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class InstDisc(Method):
         *,
         dim: PositiveInt = 128,
         temperature: PositiveFloat = 0.07,
-        momentum: Share = 0.5,  # of a remembered vector; the paper replaces it (0), the released code does not
+        momentum: Share = 0.5,  # of a vector in the bank; the paper replaces the vector (0), the released code does not
         negatives: NonNegativeInt = 4096,  # 0: a softmax over all images
         proximal: float = 0.0,  # lambda of equation 10, which the released code does not have
     ) -> None:
@@ -42,7 +45,7 @@ class InstDisc(Method):
         self.bank = Bank(images, self.dim)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        assert self.bank is not None, "no bank: allocate(images) comes before the first step"
+        assert self.bank is not None, "no bank: allocate(images) must be called before the first step"
         memory, n = self.bank.rows, len(self.bank.rows)  # (n, C)
         i, v = batch.index, F.normalize(self.encoder(batch.views), dim=1)  # (B,), (B, C)
         if self.negatives:
@@ -69,26 +72,28 @@ class InstDisc(Method):
 
 
 def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], step: int, device: torch.device) -> Tensor:
-    """Images (B, K) to tell this rank's rows from, uniform over all n, a row's own among them as in the released code.
+    """Draw K negatives (B, K) for each row of this rank, uniformly over all n images.
 
-    Drawn for the rows of all ranks from the step alone: the same however many ranks there are, and after a restart."""
+    A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
+    the step alone, so it is the same for any number of ranks and after a restart.
+    """
     generator = torch.Generator(device).manual_seed(step)
     drawn = torch.randint(n, (sum(rows), negatives), generator=generator, device=device)
     return drawn[dist.offset(rows) :][: rows[dist.rank()]]
 
 
 def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
-    """exp(v w / tau) (B, 1 + K) of v (B, C) and remembered vectors w (B, 1 + K, C): P of equation 4 without its Z."""
+    """Return exp(v w / tau) (B, 1 + K) of v (B, C) and the bank's w (B, 1 + K, C): P of equation 4 without its Z."""
     return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
 
 
 def estimate_Z(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
-    """Z, estimated from the likeness e (B, 1 + K) of all ranks' rows to some of the n images: equation 8."""
+    """Estimate Z by equation 8 from e (B, 1 + K), the similarities of all ranks' rows with some of the n images."""
     return n * dist.total(e.sum()) / (sum(rows) * e.shape[1])
 
 
 def nce(P: Tensor, n: int) -> Tensor:
-    """Noise-contrastive loss of probabilities P (B, 1 + K), the positive first, with uniform noise: equation 7."""
+    """Return equation 7: the noise-contrastive loss of P (B, 1 + K), the positive first, with uniform noise."""
     noise = (P.shape[1] - 1) / n
     real, false = P[:, 0], P[:, 1:]
     eps = 1e-7  # the released code's
@@ -97,10 +102,10 @@ def nce(P: Tensor, n: int) -> Tensor:
 
 
 def proximal_term(v: Tensor, old: Tensor) -> Tensor:
-    """Mean squared distance of v (B, C) from what is remembered of the same images: equation 10."""
+    """Return equation 10: the mean squared distance of v (B, C) from the bank's vectors of the same images."""
     return (v - old).square().sum(1).mean()
 
 
 def update_memory(old: Tensor, v: Tensor, momentum: float) -> Tensor:
-    """What replaces the remembered vectors (B, C)."""
+    """Return the vectors (B, C) that replace the old ones in the bank."""
     return F.normalize(momentum * old + (1 - momentum) * v, dim=1)

@@ -1,4 +1,7 @@
-"""MoBY, MoCo with BYOL's asymmetries: Xie et al. 2021, arXiv:2105.04553, algorithm 1."""
+"""MoBY combines MoCo v2's queue with BYOL's predictor and momentum schedule (Xie et al. 2021).
+
+arXiv:2105.04553, algorithm 1. B images, C channels of a key.
+"""
 
 import math
 
@@ -19,8 +22,7 @@ from eagleray.models.queue import Queue
 
 
 class MoBY(Method):
-    """Two views; the online network drops paths (`backbone.drop_path`), its copy does not. C channels, a queue of K
-    keys for each view."""
+    """Both views are queries and keys, with a queue for each. Only the online network drops paths."""
 
     views = (2, 2)
 
@@ -47,7 +49,7 @@ class MoBY(Method):
         # One forward per view: batch norm must not mix the two.
         q1, q2 = (F.normalize(self.predictor(self.online([x])), dim=1) for x in (x1, x2))  # (B, C)
         with torch.no_grad():
-            # By the step, which a checkpoint knows; the authors' own counter begins again in a run that is continued.
+            # By the step, which a checkpoint keeps; the authors' own counter starts again in a continued run.
             ema_update(self.target, self.online, self.momentum(at))
             k1, k2 = (F.normalize(self.target([x]), dim=1) for x in (x1, x2))  # (B, C)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))

@@ -1,5 +1,8 @@
-"""MoCo: He et al. 2019, arXiv:1911.05722, algorithm 1; version 2, Chen et al. 2020, arXiv:2003.04297; and v2+, both
-directions, of Chen and He 2020, arXiv:2011.10566."""
+"""MoCo finds the key of an image among a queue of keys from earlier batches (He et al. 2019).
+
+arXiv:1911.05722, algorithm 1; version 2: Chen et al. 2020, arXiv:2003.04297; v2+, with both directions: Chen and He
+2020, arXiv:2011.10566. B images, C channels of a key, K keys in a queue.
+"""
 
 import math
 
@@ -21,7 +24,7 @@ from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class MoCo(Method):
-    """Queries of one view, keys of the other; keys of earlier batches are the negatives. C channels, K in a queue."""
+    """Queries of one view and keys of the other; the keys of earlier batches are the negatives."""
 
     views = (2, 2)
     queues: list[Queue]
@@ -50,7 +53,7 @@ class MoCo(Method):
         pairs = [(x1, x2), (x2, x1)] if self.symmetric else [(x1, x2)]
         q = [F.normalize(self.f_q([x]), dim=1) for x, _ in pairs]  # (B, C)
         with torch.no_grad():
-            # Here, as in the authors' code, not after the optimiser as in the paper's listing: the same sequence.
+            # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
             ema_update(self.f_k, self.f_q, self.momentum(at))
             k = [self.keys(x, batch, at) for _, x in pairs]  # (B, C)
         scores = [logits(*qkn, self.temperature) for qkn in zip(q, k, [n.keys for n in self.queues], strict=True)]
@@ -61,7 +64,7 @@ class MoCo(Method):
         return {"loss": loss, "gain": math.log(scores[0].shape[1]) - loss / len(scores)}
 
     def keys(self, x: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """Unit keys (B, C) of a view, each encoded beside images that its query was not beside."""
+        """Return the unit keys (B, C) of a view, encoded in a shuffled order where batch norm is over groups."""
         x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.step)
         return unshuffle(F.normalize(self.f_k([x]), dim=1))
 

@@ -1,4 +1,7 @@
-"""MoCo v3: Chen, Xie and He 2021, arXiv:2104.02057, algorithm 1."""
+"""MoCo v3 contrasts two views with the keys of the whole batch, without a queue (Chen, Xie and He 2021).
+
+arXiv:2104.02057, algorithm 1. B images, C channels.
+"""
 
 import math
 from typing import Literal
@@ -18,7 +21,7 @@ from eagleray.models.heads import mlp
 
 
 class MoCoV3(Method):
-    """Two views; in-batch keys from every rank, no queue."""
+    """Both views are queries and keys; the negatives are the other keys of the batch of all ranks."""
 
     views = (2, 2)
 
@@ -28,15 +31,13 @@ class MoCoV3(Method):
         *,
         dim: PositiveInt = 256,
         hidden: PositiveInt = 4096,
-        # The authors' code gives a ResNet a projector of two layers and a predictor without norm at its end, where the
-        # paper says three layers and norms everywhere; a key, as no backbone's name says which heads are meant.
+        # r50: a projector of two layers and no norm at the predictor's end, as in the authors' code for ResNet-50; the
+        # paper has three layers and norms everywhere. The name of a backbone does not say which heads are meant.
         heads: Literal["vit", "r50"] = "vit",
         norm: bool = True,  # batch norm in both heads
         predictor: bool = True,
         temperature: PositiveFloat = 0.2,
-        momentum: Schedule = Schedule(
-            value=0.99, end=1.0
-        ),  # the paper says 0.99; the released ViT recipe ramps it to 1
+        momentum: Schedule = Schedule(value=0.99, end=1.0),  # the paper has 0.99, the ViT recipe of the code raises it
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum
@@ -51,7 +52,7 @@ class MoCoV3(Method):
         # One forward per view: batch norm must not mix the two.
         q1, q2 = self.predictor(self.base_encoder([x1])), self.predictor(self.base_encoder([x2]))  # (B, C)
         with torch.no_grad():
-            # Here, as in the authors' code, not after the optimiser as in the paper's listing: the same sequence.
+            # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
             ema_update(self.momentum_encoder, self.base_encoder, self.momentum(at))
             k1, k2 = self.momentum_encoder([x1]), self.momentum_encoder([x2])  # (B, C)
         loss = ctr(q1, k2, self.temperature, batch.rows) + ctr(q2, k1, self.temperature, batch.rows)
@@ -62,7 +63,7 @@ class MoCoV3(Method):
 
 
 def ctr(q: Tensor, k: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
-    """Contrastive loss of queries (B, C) with the keys of all ranks; row i's positive is its own key."""
+    """Return the contrastive loss of queries (B, C) with the keys of all ranks; a row's positive is its own key."""
     q, k = F.normalize(q, dim=1), dist.gather(F.normalize(k, dim=1), rows)
     logits = q @ k.T / tau  # (B, sum of rows)
     labels = torch.arange(len(q), device=q.device) + dist.offset(rows)

@@ -1,4 +1,7 @@
-"""SimCLR: Chen, Kornblith, Norouzi and Hinton 2020, arXiv:2002.05709, algorithm 1."""
+"""SimCLR contrasts two crops of an image with all other crops of the batch (Chen et al. 2020).
+
+arXiv:2002.05709, algorithm 1. B images on this rank, N on all ranks, C channels.
+"""
 
 import math
 
@@ -16,7 +19,7 @@ from eagleray.models.heads import mlp
 
 
 class SimCLR(Method):
-    """Two views; every other crop of the batch of all ranks is a negative. No momentum encoder, no predictor."""
+    """Every other crop of the batch of all ranks is a negative. There is no momentum encoder and no predictor."""
 
     views = (2, 2)
 
@@ -26,7 +29,7 @@ class SimCLR(Method):
         *,
         dim: PositiveInt = 128,
         hidden: PositiveInt = 2048,
-        layers: PositiveInt = 2,  # linear ones in the projector
+        layers: PositiveInt = 2,  # linear layers in the projector
         temperature: PositiveFloat = 0.1,
     ) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class SimCLR(Method):
         self.encoder = Encoder(backbone, mlp(widths, norm=True, last_norm=True))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        # One forward for both views, as the authors: batch norm in the projector sees all crops together.
+        # One forward for both views, as in the authors' code: batch norm in the projector sees all crops together.
         z1, z2 = self.encoder(batch.views).chunk(2)  # (B, C)
         loss = nt_xent(z1, z2, self.temperature, batch.rows)
         return {"loss": loss, "gain": math.log(2 * sum(batch.rows) - 1) - loss}
@@ -46,9 +49,9 @@ class SimCLR(Method):
 
 
 def nt_xent(z1: Tensor, z2: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
-    """Equation 1 for anchors (B, C) of two views, N images on all ranks: each against the other 2N - 1 crops."""
+    """Return the mean of equation 1 over anchors (B, C) of two views, each against the other 2N - 1 crops."""
     z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
-    # With gradient: a crop learns as other ranks' negative too.
+    # With gradient: a crop is a negative of other ranks' crops too, and learns from that.
     others = torch.cat([dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)])  # (2N, C)
     n = sum(rows)
     i = torch.arange(len(z1), device=z1.device) + dist.offset(rows)

@@ -1,4 +1,7 @@
-"""SimSiam: Chen and He 2021, arXiv:2011.10566, algorithm 1."""
+"""SimSiam predicts the other view's projection, whose gradient is stopped (Chen and He 2021).
+
+arXiv:2011.10566, algorithm 1. B images, C channels.
+"""
 
 import torch.nn.functional as F
 from pydantic import PositiveInt
@@ -12,7 +15,7 @@ from eagleray.models.heads import mlp
 
 
 class SimSiam(Method):
-    """Two views; each predicts the other's projection, which is held still. No negatives, no momentum encoder."""
+    """Each view predicts the projection of the other. There are no negatives and no momentum encoder."""
 
     views = (2, 2)
 
@@ -21,7 +24,7 @@ class SimSiam(Method):
         backbone: Backbone,
         *,
         dim: PositiveInt = 2048,
-        hidden: PositiveInt = 512,  # of the predictor, a bottleneck
+        hidden: PositiveInt = 512,  # of the predictor, which is a bottleneck
     ) -> None:
         super().__init__()
         # The projector is as wide as the backbone, as in the authors' code: 2048, the paper's number, for ResNet-50.
@@ -31,7 +34,7 @@ class SimSiam(Method):
             nn.Linear(dim, hidden, bias=False),
             nn.BatchNorm1d(hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(hidden, dim),  # a bias, since no batch norm follows: with one training is unstable (Table 3)
+            nn.Linear(hidden, dim),  # with a bias and no batch norm, which makes training unstable here (table 3)
         )
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
@@ -46,6 +49,5 @@ class SimSiam(Method):
 
 
 def D(p: Tensor, z: Tensor) -> Tensor:
-    """Equation 1: negative cosine of predictions with projections (B, C), the latter without gradient; the mean over
-    rows."""
+    """Return equation 1: the mean negative cosine of predictions and projections (B, C), the latter detached."""
     return -F.cosine_similarity(p, z.detach(), dim=1).mean()

@@ -1,5 +1,7 @@
-"""Supervised training with soft labels: mixed, smoothed and augmented as in DeiT (Touvron et al. 2021,
-arXiv:2012.12877)."""
+"""Supervised training learns from mixed and smoothed labels as in DeiT (Touvron et al. 2021).
+
+arXiv:2012.12877. B images, V views, C classes.
+"""
 
 import torch
 from pydantic import NonNegativeFloat
@@ -13,7 +15,7 @@ from eagleray.models.backbone import Backbone
 
 
 class Supervised(Classifier):
-    """Cross-entropy of every view of an image: with several of them, DeiT's repeated augmentation."""
+    """The loss is the cross-entropy of every view; several views of an image are DeiT's repeated augmentation."""
 
     def __init__(
         self,
@@ -23,7 +25,7 @@ class Supervised(Classifier):
         smoothing: Share = 0.1,
         mixup: NonNegativeFloat = 0.8,
         cutmix: NonNegativeFloat = 1.0,
-        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies
+        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies; None: none
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
 

@@ -1,4 +1,7 @@
-"""SwAV, swapped assignments between views: Caron et al. 2020, arXiv:2006.09882, algorithm 1."""
+"""SwAV predicts the prototypes that Sinkhorn-Knopp assigns to another view (Caron et al. 2020).
+
+arXiv:2006.09882, algorithm 1. B images on this rank, V views, K prototypes, C channels.
+"""
 
 from collections.abc import Sequence
 
@@ -19,10 +22,10 @@ from eagleray.models.queue import Queue
 
 
 class SwAV(Method):
-    """The first two views are the full-resolution crops; only they are assigned to the K prototypes."""
+    """Only the first two views, the full-resolution crops, are assigned to prototypes; other views predict them."""
 
     views = (2, 100)
-    queues: Sequence[Queue]  # one for each full-resolution crop, or none
+    queues: Sequence[Queue]  # one for each full-resolution crop, or empty
 
     def __init__(
         self,
@@ -30,14 +33,14 @@ class SwAV(Method):
         *,
         dim: PositiveInt = 128,
         hidden: PositiveInt = 2048,
-        norm: bool = True,  # batch norm in the projector; MoCo v3's study of ViTs does best without
+        norm: bool = True,  # batch norm in the projector; MoCo v3's study of ViTs found none to be best
         prototypes: PositiveInt = 3000,
         temperature: PositiveFloat = 0.1,
         epsilon: PositiveFloat = 0.05,
         iterations: PositiveInt = 3,
-        queue: NonNegativeInt = 0,  # features kept of either full-resolution crop
-        queue_start: float = 15.0,  # epochs
-        freeze_prototypes: NonNegativeInt = 313,  # steps: the paper's first epoch, of 4096 images a step
+        queue: NonNegativeInt = 0,  # features of each full-resolution crop that are kept; 0: no queue
+        queue_start: float = 15.0,  # epochs before the queue begins to fill
+        freeze_prototypes: NonNegativeInt = 313,  # steps; the default is the paper's first epoch, at 4096 images a step
     ) -> None:
         super().__init__()
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
@@ -54,21 +57,21 @@ class SwAV(Method):
         s = self.prototypes(z).chunk(len(batch.views))  # V x (B, K)
         z1, z2 = z.chunk(len(batch.views))[:2]
         q = [self.assign(0, z1, s[0], batch.rows, at), self.assign(1, z2, s[1], batch.rows, at)]
-        spread = {"entropy": entropy(torch.cat(q)), "usage": usage(torch.cat(q))}
-        return {"loss": swapped_loss(q, s, self.temperature), **spread}
+        stats = {"entropy": entropy(torch.cat(q)), "usage": usage(torch.cat(q))}
+        return {"loss": swapped_loss(q, s, self.temperature), **stats}
 
     @torch.no_grad()
     def assign(self, i: int, z: Tensor, s: Tensor, rows: tuple[int, ...], at: Progress) -> Tensor:
-        """Assignments (B, K) of the features z (B, C), with scores s (B, K), of full-resolution crop i."""
-        joined = s
+        """Return assignments (B, K) of the full-resolution crop i with features z (B, C) and scores s (B, K)."""
+        scores = s
         if self.queue:
-            # As the authors' queue, which begins to fill at `queue_start` and joins once it is full.
+            # As in the authors' code, the queue begins to fill at `queue_start` and is used once it is full.
             if (at.step - self.queue_start * at.steps_per_epoch) * sum(rows) >= self.queue:
-                # A share to every rank: all have the same queue, and Sinkhorn adds up what they bring.
+                # All ranks have the same queue, so each passes its share of it to Sinkhorn, which adds them up.
                 share = self.queues[i].keys[:, dist.rank() :: dist.size()].T
-                joined = torch.cat([s, self.prototypes(share)])
+                scores = torch.cat([s, self.prototypes(share)])
             self.queues[i].push(dist.gather(z, rows))
-        return sinkhorn(joined, self.epsilon, self.iterations)[: len(s)]
+        return sinkhorn(scores, self.epsilon, self.iterations)[: len(s)]
 
     def before_step(self, at: Progress) -> None:
         if at.step < self.freeze_prototypes:
@@ -79,8 +82,10 @@ class SwAV(Method):
 
 
 def swapped_loss(q: Sequence[Tensor], s: Sequence[Tensor], tau: float) -> Tensor:
-    """Mean of H(q_i, softmax(s_v / tau)) over images and pairs i != v, for the assignments q (B, K) of the first views
-    and the scores s (B, K) of all."""
+    """Return the mean of H(q_i, softmax(s_v / tau)) over images and pairs of views i != v.
+
+    q are the assignments (B, K) of the first views, s the scores (B, K) of all views.
+    """
     log_p = [F.log_softmax(sv / tau, dim=1) for sv in s]
     loss = torch.zeros((), device=s[0].device)
     for i, qi in enumerate(q):

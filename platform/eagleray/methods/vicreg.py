@@ -1,4 +1,7 @@
-"""VICReg: Bardes, Ponce and LeCun 2022, arXiv:2105.04906, algorithm 1."""
+"""VICReg draws two views together while channels keep their variance and lose covariance (Bardes et al. 2022).
+
+arXiv:2105.04906, algorithm 1. B images on this rank, N on all ranks, C channels.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from eagleray.models.heads import mlp
 
 
 class VICReg(Method):
-    """Two views drawn together while the channels of each keep their variance and lose their covariance."""
+    """One encoder; the invariance, variance and covariance terms are over the batch of all ranks."""
 
     views = (2, 2)
 
@@ -24,8 +27,8 @@ class VICReg(Method):
         *,
         dim: PositiveInt = 8192,
         hidden: PositiveInt = 8192,
-        # Weights as in the authors' code, which the published numbers come from: it has means over channels and over
-        # views where the paper's equations 5 and 6 have sums.
+        # The weights go with the authors' code, which the published numbers come from: it takes means over channels and
+        # views where equations 5 and 6 of the paper have sums.
         invariance: PositiveFloat = 25.0,
         variance: PositiveFloat = 25.0,
         covariance: PositiveFloat = 1.0,
@@ -47,8 +50,10 @@ class VICReg(Method):
 
 @torch.autocast("cuda", enabled=False)  # near 1, where the deviations go, bfloat16 has steps of 1/256
 def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations 5, 1 and 4 (invariance, variance, covariance) for embeddings (B, C), over the N rows of all ranks: the
-    same on every rank. `eps` is added to the variances."""
+    """Return invariance, variance and covariance (equations 5, 1 and 4) of embeddings (B, C), the same on every rank.
+
+    They are over the N rows of all ranks. `eps` is added to the variances.
+    """
     z1, z2 = dist.gather_with_grad(z1.float(), rows), dist.gather_with_grad(z2.float(), rows)  # (N, C)
     s = F.mse_loss(z1, z2)
     v = (variance_hinge(z1, eps) + variance_hinge(z2, eps)) / 2
@@ -57,12 +62,12 @@ def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> t
 
 
 def variance_hinge(z: Tensor, eps: float) -> Tensor:
-    """How far the standard deviations of the channels of z (N, C) stay below 1; the mean over channels."""
+    """Return how far the standard deviation of a channel of z (N, C) is below 1, as a mean over channels."""
     return F.relu(1 - torch.sqrt(z.var(0) + eps)).mean()
 
 
 def covariance_penalty(z: Tensor) -> Tensor:
-    """Squared covariances of every two channels of z (N, C), summed and divided by C."""
+    """Return the sum of the squared covariances of every two channels of z (N, C), divided by C."""
     z = z - z.mean(0)
     cov = z.T @ z / (len(z) - 1)  # (C, C)
     return (cov.square().sum() - cov.diagonal().square().sum()) / z.shape[1]

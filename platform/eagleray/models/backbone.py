@@ -1,4 +1,4 @@
-"""One face for every timm backbone: a pooled vector and a grid of patch vectors."""
+"""One interface to every timm backbone: a pooled vector and a grid of patch vectors."""
 
 import difflib
 import types
@@ -18,13 +18,13 @@ from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F
 
 Head = TypeVar("Head", bound=nn.Module)
 
-# What lets the models of a timm module take any crop size.
+# The arguments that let the models of a timm module take any crop size.
 ANY_SIZE = {"vision_transformer": {"dynamic_img_size": True}, "deit": {"dynamic_img_size": True}}
 ANY_SIZE |= {"swin_transformer": {"strict_img_size": False}}
 
 
 class Features(NamedTuple):
-    """B images, D channels, N = h * w patches."""
+    """The output of a backbone. B images, D channels, N = h * w patches."""
 
     pooled: Tensor  # (B, D) the class token, or the mean patch where the model has none
     patches: Tensor  # (B, N, D) row-major
@@ -32,11 +32,13 @@ class Features(NamedTuple):
 
 
 class Backbone(nn.Module):
-    """A timm model without its classifier, changed as a recipe's backbone section says. Raises UserError for a name or
-    an option that timm does not know, and for keys that do not go together."""
+    """A timm model without its classifier, changed as a recipe's backbone section says. B images, D channels.
 
-    model: Any  # whatever timm made
-    micro_batch: int | None = None  # images that go through together while training; None: all
+    Raises UserError for a name or an option that timm does not know, and for keys that exclude each other.
+    """
+
+    model: Any  # the timm model
+    micro_batch: int | None = None  # images in one forward while training; None: all
 
     def __init__(
         self,
@@ -57,21 +59,21 @@ class Backbone(nn.Module):
         self.dim: int = self.model.num_features
         if position in ("sincos", "dino"):
             set_position(self.model, name, position)
-        if init == "moco" and stem == "timm":  # the authors leave a stem of convolutions at PyTorch's start
+        if init == "moco" and stem == "timm":  # the authors leave a stem of convolutions at PyTorch's initialisation
             vit.init_patch(self.model.patch_embed.proj)
         if freeze_patch:
             if not hasattr(self.model, "patch_embed"):
                 raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
-            if stem == "conv":  # which the authors' code trains, whatever it is told
+            if stem == "conv":  # which the authors' code trains even then
                 raise UserError("backbone.freeze_patch=true: there is no patch projection with backbone.stem=conv")
             self.model.patch_embed.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Features:
-        """(B, 3, H, W) to features."""
+        """Return the features of images (B, 3, H, W)."""
         return Features(*micro_batched(self._features, images, self.micro_batch if self.training else None))
 
     def pooled(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, D), for those who need no patches: they are not kept."""
+        """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches in memory."""
         out: Tensor = micro_batched(self._pooled, images, self.micro_batch if self.training else None)
         return out
 
@@ -92,13 +94,15 @@ class Backbone(nn.Module):
 
     @property
     def dims(self) -> list[int]:
-        """Channels of what `grids` gives of every stage."""
+        """The channels of the tokens that `grids` returns for every stage."""
         return widths(self.model)
 
     def grids(self, images: Tensor, *, every: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """(B, 3, H, W) to pooled vectors (B, D) and the last tokens (B, D, h, w), or those of `every` stage of a
-        pyramid or block of a ViT. A pyramid's are read before the norm at its end, a ViT's last ones after it. Raises
-        UserError for a model without such parts."""
+        """Return the pooled vectors (B, D) and the last tokens (B, D, h, w) of images (B, 3, H, W).
+
+        `every` returns the tokens of every stage of a pyramid or every block of a ViT. A pyramid's last tokens are read
+        before the norm at its end, a ViT's after it. Raises UserError for a model without stages or blocks.
+        """
         size = self.micro_batch if self.training else None
         pooled, *grids = micro_batched(lambda x: self._grids(x, every=every), images, size)
         return pooled, grids
@@ -115,7 +119,7 @@ class Backbone(nn.Module):
         return out.pooled, *(x.permute(0, 3, 1, 2) if last else x for x in seen)
 
     def attention(self, images: Tensor) -> Tensor:
-        """A ViT's last block's attention (B, heads, 1 + N, 1 + N), queries before keys; rows sum to one."""
+        """Return the attention of a ViT's last block (B, heads, 1 + N, 1 + N), queries before keys; rows sum to one."""
         seen: list[Tensor] = []
         attn = self.model.blocks[-1].attn
         hook = attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -129,15 +133,18 @@ class Backbone(nn.Module):
 
 
 class Encoder(nn.Module, Generic[Head]):
-    """A backbone and a head on its pooled vector: what the papers call f, or the student and the teacher."""
+    """A backbone and a head on its pooled vector: the f of the papers, or a student, or a teacher."""
 
     def __init__(self, backbone: Backbone, head: Head) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
-        """V x (B, 3, S, S) to (V * B, C), view-major; neighbouring views of one size share a forward of the backbone,
-        and all share the head's, so that batch norm in it sees them together."""
+        """Return the head's output (V * B, C), view-major, for V x (B, 3, S, S).
+
+        Neighbouring views of one size share a forward of the backbone. All views share that of the head, so its batch
+        norm sees them together.
+        """
         same: list[list[Tensor]] = []
         for x in views:
             if same and same[-1][0].shape == x.shape:
@@ -149,7 +156,7 @@ class Encoder(nn.Module, Generic[Head]):
 
 
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
-    """timm's model; `keys` of the recipe's backbone section become arguments of a ViT. Raises UserError."""
+    """Create the timm model. `keys` of the recipe's backbone section become arguments of a ViT. Raises UserError."""
     base = name.partition(".")[0]
     if not timm.is_model(base):
         close = difflib.get_close_matches(base, timm.list_models(), 1)
@@ -157,28 +164,28 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
             f"backbone.name={name}: timm has no such model" + (f"; did you mean {close[0]}?" if close else "")
         )
     family = timm.model_entrypoint(base).__module__.rpartition(".")[2]
-    given: dict[str, Any] = {**ANY_SIZE.get(family, {}), **settings}
+    arguments: dict[str, Any] = {**ANY_SIZE.get(family, {}), **settings}
     for key, value in keys.items():
-        asked = vit.ARGUMENTS.get((key, value), {})
-        if asked and family != "vision_transformer":
+        extra = vit.ARGUMENTS.get((key, value), {})
+        if extra and family != "vision_transformer":
             raise UserError(f"backbone.{key}={value}: {name} is not one of timm's plain vision transformers")
-        if twice := sorted(asked.keys() & options.keys()):
-            raise UserError(f"backbone.options.{twice[0]}: backbone.{key}={value} says it too")
-        given |= asked
+        if twice := sorted(extra.keys() & options.keys()):
+            raise UserError(f"backbone.options.{twice[0]}: backbone.{key}={value} sets it already")
+        arguments |= extra
     try:
-        model = timm.create_model(base, num_classes=0, **{**given, **options})
+        model = timm.create_model(base, num_classes=0, **{**arguments, **options})
     except (TypeError, ValueError, AssertionError, RuntimeError) as e:
         raise UserError(f"backbone.name={name} backbone.options={options}: {' '.join(str(e).split())}") from None
     return model
 
 
 def set_position(model: Any, name: str, position: str) -> None:
-    """Another table or another way to resample it. Raises UserError."""
+    """Replace the position table (sincos) or the way it is resampled (dino). Raises UserError."""
     if getattr(model, "pos_embed", None) is None:
         raise UserError(f"backbone.position={position}: {name} has no position table")
     if position == "dino":
         if model.num_prefix_tokens != (model.cls_token is not None):
-            raise UserError(f"backbone.position=dino: {name} has more in front of its patches than a class token")
+            raise UserError(f"backbone.position=dino: {name} has prefix tokens other than a class token")
         model._pos_embed = types.MethodType(_dino_position, model)
         return
     try:
@@ -188,7 +195,7 @@ def set_position(model: Any, name: str, position: str) -> None:
 
 
 def _dino_position(self: Any, x: Tensor) -> Tensor:
-    """Positions as DINO adds them, and the class token if there is one: (B, h, w, D) -> (B, P + h * w, D)."""
+    """Add positions as DINO does, and the class token if there is one: (B, h, w, D) to (B, P + h * w, D)."""
     table = resample(self.pos_embed, self.patch_embed.grid_size, (x.shape[1], x.shape[2]))
     tokens = x.flatten(1, 2)
     if self.cls_token is not None:
@@ -197,8 +204,10 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
 
 
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """A position table (1, P + N, D), of which the first P stay, for another grid: bicubic without antialias. DINO's
-    0.1, added against rounding, moves the sampling points, so weights trained with it want it."""
+    """Resample a position table (1, P + N, D) to another grid: bicubic without antialias; the first P rows stay.
+
+    DINO adds 0.1 to the size to avoid rounding errors. This moves the sampling points, so its weights expect it.
+    """
     if new == old:
         return table
     prefix = table.shape[1] - old[0] * old[1]

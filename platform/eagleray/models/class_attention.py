@@ -1,5 +1,8 @@
-"""Class attention: a token reads others and is not read by them (Touvron et al. 2021, arXiv:2103.17239, section 3). The
-aggregation of SelfPatch (Yun et al. 2022, arXiv:2206.07990) is two such blocks, without LayerScale."""
+"""Class attention: one token attends to the others, which do not attend to it (Touvron et al. 2021, arXiv:2103.17239).
+
+The aggregation of SelfPatch (Yun et al. 2022, arXiv:2206.07990) is two such blocks, without LayerScale. n sets of N
+patches, D channels, H heads.
+"""
 
 import math
 
@@ -14,7 +17,7 @@ from eagleray.models.patch_neighbors import most_similar_neighbours
 
 
 class Aggregation(nn.Module):
-    """A learnt token that reads a set of patches in two blocks, and a layer norm."""
+    """A learned token attends to a set of patches in two blocks; a layer norm follows."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -29,23 +32,23 @@ class Aggregation(nn.Module):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
-        """Sets of patches (n, N, D) to a vector for each (n, D); `there` (n, N) says which patches count."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return a vector (n, D) for each set of patches (n, N, D); `mask` (n, N) is true for patches to attend to."""
         token = self.token.expand(len(x), -1, -1)
         for block in self.blocks:
-            token = block(token, x, there)
+            token = block(token, x, mask)
         out: Tensor = self.norm(token.squeeze(1))
         return out
 
     def aggregate_neighbours(self, x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> Tensor:
-        """For each patch of x (B, N, D) what its k likest neighbours make together, without itself: (B, N, D)."""
-        place, there = most_similar_neighbours(x, grid, k, wrap=wrap)  # (B, N, k)
-        near = x[torch.arange(len(x), device=x.device).view(-1, 1, 1), place]  # (B, N, k, D)
-        return self(near.flatten(0, 1), there.flatten(0, 1)).view_as(x)
+        """Aggregate the k most similar neighbours of each patch of x (B, N, D), without the patch itself: (B, N, D)."""
+        index, mask = most_similar_neighbours(x, grid, k, wrap=wrap)  # (B, N, k)
+        near = x[torch.arange(len(x), device=x.device).view(-1, 1, 1), index]  # (B, N, k, D)
+        return self(near.flatten(0, 1), mask.flatten(0, 1)).view_as(x)
 
 
 class _Block(nn.Module):
-    """Attention of one token, then an MLP of it."""
+    """Attention of one token to patches, then an MLP on the token."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -54,26 +57,26 @@ class _Block(nn.Module):
         self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
         self.mlp = Mlp(dim, 4 * dim)
 
-    def forward(self, token: Tensor, x: Tensor, there: Tensor | None) -> Tensor:
-        """Token (n, 1, D) and patches (n, N, D) to the token (n, 1, D)."""
+    def forward(self, token: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Update the token (n, 1, D) from patches (n, N, D)."""
         u = self.norm1(torch.cat([token, x], 1))
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.q(u[:, :1]), self.k(u), self.v(u))
         )  # (n, H, 1 or 1 + N, D / H)
-        # Not PyTorch's attention, whose kernels take fewer sets at once than a batch has patches.
+        # Not PyTorch's attention: its kernels limit the number of sets to fewer than a batch has patches.
         scores = q @ k.mT / math.sqrt(q.shape[-1])  # (n, H, 1, 1 + N)
-        if there is not None:
-            scores = scores.masked_fill(~F.pad(there, (1, 0), value=True)[:, None, None], -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~F.pad(mask, (1, 0), value=True)[:, None, None], -torch.inf)
         token = token + self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         out: Tensor = token + self.mlp(self.norm2(token))
         return out
 
 
 class AggregationBackbone(Backbone):
-    """A backbone whose pooled vector is what an aggregation makes of all its patches; these stay as they are."""
+    """A backbone whose pooled vector is the aggregation of all its patches."""
 
     def __init__(self, backbone: Backbone, heads: int) -> None:
-        nn.Module.__init__(self)  # not another timm model
+        nn.Module.__init__(self)  # not Backbone's, which would create another timm model
         self.model, self.dim, self.micro_batch = backbone.model, backbone.dim, backbone.micro_batch
         self.aggregation = Aggregation(backbone.dim, heads)
 

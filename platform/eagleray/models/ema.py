@@ -1,4 +1,4 @@
-"""Momentum copies of a network."""
+"""Momentum copies of a network: its exponential moving averages."""
 
 import copy
 import weakref
@@ -12,8 +12,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def ema_copy(net: M) -> M:
-    """A frozen copy that starts where `net` is. It stays in train mode, as the authors' do (batch statistics are its
-    own), but drops nothing."""
+    """Return a frozen copy of `net`. It stays in training mode, with batch statistics of its own, but drops nothing."""
     out = copy.deepcopy(net).requires_grad_(False)
     out.follows = weakref.ref(net)  # type: ignore[assignment]  # see online_of
     for module in out.modules():
@@ -25,7 +24,7 @@ def ema_copy(net: M) -> M:
 
 
 def online_of(target: nn.Module) -> nn.Module:
-    """The network that a momentum copy follows."""
+    """Return the network that a momentum copy follows."""
     online = target.follows()  # type: ignore[operator]
     assert isinstance(online, nn.Module), "the network is gone"
     return online
@@ -33,16 +32,16 @@ def online_of(target: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
-    """target <- momentum * target + (1 - momentum) * online, for parameters; buffers are left alone."""
+    """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are."""
     torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1.0 - momentum)
 
 
 @torch.no_grad()
 def average(target: nn.Module, online: nn.Module, decay: float) -> None:
-    """An average of weights that is not run while training: what batch norm has counted follows too."""
+    """Average parameters and batch norm's buffers, for a copy that does not run while training."""
     ema_update(target, online, decay)
-    for kept, new in zip(target.buffers(), online.buffers(), strict=True):
-        if kept.is_floating_point():
-            kept.lerp_(new, 1.0 - decay)
+    for old, new in zip(target.buffers(), online.buffers(), strict=True):
+        if old.is_floating_point():
+            old.lerp_(new, 1.0 - decay)
         else:
-            kept.copy_(new)
+            old.copy_(new)

@@ -1,5 +1,8 @@
-"""A network run on a few images at a time, with the gradient of the whole batch: first the features of all, then, going
-back, each part computed again with what the loss said about its features (Gao et al. 2021, arXiv:2101.06983)."""
+"""Micro-batches run a network on a few images at a time and give the gradient of the whole batch.
+
+The features of all images are computed first; the backward pass computes each part again (Gao et al. 2021,
+arXiv:2101.06983).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 def micro_batched(f: Callable[[Tensor], Any], x: Tensor, size: int | None) -> Any:
-    """f(x) for (B, ...), never more than `size` rows at once; f gives a tensor (B, ...) or a tuple of such and of
-    constants. Memory is that of one part and of the outputs; a backward costs one more forward."""
+    """Return f(x) for x (B, ...), computed on at most `size` rows at once; None: on all.
+
+    f returns a tensor (B, ...), or a tuple of such tensors and of constants. Memory is that of one part and of the
+    outputs; the backward pass costs one more forward.
+    """
     if size is None or len(x) <= size:
         return f(x)
-    # Nothing to come back to where no gradient is asked for.
+    # Without gradients there is no backward pass to recompute for.
     run = (lambda part: checkpoint(f, part, use_reentrant=False)) if torch.is_grad_enabled() else f
     outs = [run(part) for part in x.split(size)]
     if isinstance(outs[0], Tensor):

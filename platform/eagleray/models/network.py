@@ -1,4 +1,4 @@
-"""The `backbone` section of a recipe: a network by its timm name, and what is changed about it."""
+"""The `backbone` section of a recipe names a timm model and the changes to it."""
 
 from dataclasses import field
 from typing import Any, Literal
@@ -22,19 +22,19 @@ TESTED = (
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Network:
-    """The backbone: a timm name and what is changed about it."""
+    """The backbone of a run: a timm model and the changes to it."""
 
     name: str = "vit_small_patch16_224"
-    # What it starts from: a run, checkpoint or file of tensors, or timm:NAME for timm's pretrained ones; None: nothing.
+    # Initial weights: a run, a checkpoint, a file of tensors, or timm:NAME for timm's pretrained ones; None: random.
     weights: str | None = None
-    drop_path: Share = 0.0  # of the student; momentum copies never drop
+    drop_path: Share = 0.0  # drop path of the trained network; momentum copies drop nothing
     init: Literal["timm", "moco"] = "timm"
-    # How a ViT places its patches at any crop size: a trained table resampled as in timm or DINO, a fixed one, none.
+    # A ViT's positions at any crop size: a trained table, resampled as in timm or in DINO; a fixed table; none.
     position: Literal["timm", "sincos", "dino", "none"] = "timm"
-    # A ViT's vector. mean: of its patches, with neither class token nor final norm; norm_mean: of its patches after the
-    # final norm, without class token.
+    # A ViT's pooled vector. timm: as its model pools; mean: of the patches, with neither class token nor final norm;
+    # norm_mean: of the patches after the final norm, without class token.
     pool: Literal["timm", "mean", "norm_mean"] = "timm"
-    norm: Literal["timm", "batch"] = "timm"  # batch: in front of a ViT's MLPs, over images and tokens (ViT-BN)
+    norm: Literal["timm", "batch"] = "timm"  # batch: batch norm before a ViT's MLPs, over images and tokens (ViT-BN)
     stem: Literal["timm", "conv"] = "timm"  # conv: four 3x3 convolutions instead of the projection of 16-pixel patches
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
-    options: dict[str, Any] = field(default_factory=dict)  # handed to timm.create_model
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model

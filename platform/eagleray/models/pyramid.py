@@ -1,4 +1,4 @@
-"""What the backbones of stages have in common: the face of timm's, and a mean over the last grid."""
+"""The base class of backbones with stages: timm's interface, and the mean over the last grid as pooled vector."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,24 +8,25 @@ from torch import Tensor, nn
 
 
 class Pyramid(nn.Module):
-    """B images, C channels of the last stage, whose grid is h x w; `forward_features` gives (B, h, w, C)."""
+    """A backbone of stages. B images, C channels of the last stage, whose grid is h x w."""
 
     output_fmt = "NHWC"
-    stage_fmt = "NCHW"  # of what goes from stage to stage
+    stage_fmt = "NCHW"  # layout of the tokens between stages
     num_features: int
-    dims: Sequence[int]  # of each stage
-    head: nn.Module  # of class scores, or nn.Identity
+    dims: Sequence[int]  # channels of each stage
+    head: nn.Module  # the classifier, or nn.Identity
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers, first to last, as timm asks for them: what a stage begins with, then each of its blocks."""
+        """Return timm's description of the layers, first to last: the start of a stage, then each of its blocks."""
         start = r"^stages\.(\d+)\.(?:[01]|embed|norm|position|tokens)(?:\.|$)"
         return {"blocks": [(start, (-1,)), (r"^stages\.(\d+)\.(?:blocks\.)?(\d+)", None), ("^norm", (99999,))]}
 
     def forward_features(self, x: Tensor) -> Tensor:
+        """Return the last tokens (B, h, w, C) of images (B, 3, H, W)."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, h, w, C) to the mean patch (B, C), or to its class scores."""
+        """Return the mean (B, C) of tokens (B, h, w, C), or its class scores."""
         x = x.mean((1, 2))
         out: Tensor = x if pre_logits else self.head(x)
         return out
@@ -35,9 +36,10 @@ class Pyramid(nn.Module):
 
 
 def drop_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
-    """Of the blocks of each stage, rising evenly from 0 to the rate over all of them."""
+    """Return the drop path rates of each stage's blocks, which rise evenly from 0 to `rate`."""
     return calculate_drop_path_rates(rate, list(depths), stagewise=True)  # type: ignore[return-value]
 
 
 def classifier(dim: int, classes: int) -> nn.Module:
+    """Return a linear classifier, or the identity for no classes."""
     return nn.Linear(dim, classes) if classes else nn.Identity()

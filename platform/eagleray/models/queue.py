@@ -1,4 +1,4 @@
-"""What a method remembers of earlier batches: a queue of keys (MoCo), one vector per image (InstDisc)."""
+"""Memories of earlier batches: a queue of keys (MoCo) and a bank of one vector per image (InstDisc)."""
 
 import torch
 import torch.nn.functional as F
@@ -6,15 +6,17 @@ from torch import Tensor, nn
 
 
 class Memory(nn.Module):
-    """Rows that outlive a step. They are too many to copy at every step in case it must be undone, so only finite
-    rows are written."""
+    """A buffer of features from earlier steps.
+
+    It is too large to be copied before each step in case the step is skipped, so only finite rows are written.
+    """
 
 
 class Queue(Memory):
-    """The last K keys, unit vectors of C channels, the oldest overwritten first; random at the start."""
+    """The last K keys, unit vectors of C channels. The oldest are overwritten first; they are random at the start."""
 
     keys: Tensor  # (C, K)
-    next: Tensor  # () column to write next
+    next: Tensor  # () the column to write next
 
     def __init__(self, dim: int, length: int) -> None:
         super().__init__()
@@ -23,7 +25,7 @@ class Queue(Memory):
 
     @torch.no_grad()
     def push(self, k: Tensor) -> None:
-        """Write keys (B, C) of all ranks; more than fit keep the last K."""
+        """Write the keys (B, C) of all ranks; of more than K, the last K."""
         length = self.keys.shape[1]
         k = k[-length:].to(self.keys.dtype)
         at = (self.next + torch.arange(len(k), device=k.device)) % length
@@ -32,7 +34,7 @@ class Queue(Memory):
 
 
 class Bank(Memory):
-    """One vector of C channels for each of n images."""
+    """One vector of C channels for each of n images, random at the start."""
 
     rows: Tensor  # (n, C)
 
@@ -43,6 +45,6 @@ class Bank(Memory):
 
     @torch.no_grad()
     def write(self, index: Tensor, v: Tensor) -> None:
-        """Rows (B,) become v (B, C)."""
+        """Replace the rows `index` (B,) by v (B, C)."""
         v = v.to(self.rows.dtype)
         self.rows[index] = torch.where(torch.isfinite(v).all(1, keepdim=True), v, self.rows[index])

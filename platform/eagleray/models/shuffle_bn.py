@@ -1,5 +1,7 @@
-"""Batch norm as several small devices would do it, and keys that cannot be told by their neighbours: shuffling BN, He
-et al. 2019, arXiv:1911.05722, section 3.3. Nothing here depends on the number of ranks."""
+"""Shuffling batch norm: statistics over groups of images, and keys encoded in another order than queries.
+
+He et al. 2019, arXiv:1911.05722, section 3.3. Nothing here depends on the number of ranks. B images, C channels.
+"""
 
 from collections.abc import Callable
 
@@ -12,34 +14,38 @@ from eagleray.base.errors import UserError
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
-    """Each `group` consecutive images, one device's in the paper, are normalised by their own mean and variance. Not a
-    `_BatchNorm` to PyTorch, so that nobody synchronises it."""
+    """Batch norm over each `group` of consecutive images, which are those of one GPU in the paper.
+
+    It is no subclass of PyTorch's `_BatchNorm`, so that it is never synchronised over ranks.
+    """
 
     group: int  # images; the last group of a batch may be smaller
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, ...) to the same."""
+        """Normalise x (B, C, ...)."""
         assert self.running_mean is not None
         assert self.running_var is not None
         if not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         parts = x.split(self.group)
-        found = self.running_mean.new_zeros(2, len(parts), x.shape[1])  # mean and variance of each group
+        moments = self.running_mean.new_zeros(2, len(parts), x.shape[1])  # mean and variance of each group
         out = [
             F.batch_norm(part, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-            for part, mean, var in zip(parts, *found, strict=True)
+            for part, mean, var in zip(parts, *moments, strict=True)
         ]
-        self._follow(found)
+        self._update_running(moments)
         return torch.cat(out)
 
     @torch.no_grad()
-    def _follow(self, found: Tensor) -> None:
-        """Running statistics move once, towards the mean over the groups of all ranks; found (2, groups, C)."""
+    def _update_running(self, moments: Tensor) -> None:
+        """Move the running statistics once, to the mean of `moments` (2, groups, C) over the groups of all ranks."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         assert self.momentum is not None
-        sums = dist.total(F.pad(found.sum(1), (0, 1), value=found.shape[1]))  # (2, C + 1), the number of groups last
+        sums = dist.total(
+            F.pad(moments.sum(1), (0, 1), value=moments.shape[1])
+        )  # (2, C + 1), the number of groups last
         mean, var = sums[:, :-1] / sums[:, -1:]
         self.running_mean.lerp_(mean, self.momentum)
         self.running_var.lerp_(var, self.momentum)
@@ -47,8 +53,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
 
 
 def group_batch_norms(module: nn.Module, group: int | None) -> None:
-    """Every batch norm of the module becomes, in place, one over groups of images, with the weights and buffers that it
-    has; None leaves it as it is. Raises UserError for a kind that it does not know."""
+    """Make every batch norm of the module, in place, one over groups of images; weights and buffers stay.
+
+    None changes nothing. Raises UserError for a kind of batch norm other than PyTorch's 1d and 2d.
+    """
     if group is None:
         return
     for child in module.modules():
@@ -62,14 +70,15 @@ def group_batch_norms(module: nn.Module, group: int | None) -> None:
 def shuffle(
     x: Tensor, rows: tuple[int, ...], group: int | None, *, seed: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """This rank's share (B, ...) of the global batch in a random order, and what puts rows computed from it back in
-    their places. Where there are no groups the order would not matter, and it stays. Raises UserError when the rows of
-    some rank are not whole groups."""
+    """Return this rank's rows (B, ...) of the shuffled global batch, and a function that restores the order of rows.
+
+    Without groups the order does not matter and stays. Raises UserError when the rows of a rank are not whole groups.
+    """
     if group is None:
         return x, lambda y: y
     if any(n % group for n in rows):
-        given = ", ".join(map(str, sorted(set(rows))))
-        raise UserError(f"method.norm_group={group}: expected a divisor of the images of a rank, which are {given}")
+        counts = ", ".join(map(str, sorted(set(rows))))
+        raise UserError(f"method.norm_group={group}: expected a divisor of the images of a rank, which are {counts}")
     order = torch.randperm(sum(rows), generator=torch.Generator().manual_seed(seed)).to(x.device)
-    mine = slice(dist.offset(rows), dist.offset(rows) + len(x))
-    return dist.gather(x, rows)[order[mine]], lambda y: dist.gather(y, rows)[order.argsort()[mine]]
+    own = slice(dist.offset(rows), dist.offset(rows) + len(x))
+    return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

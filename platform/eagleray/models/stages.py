@@ -1,4 +1,4 @@
-"""The parts of a network that its tokens go through one after the other: stages of a pyramid, blocks of a ViT."""
+"""The stages of a pyramid or the blocks of a ViT, and their outputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,20 +10,18 @@ from eagleray.base.errors import UserError
 
 
 def stages(model: Any) -> list[nn.Module]:
-    """The parts, first to last. Raises UserError for a model that has none."""
-    for name in ("layers", "stages", "blocks"):  # Swin's, those of our pyramids, a ViT's
+    """Return the stages or blocks, first to last. Raises UserError for a model that has none."""
+    for name in ("layers", "stages", "blocks"):  # of Swin, of our pyramids, of a ViT
         if hasattr(model, name):
             return list(getattr(model, name))
-    found = [module for name, module in model.named_children() if name.startswith("layer")]  # a ResNet's
-    if not found:
-        raise UserError(
-            f"backbone.name: {type(model).__name__} has neither stages nor blocks whose tokens could be read"
-        )
-    return found
+    parts = [module for name, module in model.named_children() if name.startswith("layer")]  # of a ResNet
+    if not parts:
+        raise UserError(f"backbone.name: {type(model).__name__} has neither stages nor blocks to read tokens from")
+    return parts
 
 
 def widths(model: Any) -> list[int]:
-    """Channels of what each part hands on."""
+    """Return the channels of each stage's or block's output."""
     if hasattr(model, "dims"):
         return list(model.dims)
     return [info["num_chs"] for info in model.feature_info][-len(stages(model)) :]
@@ -31,11 +29,11 @@ def widths(model: Any) -> list[int]:
 
 @contextmanager
 def stage_outputs(parts: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A list that the outputs of the parts are added to."""
-    seen: list[Tensor] = []
-    hooks = [part.register_forward_hook(lambda _, __, out: seen.append(out)) for part in parts]
+    """Collect the outputs of these stages or blocks in a list while the context is open."""
+    outputs: list[Tensor] = []
+    hooks = [part.register_forward_hook(lambda _, __, out: outputs.append(out)) for part in parts]
     try:
-        yield seen
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()

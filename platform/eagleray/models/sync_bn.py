@@ -1,4 +1,4 @@
-"""Batch norm over all ranks. PyTorch's own is for GPUs only; this one is what it becomes on a CPU."""
+"""Batch norm over all ranks: PyTorch's own on GPUs, and its equal for CPUs, which PyTorch lacks."""
 
 import torch
 from timm.layers import convert_sync_batchnorm
@@ -9,13 +9,13 @@ from eagleray.base.errors import UserError
 
 
 class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Mean and variance of the rows of every rank together, which may hold different numbers of rows."""
+    """Batch norm over the rows of all ranks, which may differ in number. B images, C channels."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, ...) to the same."""
+        """Normalise x (B, C, ...)."""
         if not self.training or dist.size() == 1:
             return super().forward(x)
         axes, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
@@ -33,12 +33,12 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with every batch norm replaced, in place, by one over all ranks; weights and buffers are kept."""
+    """Make every batch norm of the module, in place, one over all ranks; weights and buffers stay. Raises UserError."""
     if device.type == "cuda":
         return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
-            raise UserError(f"workers: several need a GPU for the {type(child).__name__} of this backbone")
+            raise UserError(f"workers: more than one needs a GPU for the {type(child).__name__} of this backbone")
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
             child.__class__ = CPUSyncBatchNorm  # type: ignore[assignment]  # the same parameters and buffers, another forward
     return module

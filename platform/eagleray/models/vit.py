@@ -1,5 +1,7 @@
-"""What MoCo v3 changes about a ViT and timm has no argument for: batch norm in front of the MLPs, a convolutional stem,
-fixed positions, the start of the first layer. Chen, Xie and He 2021, arXiv:2104.02057."""
+"""MoCo v3's changes to a ViT for which timm has no argument (Chen, Xie and He 2021, arXiv:2104.02057).
+
+They are batch norm before the MLPs, a convolutional stem, fixed positions and the first layer's initialisation.
+"""
 
 import itertools
 import math
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch norm of tokens (B, N, D), over images and tokens alike."""
+    """Batch norm of tokens (B, N, D), over images and tokens."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -24,8 +26,11 @@ class TokenBatchNorm(nn.Module):
 
 
 class BatchNormBlock(Block):  # type: ignore[misc]
-    """A block of ViT-BN (section 6.1): the norm before the MLP is batch norm. Those before attention and at the end of
-    the network stay layer norms: with every one replaced it does not converge."""
+    """A block of ViT-BN (section 6.1), with batch norm before the MLP.
+
+    The norms before attention and at the end of the network stay layer norms: with all of them replaced, training does
+    not converge.
+    """
 
     def __init__(self, dim: int, *args: Any, **settings: Any) -> None:
         super().__init__(dim, *args, **settings)
@@ -33,8 +38,10 @@ class BatchNormBlock(Block):  # type: ignore[misc]
 
 
 class ConvStem(PatchEmbed):  # type: ignore[misc]
-    """Four 3x3 convolutions of stride 2 and a 1x1 instead of one projection (the authors' code; Xiao et al. 2021,
-    arXiv:2106.14881)."""
+    """Four 3x3 convolutions of stride 2 and a 1x1 convolution replace the patch projection.
+
+    As in the authors' code, after Xiao et al. 2021, arXiv:2106.14881.
+    """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -48,7 +55,7 @@ class ConvStem(PatchEmbed):  # type: ignore[misc]
 
 
 MEAN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
-# What the keys of a recipe's backbone section say to timm's VisionTransformer.
+# The arguments of timm's VisionTransformer by key and value of a recipe's backbone section.
 ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
     ("init", "moco"): {"weight_init": "moco"},
     ("position", "none"): {"pos_embed": "none"},
@@ -60,7 +67,7 @@ ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def set_sincos(model: Any) -> None:
-    """Fixed 2-D sine-cosine positions: not trained, zero for the class token. Raises ValueError for an odd width."""
+    """Set fixed 2-D sine-cosine positions, zero for the class token. Raises ValueError unless 4 divides the width."""
     if model.embed_dim % 4:
         raise ValueError(f"needs a width that is a multiple of 4, not {model.embed_dim}")
     table = build_sincos2d_pos_embed(model.patch_embed.grid_size, model.embed_dim, interleave_sin_cos=True)
@@ -70,7 +77,7 @@ def set_sincos(model: Any) -> None:
 
 
 def init_patch(projection: nn.Conv2d) -> None:
-    """Uniform, bounded as for a linear layer on flat patches; timm's `moco` leaves the convolution out."""
+    """Initialise the patch projection like a linear layer on flat patches; timm's `moco` leaves it out."""
     bound = math.sqrt(6 / (math.prod(projection.weight.shape[1:]) + projection.weight.shape[0]))
     nn.init.uniform_(projection.weight, -bound, bound)
     if projection.bias is not None:
