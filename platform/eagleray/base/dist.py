@@ -1,4 +1,5 @@
-"""The few collectives that methods use; each is the identity on one process. Rows may differ between ranks."""
+"""The collectives that methods use; on a single process each returns its input. Ranks may hold different numbers of
+rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +18,12 @@ def rank() -> int:
 
 
 def offset(rows: Sequence[int]) -> int:
-    """Where this rank's rows begin in a gathered batch."""
+    """Return the first row of this rank in a gathered batch."""
     return sum(rows[: rank()])
 
 
 def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """(B, ...) on each rank to (sum of rows, ...) on all, in rank order, without gradient."""
+    """Gather (B, ...) of each rank to (sum of rows, ...) on all ranks, in rank order, without a gradient."""
     if size() == 1:
         return x.detach()
     padded = x.new_zeros(max(rows), *x.shape[1:])
@@ -33,7 +34,7 @@ def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum over ranks, without gradient."""
+    """Sum a tensor over all ranks, without a gradient."""
     if size() > 1:
         x = x.detach().clone()
         dist.all_reduce(x)
@@ -51,7 +52,7 @@ class _Total(torch.autograd.Function):
 
 
 def total_with_grad(x: Tensor) -> Tensor:
-    """The sum over ranks; a rank's gradient is what all ranks' losses together say about its x."""
+    """Sum a tensor over all ranks; a rank's gradient is that of the sum of all ranks' losses."""
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
@@ -68,13 +69,13 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """(B, ...) on each rank to (sum of rows, ...) on all; a rank's gradient is what all ranks' losses say about its
-    rows."""
+    """Gather (B, ...) of each rank to (sum of rows, ...) on all ranks; a rank's gradient is that of the sum of all
+    ranks' losses with respect to its rows."""
     return _Gather.apply(x, tuple(rows)) if size() > 1 else x  # type: ignore[no-any-return]
 
 
 def objects(x: Any) -> list[Any]:
-    """Any picklable thing of every rank, in rank order, on all; for rare and small things."""
+    """Gather a picklable object of every rank on all ranks, in rank order; meant for small and rare objects."""
     if size() == 1:
         return [x]
     out: list[Any] = [None] * size()

@@ -1,4 +1,4 @@
-"""The exceptions that are meant for a person and say all there is to say in one line."""
+"""Exceptions that are meant for a person, each with a message of one line."""
 
 
 class UserError(ValueError):
@@ -7,12 +7,12 @@ class UserError(ValueError):
 
 
 class Outage(RuntimeError):
-    """What is needed stayed away for too long, and the same command may succeed later. The command line exits with
-    1."""
+    """A store or a server did not answer for too long; the same command may succeed later. The command
+    line exits with 1."""
 
 
 class Preempted(RuntimeError):
-    """A machine is about to be taken away, and all that was done has been saved."""
+    """A machine is about to be preempted, and the run has been saved."""
 
 
 class Futile(RuntimeError):

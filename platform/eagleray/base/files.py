@@ -50,11 +50,11 @@ def cache_folder(name: str) -> Path:
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object per line, in order of steps, whatever happened in between. What a full disk does not
-    take is written with a later line."""
+    """A history such as `metrics.jsonl`: one object per line, in order of steps. A line that a full disk does not
+    take is written together with a later one."""
 
     def __init__(self, path: Path, *, step: int) -> None:
-        """Continue a file from a step; lines of later steps, which will be taken again, are dropped."""
+        """Continue a file after a step; lines of later steps are dropped, because those steps are taken again."""
         lines = [r for r in read_lines(path) if r["step"] <= step]
         write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -76,7 +76,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one on each line, but those that a killed writer left half written."""
+    """Read a file with a JSON object on each line, and skip lines that a killed writer left half written."""
     found = []
     # Not splitlines: a text may hold what that takes for an end.
     for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
@@ -86,7 +86,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Put objects behind those that are there, and behind a line that was left half written."""
+    """Append objects to a file, each on a line of its own, also after a line that was left half written."""
     with path.open("a+b") as f:
         if f.tell():
             f.seek(-1, os.SEEK_END)
@@ -96,15 +96,15 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """No other process of this machine is inside for the same file, which is made where it is missing."""
+    """Hold an exclusive lock on a file, which is created if it is missing, while the block runs."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def lock_folder(folder: Path, *, patience: float = 0.0) -> IO[str]:
-    """Keep a folder to this process until the file is closed. Raises UserError when another process still has it after
-    so many seconds."""
+    """Lock a folder until the returned file is closed. Raises UserError when another process still holds the lock after
+    `patience` seconds."""
     file = (folder / ".lock").open("a+")
     end = time.monotonic() + patience
     while True:
@@ -124,7 +124,7 @@ def lock_folder(folder: Path, *, patience: float = 0.0) -> IO[str]:
 
 
 def is_folder_locked(folder: Path) -> bool:
-    """Whether a process keeps the folder to itself."""
+    """Return whether a process holds the lock of a folder."""
     path = folder / ".lock"
     if not path.exists():
         return False

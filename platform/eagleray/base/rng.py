@@ -1,4 +1,4 @@
-"""Other people's random choices, made ours: timm draws from Python's and NumPy's global generators."""
+"""Seeds Python's and NumPy's global random generators for a while, because timm draws from them."""
 
 import random
 import threading
@@ -12,7 +12,7 @@ _lock = threading.Lock()  # the loader's thread draws too where there are no loa
 
 @contextmanager
 def seed_global_generators(seed: int) -> Iterator[None]:
-    """Both generators start from the seed, below 2**32, and are as they were afterwards."""
+    """Seed both global generators, with a seed below 2**32, and restore their states when the block ends."""
     with _lock:
         before = random.getstate(), np.random.get_state()
         random.seed(seed)

@@ -14,9 +14,9 @@ from typing import Any
 
 from eagleray import config
 from eagleray.base import files
-from eagleray.base.console import FollowRun, out, stop_on_signal
+from eagleray.base.console import out, stop_on_signal
 from eagleray.base.errors import UserError
-from eagleray.base.progress import PhaseProgress
+from eagleray.base.progress import FollowRun, PhaseProgress
 from eagleray.cluster.ray_map import ray_map
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing

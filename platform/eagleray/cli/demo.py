@@ -5,8 +5,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagleray.base.console import out, print_error, progress_over
+from eagleray.base.console import out, print_error
 from eagleray.base.errors import UserError
+from eagleray.base.progress import progress_over
 from eagleray.cli import commands
 from eagleray.datasets.shapes import CLASSES, image
 from eagleray.datasets.shards import Sample, encode, write_shards

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray.base.console import out, print_error, progress_bar, silence
+from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
+from eagleray.base.progress import progress_bar
 from eagleray.cli import catalogue, evaluate, finetune, jobs, tune
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Json, Overrides, RecipeName

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagleray.base.console import progress_bar
 from eagleray.base.errors import UserError
+from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.data.index import Index, open_index
 from eagleray.engine import world

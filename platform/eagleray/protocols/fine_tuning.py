@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from eagleray.base.progress import seconds_left
 from eagleray.config.schedule import Progress
 from eagleray.data.index import Note
 from eagleray.engine import checkpoint, loop, optim
@@ -86,7 +87,8 @@ class ProgressReport:
         if due or now - self.last > max(least, share * (now - self.began)):
             each = (now - self.began) / (done - self.start)
             self.last = now
+            left = seconds_left(done, self.steps, start=self.start, seconds=now - self.began)
             self.note(
                 f"{self.name}: step {done}/{self.steps} ({done / self.steps:.0%})  loss {float(loss):.3f}  "
-                f"{self.batch / each:.1f} images/s  ETA {(self.steps - done) * each:.0f} s"
+                f"{self.batch / each:.1f} images/s  ETA {left:.0f} s"
             )

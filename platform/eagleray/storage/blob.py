@@ -1,4 +1,4 @@
-"""A stored file, as every store names it, and room for its bytes."""
+"""A stored file as every store describes it, and reusable buffers for its bytes."""
 
 import weakref
 from collections import deque
@@ -23,8 +23,11 @@ spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
 
 
 def new_buffer(length: int) -> memoryview:
-    """Bytes to be written over. When nobody holds those of a block any more they serve the next one: fresh memory
-    costs more time than the bytes that go into it, and malloc would scatter it further with every epoch."""
+    """Return a buffer of `length` bytes with arbitrary content.
+
+    The buffer of a block is reused once nobody holds it: fresh memory costs more time than the bytes that go into it,
+    and malloc would fragment it further with every epoch.
+    """
     if length < SMALL:
         return memoryview(bytearray(length))
     base = _take_spare(length)
@@ -36,7 +39,7 @@ def new_buffer(length: int) -> memoryview:
 
 
 def _take_spare(length: int) -> NDArray[np.uint8] | None:
-    """One of the spare buffers; other threads may take and give back some meanwhile."""
+    """Take a spare buffer that fits, or return None; other threads may take and return some meanwhile."""
     for _ in range(len(spare_buffers)):
         try:
             base = spare_buffers.popleft()

@@ -48,7 +48,7 @@ class Cache:
         return data
 
     def drop(self, blob: Blob, begin: int, end: int) -> None:
-        """Forget bytes that turned out to be wrong."""
+        """Delete a block whose bytes turned out to be wrong."""
         self._path(blob, begin, end).unlink(missing_ok=True)
 
     def _path(self, blob: Blob, begin: int, end: int) -> Path:

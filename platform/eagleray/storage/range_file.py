@@ -1,4 +1,4 @@
-"""Stretches of stored files as streams."""
+"""Byte ranges of stored files, read as streams."""
 
 import io
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ FAR = 4 * READ  # bytes from one header to the next, beyond which the bytes betw
 
 
 class Span(NamedTuple):
-    """A stretch of a stored file that is a file itself."""
+    """A byte range of a stored file that is a file itself."""
 
     name: str
     url: str

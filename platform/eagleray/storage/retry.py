@@ -1,4 +1,4 @@
-"""Trying again what may pass: throttling, resets, stalls, a server that restarts."""
+"""Retries of requests that fail for a while: throttling, resets, stalls, a server that restarts."""
 
 import itertools
 import logging
@@ -11,19 +11,22 @@ from eagleray.base.errors import Outage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PATIENCE = 10.0  # seconds; of what a person waits for
+PATIENCE = 10.0  # seconds, for what a person waits for
 FIRST, LONGEST = 0.1, 15.0  # seconds between attempts
 QUIET = 5.0  # seconds before anybody is told
 _random = random.Random()  # not the global one, which a loader process seeds alike in every epoch
 
 
 class Transient(Exception):
-    """A failure that may pass; what was said, in one line."""
+    """A failure that may pass, with its reason in one line."""
 
 
 def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) -> T:
-    """The attempt's result. After Transient it is made again, with pauses that double and differ at random, so that
-    readers which failed together do not come back together. Raises Outage after `patience` seconds."""
+    """Call `attempt` until it does not raise Transient, and return its result.
+
+    The pauses between calls double and differ at random, so that readers that failed together do not return together.
+    Raises Outage after `patience` seconds.
+    """
     began = told = time.monotonic()
     for number in itertools.count():
         try:

@@ -27,8 +27,8 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of a file server that re
 
 
 class Store(Protocol):
-    """What the data plane needs of a place where bytes are. Every method raises UserError naming the URL, and Outage
-    where the place did not answer for `patience` seconds."""
+    """What the data plane needs of a store of bytes. Every method raises UserError naming the URL, and Outage when the
+    store did not answer for `patience` seconds."""
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         """The files directly in a folder whose names begin with `start`, or the one file."""
@@ -124,7 +124,7 @@ STORES: dict[str, Store] = {"file": LocalStore(), "s3": S3Store()}  # by the sch
 
 
 def store(url: str) -> Store:
-    """The store that a URL belongs to. Raises UserError for a scheme that is not known."""
+    """Return the store that a URL belongs to. Raises UserError for a scheme that is not known."""
     scheme = url.partition("://")[0] if "://" in url else "file"
     if scheme not in STORES:
         raise UserError(f"{url}: unknown scheme {scheme!r}; known are plain paths, file:// and s3://")
@@ -132,7 +132,7 @@ def store(url: str) -> Store:
 
 
 def is_remote(url: str) -> bool:
-    """Whether it is no path of this machine."""
+    """Return whether a URL does not name a path of this machine."""
     return "://" in url.removeprefix("file://")
 
 
@@ -158,7 +158,7 @@ def put_bytes(url: str, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What is meant in one folder: a file's name, a glob, or every .tar with an empty name."""
+    """The files that a URL selects in one folder: a file name, a glob, or every .tar when the name is empty."""
 
     given: str  # by the user
     folder: str

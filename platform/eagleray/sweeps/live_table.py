@@ -11,6 +11,7 @@ from rich.table import Table
 
 from eagleray.base.console import out
 from eagleray.base.files import read_lines
+from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
 from eagleray.sweeps.study import Book
 from eagleray.sweeps.sweep import count, in_words
@@ -70,7 +71,7 @@ class Show:
         at, start = self.began.setdefault(row["id"], (time.monotonic(), step))
         eta = ""
         if step > start and row["steps"]:
-            eta = f"{(row['steps'] - step) * (time.monotonic() - at) / (step - start):.0f} s"
+            eta = f"{seconds_left(step, row['steps'], start=start, seconds=time.monotonic() - at):.0f} s"
         return {"step": step, "eta": eta, "why": ""}
 
 
