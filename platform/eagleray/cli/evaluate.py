@@ -1,4 +1,4 @@
-"""The command that evaluates: evaluate."""
+"""Evaluate a backbone: evaluate."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from eagleray.cli.options import Json
 
 
 def register(app: typer.Typer) -> None:
-    """Settings of protocols are options that only the protocols know."""
+    """Add the command. Unknown options are let through: they are settings, which only the protocols know."""
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(evaluate)
 
 
@@ -30,26 +30,49 @@ def evaluate(
     backbone: Annotated[
         str,
         typer.Argument(
-            help="a run or its checkpoint, timm:NAME, a file of tensors with --architecture, or untrained:NAME",
+            help="A run or its checkpoint, timm:NAME, a file of tensors with --architecture, or untrained:NAME.",
         ),
     ],
-    train: Annotated[str | None, typer.Option(help="shards to learn from, labelled for the probes")] = None,
-    test: Annotated[str | None, typer.Option(help="shards to test on; else a tenth of --train is held out")] = None,
-    protocol: Annotated[str, typer.Option(help="of `eagleray list protocols`, comma-separated")] = "knn,linear",
-    coco: Annotated[str | None, typer.Option(help="folder in COCO's layout, for detection")] = None,
-    masks: Annotated[str | None, typer.Option(help="folder of images and masks, for segmentation")] = None,
-    davis: Annotated[str | None, typer.Option(help="folder in DAVIS's layout")] = None,
-    suite: Annotated[str | None, typer.Option(help="folder or s3:// URL of prepared sets, NAME/SPLIT")] = None,
-    architecture: Annotated[str | None, typer.Option(help="timm's name of what a file of tensors is for")] = None,
-    untrained: Annotated[bool, typer.Option("--untrained", help="the same architecture untrained, beside it")] = False,
-    workers: Annotated[int, typer.Option(help="Ray tasks that extract features; 0: this process", min=0)] = 0,
-    form: Annotated[Format, typer.Option("--format", help="of the table")] = Format.markdown,
+    train: Annotated[str | None, typer.Option(help="Shards to learn from. kNN and the probes need labels.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="Shards to test on. By default a tenth of --train is held out.")
+    ] = None,
+    protocol: Annotated[
+        str, typer.Option(help="Names shown by `eagleray list protocols`, separated by commas.")
+    ] = "knn,linear",
+    coco: Annotated[str | None, typer.Option(help="Folder in COCO's layout, for the detection protocol.")] = None,
+    masks: Annotated[
+        str | None, typer.Option(help="Folder of images and masks, for the segmentation protocol.")
+    ] = None,
+    davis: Annotated[str | None, typer.Option(help="Folder in DAVIS's layout, for the davis protocol.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Folder or s3:// URL with shards in NAME/SPLIT, such as pets/test, for the suite protocol."),
+    ] = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Only for a file of tensors: timm name of its architecture, such as vit_small_patch16_224."),
+    ] = None,
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="Evaluate the same architecture without training too, for comparison.")
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(help="Ray tasks that extract features at the same time. 0: this process, without Ray.", min=0)
+    ] = 0,
+    form: Annotated[Format, typer.Option("--format", help="Format of the table.")] = Format.markdown,
     folder: Annotated[
-        str | None, typer.Option("--out", help="where results.json is; the run's folder, or evaluations/NAME")
+        str | None,
+        typer.Option(
+            "--out",
+            help="Folder for results.json and pictures. By default the run's, else evaluations/NAME.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a backbone; --SETTING VALUE changes a setting of the protocols that have it, such as --k 10."""
+    """Evaluate a backbone with one or several protocols, and print a table.
+
+    --SETTING VALUE, such as --k 10, changes a setting in all protocols that have it.
+    `eagleray list protocols` shows the settings and their defaults."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
     from eagleray.evaluation import evaluate as evaluation
 
@@ -82,7 +105,7 @@ def evaluate(
 
 
 def settings(words: Sequence[str]) -> dict[str, str]:
-    """`--k 10` and `--k=10` by name. Raises UserError."""
+    """Parse `--k 10` and `--k=10` into settings by name. Raises UserError."""
     found: dict[str, str] = {}
     rest = list(words)
     while rest:

@@ -1,4 +1,4 @@
-"""The command for training that starts from weights: finetune."""
+"""Train from pretrained weights: finetune."""
 
 import json
 from typing import Annotated
@@ -16,13 +16,15 @@ def register(app: typer.Typer) -> None:
 def finetune(
     weights: Annotated[
         str,
-        typer.Argument(help="a run, a checkpoint, a file of tensors, or a timm name such as timm:vit_base_patch16_224"),
+        typer.Argument(
+            help="Weights to start from: a run, a checkpoint, a file of tensors, or timm:NAME of a timm model."
+        ),
     ],
     name: RecipeName,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe from pretrained weights: `pretrain` with backbone.weights=WEIGHTS."""
+    """Train a recipe from pretrained weights. The same as `pretrain` with backbone.weights=WEIGHTS."""
     from eagleray.cli import commands
 
     with silence(as_json):

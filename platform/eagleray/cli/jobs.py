@@ -1,4 +1,4 @@
-"""The commands for runs on a cluster: submit, jobs, logs, stop."""
+"""Send runs to a cluster and manage them: submit, jobs, logs, stop."""
 
 import json
 import sys
@@ -15,9 +15,11 @@ from eagleray.cli.options import Overrides, RecipeName
 
 Address = Annotated[
     str | None,
-    typer.Option(help="dashboard of the Ray head, http://head:8265; RAY_API_SERVER_ADDRESS or RAY_ADDRESS by default"),
+    typer.Option(
+        help="Dashboard of the cluster, such as http://head:8265. By default RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
+    ),
 ]
-Id = Annotated[str, typer.Argument(help="of `eagleray jobs`", metavar="ID")]
+Id = Annotated[str, typer.Argument(help="Id of the run, as `eagleray jobs` shows it.", metavar="ID")]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,10 +35,16 @@ def submit(
     name: RecipeName,
     overrides: Overrides = None,
     address: Address = None,
-    gpus: Annotated[int | None, typer.Option(help="workers with a GPU each: workers=N gpus=true", min=1)] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="print the run's log, exit with its status")] = False,
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of workers, one GPU each. Short for workers=N gpus=true.", min=1)
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Print the log until the run ends, and exit with its status.")
+    ] = False,
 ) -> None:
-    """Send a run to a Ray cluster, or let it continue there: out=s3://... data.train=s3://..."""
+    """Send a run to a Ray cluster, where it goes on without this machine. Sent again, an interrupted run continues.
+
+    The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
     from eagleray.cluster import job_package, jobs
 
     jobs.locate(address)
@@ -53,9 +61,9 @@ def submit(
 
 def jobs(
     address: Address = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list and nothing else")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
 ) -> None:
-    """List the runs that were submitted to a cluster."""
+    """List the runs that were submitted to a cluster, with their state and exit status."""
     from eagleray.cluster.jobs import Cluster
 
     found = Cluster(address).jobs()
@@ -75,9 +83,11 @@ def jobs(
 def logs(
     job: Id,
     address: Address = None,
-    follow: Annotated[bool, typer.Option("--follow", help="until the job ends, and exit with its status")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on printing until the run ends, and exit with its status.")
+    ] = False,
 ) -> None:
-    """Print what a submitted run said."""
+    """Print the log of a submitted run."""
     from eagleray.cluster import jobs
 
     cluster = jobs.Cluster(address)
@@ -90,7 +100,7 @@ def logs(
 
 
 def stop(job: Id, address: Address = None) -> None:
-    """Let a submitted run save a checkpoint and end; submitting it again continues it."""
+    """Ask a submitted run to save a checkpoint and end. Submitting it again continues it."""
     from eagleray.cluster import jobs
 
     jobs.stop(jobs.Cluster(address), job, say)
@@ -98,7 +108,7 @@ def stop(job: Id, address: Address = None) -> None:
 
 @contextmanager
 def leaving(job: str) -> Iterator[None]:
-    """Ctrl-C leaves the job alone."""
+    """Let Ctrl-C end this command only, not the job."""
     from eagleray.cluster.jobs import manage
 
     try:

@@ -1,4 +1,4 @@
-"""The command line: parses arguments, nothing more."""
+"""Parse the command line and call what does the work."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eagleray import __version__
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
@@ -16,18 +17,34 @@ from eagleray.cli import report as report_cli
 from eagleray.cli.options import Json, Overrides, RecipeName
 
 app = typer.Typer(
-    help="Pretrain vision transformers without labels, straight from WebDataset shards.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
-data = typer.Typer(help="What is in a set of shards, and how fast it is read.", no_args_is_help=True)
+data = typer.Typer(help="Describe a set of shards, or measure how fast it is read.", no_args_is_help=True)
 app.add_typer(data, name="data")
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and exit."""
+    if wanted:
+        print(f"eagleray {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Pretrain vision transformers without labels, straight from WebDataset shards."""
 
 
 @app.command()
 def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Pretrain a backbone, or continue: data.train=URL data.test=URL out=DIR workers=N max_steps=N seed=N ..."""
+    """Pretrain a backbone, or continue an interrupted run: the same command goes on where the last one stopped.
+
+    Most runs set data.train=SHARDS, out=FOLDER and workers=N (Ray workers, one GPU each; 0 runs without Ray)."""
     from eagleray.cli import commands
 
     with silence(as_json):
@@ -38,11 +55,11 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
 
 @app.command()
 def shard(
-    folder: Annotated[Path, typer.Argument(help="images, in class folders or not")],
-    destination: Annotated[str, typer.Argument(help="folder or s3:// URL for the shards")],
-    size: Annotated[int, typer.Option(help="MiB of images per shard", min=1)] = 128,
+    folder: Annotated[Path, typer.Argument(help="Folder of images. Its subfolders, if any, become the classes.")],
+    destination: Annotated[str, typer.Argument(help="Folder or s3:// URL that the shards are written to.")],
+    size: Annotated[int, typer.Option(help="Size of a shard, in MiB of images.", min=1)] = 128,
 ) -> None:
-    """Write shards and their index from a folder of images: `prepare folder`, without Ray."""
+    """Write a folder of images as shards with an index, in one process. The same as `prepare folder --workers 0`."""
     from eagleray.cli import commands
     from eagleray.datasets.sources.options import PrepareOptions
 
@@ -50,8 +67,15 @@ def shard(
 
 
 @app.command()
-def index(url: Annotated[str, typer.Argument(help="folder, glob or brace pattern of tars, local or s3://")]) -> None:
-    """Index existing WebDataset tars, anew where they were indexed before."""
+def index(
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="WebDataset tars: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."
+        ),
+    ],
+) -> None:
+    """Write the index of existing WebDataset tars. An index that is there already is replaced."""
     from eagleray.data.index import write_index
 
     with progress_bar("shards") as progress:
@@ -66,26 +90,53 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="a name of `list datasets`, imagenet-22k, openimages, webvision, coco, folder, webdataset or parquet",
+            help="Kind of source: a name shown by `eagleray list datasets`, or imagenet-22k, openimages, webvision, "
+            "coco, folder, webdataset or parquet.",
             metavar="SOURCE",
         ),
     ],
-    origin: Annotated[str, typer.Argument(help="file, folder or s3:// URL of the source", metavar="FROM")],
-    destination: Annotated[str, typer.Argument(help="folder or s3:// URL for the shards", metavar="DST")],
-    split: Annotated[str, typer.Option(help="split of the data set; by default the first, for training")] = "",
-    size: Annotated[int, typer.Option(help="MiB of source bytes per shard", min=1)] = 128,
-    max_side: Annotated[int, typer.Option(help="pixels; larger images become JPEGs of this longer side", min=0)] = 0,
-    min_side: Annotated[int, typer.Option(help="pixels; images with a shorter side are left out", min=0)] = 0,
-    dedup: Annotated[bool, typer.Option("--dedup", help="leave out images whose bytes were there before")] = False,
-    seed: Annotated[int, typer.Option(help="seed of the sample order", min=0)] = 0,
+    origin: Annotated[str, typer.Argument(help="File, folder or s3:// URL of the source.", metavar="FROM")],
+    destination: Annotated[
+        str, typer.Argument(help="Folder or s3:// URL that the shards are written to.", metavar="DST")
+    ],
+    split: Annotated[
+        str, typer.Option(help="Split to read, such as val. By default the first one, which is for training.")
+    ] = "",
+    size: Annotated[int, typer.Option(help="Size of a shard, in MiB of source files.", min=1)] = 128,
+    max_side: Annotated[
+        int,
+        typer.Option(
+            help="Longest side in pixels. Larger images are shrunk to it and stored as JPEG. 0: never.", min=0
+        ),
+    ] = 0,
+    min_side: Annotated[
+        int, typer.Option(help="Shortest side in pixels. Images with a shorter one are left out. 0: none is.", min=0)
+    ] = 0,
+    dedup: Annotated[
+        bool, typer.Option("--dedup", help="Leave out images whose file is the same, byte for byte, as an earlier one.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the order in which the samples are written.", min=0)] = 0,
     workers: Annotated[
-        int | None, typer.Option(help="Ray tasks at once; 0: in this process; all CPUs by default", min=0)
+        int | None,
+        typer.Option(
+            help="Ray tasks that run at the same time; by default one per CPU. 0: this process, without Ray.", min=0
+        ),
     ] = None,
-    labels: Annotated[str, typer.Option(help="imagenet-1k, -100: devkit or LOC_val_solution.csv for --split val")] = "",
-    images: Annotated[str, typer.Option(help="openimages: folder of the files; the public bucket by default")] = "",
-    column: Annotated[str, typer.Option(help="parquet: column of the images, where there are several")] = "",
+    labels: Annotated[
+        str,
+        typer.Option(help="Only imagenet-1k and imagenet-100 with --split val: the devkit, or LOC_val_solution.csv."),
+    ] = "",
+    images: Annotated[
+        str,
+        typer.Option(help="Only openimages: folder of the image files. By default they come from the public bucket."),
+    ] = "",
+    column: Annotated[
+        str, typer.Option(help="Only parquet: column of the images. It is needed where several columns hold images.")
+    ] = "",
 ) -> None:
-    """Turn a source of images into shards, index and card. The same command continues after an interruption."""
+    """Turn a data set into shards with an index and a card, dataset.json, that describes them.
+
+    The same command continues after an interruption. Each source is described in docs/prepare.md."""
     from eagleray.cli import commands
     from eagleray.datasets.sources.options import PrepareOptions
 
@@ -108,10 +159,15 @@ def prepare(
 
 @data.command()
 def stats(
-    url: Annotated[str, typer.Argument(help="folder, glob or brace pattern of shards, local or s3://")],
-    destination: Annotated[Path, typer.Option("--out", help="folder for contact.png and sizes.png")] = Path("stats"),
+    url: Annotated[
+        str,
+        typer.Argument(help="Shards: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."),
+    ],
+    destination: Annotated[
+        Path, typer.Option("--out", help="Folder that contact.png and sizes.png are written to.")
+    ] = Path("stats"),
 ) -> None:
-    """Print what a set of shards holds, and draw a contact sheet and its sizes."""
+    """Print how many images, classes and formats a set of shards has; draw a contact sheet and the image sizes."""
     from eagleray.datasets import card, contact_sheet
 
     found, images = card.describe(url, destination)
@@ -125,11 +181,14 @@ def stats(
 
 @data.command("bench")
 def bench_(
-    url: Annotated[str, typer.Argument(help="folder, glob or brace pattern of shards, local or s3://")],
-    seconds: Annotated[float, typer.Option(help="for each stage", min=0.1)] = 3,
+    url: Annotated[
+        str,
+        typer.Argument(help="Shards: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."),
+    ],
+    seconds: Annotated[float, typer.Option(help="Seconds that each stage is measured for.", min=0.1)] = 3,
     as_json: Json = False,
 ) -> None:
-    """Measure store, reader, decoding, crops and loader on this machine, and name what limits them."""
+    """Measure how fast this machine fetches, decodes and crops the images, and say which stage limits training."""
     from eagleray.data.bench import bench
 
     with silence(as_json):
@@ -146,11 +205,18 @@ class Target(StrEnum):
 
 @app.command()
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="a checkpoint, or the folder or s3:// URL of a run")],
-    to: Annotated[Target, typer.Option(help="what is to load it")] = Target.timm,
-    destination: Annotated[Path | None, typer.Option(help="folder; export/ beside the checkpoints by default")] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint file, or the folder or s3:// URL of a run, whose newest checkpoint is taken."
+        ),
+    ],
+    to: Annotated[Target, typer.Option(help="Library that shall load the backbone.")] = Target.timm,
+    destination: Annotated[
+        Path | None, typer.Option(help="Folder to write to. By default export/ in the folder of the run.")
+    ] = None,
 ) -> None:
-    """Write a checkpoint's backbone for others to load, and compare what they get."""
+    """Write the backbone of a checkpoint as a file that timm loads, and check that timm computes the same with it."""
     from eagleray.cli import commands
 
     commands.export(checkpoint, destination)
@@ -158,7 +224,7 @@ def export(
 
 @app.command()
 def show(name: RecipeName, overrides: Overrides = None) -> None:
-    """Print the resolved recipe, every default written out."""
+    """Print a recipe as YAML with every default written out."""
     from eagleray import config
     from eagleray.runs import recipe
 
@@ -174,7 +240,7 @@ tune.register(app)
 
 
 def main() -> Any:
-    """The entry point. Exit status 0: done; 2: the user's input is wrong; 1: anything else."""
+    """Run the command line. The exit status is 0 for success, 2 for wrong input and 1 for anything else."""
     try:
         app()
     except UserError as e:

@@ -4,8 +4,34 @@ from typing import Annotated
 
 import typer
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="recipe keys, such as optim.batch=256", metavar="[KEY=VALUE]...")
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """The shipped recipes whose name begins like this, for the shell to offer."""
+    from eagleray.config import bundled
+
+    return [name for name in bundled.names() if name.startswith(incomplete)]
+
+
+def complete_sweep(incomplete: str) -> list[str]:
+    """The shipped sweeps whose name begins like this, for the shell to offer."""
+    from eagleray.config import bundled
+
+    return [name for name in bundled.names("sweep") if name.startswith(incomplete)]
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="Recipe: a name shown by `eagleray list recipes`, or the path of a YAML file.",
+        metavar="RECIPE",
+        autocompletion=complete_recipe,
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-RecipeName = Annotated[str, typer.Argument(help="a name of `eagleray list recipes`, or a YAML file", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Recipe keys to change, such as optim.batch=256. `eagleray show RECIPE` prints all keys.",
+        metavar="[KEY=VALUE]...",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

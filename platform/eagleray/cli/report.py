@@ -1,4 +1,4 @@
-"""The command for a page about runs: report."""
+"""Write a page about runs: report."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,13 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="folder or s3:// URL of a run; several are compared; or a sweep's")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Folder or s3:// URL of a run or of a sweep. Several runs are compared on one page."),
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="file; report.html in the run's folder, of several runs in this one, by default")
+        Path | None,
+        typer.Option(help="File to write. By default report.html: in the run's folder, or here for several runs."),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, a sweep, or several runs compared."""

@@ -1,4 +1,4 @@
-"""The command for sweeps: tune."""
+"""Search for settings: tune."""
 
 import json
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import silence
-from eagleray.cli.options import Json
+from eagleray.cli.options import Json, complete_sweep
 
 
 def register(app: typer.Typer) -> None:
@@ -14,18 +14,35 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
-    name: Annotated[str, typer.Argument(help="a name of `eagleray list sweeps`, or a YAML file", metavar="SWEEP")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Sweep: a name shown by `eagleray list sweeps`, or the path of a YAML file.",
+            metavar="SWEEP",
+            autocompletion=complete_sweep,
+        ),
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="recipe keys for all trials, out=DIR, or sweep.KEY=VALUE", metavar="[KEY=VALUE]..."),
+        typer.Argument(
+            help="Recipe keys for all trials, out=FOLDER, or keys of the sweep itself such as sweep.trials=20.",
+            metavar="[KEY=VALUE]...",
+        ),
     ] = None,
     most: Annotated[
-        int | None, typer.Option("--max-concurrent", help="trials at once; as many as fit by default", min=1)
+        int | None,
+        typer.Option(
+            "--max-concurrent",
+            help="Most trials that run at the same time. By default as many as fit on the cluster.",
+            min=1,
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue a sweep that was ended")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a sweep that was interrupted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Search the best settings: data.train=URL data.test=URL out=DIR sweep.trials=N ..."""
+    """Search for the best settings of a recipe: many trials, a table, plots, and the best recipe as a file.
+
+    Most sweeps set data.train=SHARDS, data.test=SHARDS and out=FOLDER."""
     from eagleray.sweeps import run
 
     with silence(as_json):
