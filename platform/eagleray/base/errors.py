@@ -6,6 +6,10 @@ class UserError(ValueError):
     The command line exits with 2."""
 
 
+class PluginError(UserError):
+    """A plug-in cannot be found or imported, or does not keep a contract."""
+
+
 class Outage(RuntimeError):
     """A store or a server did not answer for too long; the same command may succeed later. The command
     line exits with 1."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.config import plugins
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_sizes
@@ -39,6 +40,8 @@ class Parcel:
         skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe has no base any more
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
         (folder / layout.RECIPE).write_text(config.dump(self.recipe))
+        for sources in plugins.pack(self.recipe.plugins).values():
+            plugins.write(folder / plugins.FOLDER, sources)
 
 
 def pack(name: str, overrides: Sequence[str], gpus: int | None) -> Parcel:

@@ -15,6 +15,7 @@ from eagleray.base import dist
 from eagleray.base.errors import Futile, Outage, Preempted, UserError
 from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.session import session
+from eagleray.config import plugins
 from eagleray.engine import checkpoint
 from eagleray.engine.world import World
 from eagleray.runs import layout, pretrain, remote
@@ -68,6 +69,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
         _rank,  # type: ignore[arg-type]
         train_loop_config={
             "recipe": config.plain(recipe),
+            "plugins": plugins.pack(recipe.plugins),
             "tracking": tracking,  # not in pieces: Ray records them, and the address may hold a password
             "threads": max(int(cpus), 1),
             "command": began,
@@ -138,6 +140,7 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     where the restarted workers and the command find it."""
     from ray.train.torch import get_device
 
+    plugins.install(given["plugins"])
     recipe = config.check(Recipe, given["recipe"], "recipe")
     out = recipe.out or ""
     if remote.get(out, layout.FAILURE):

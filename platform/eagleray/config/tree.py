@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, 
 from pydantic_core import ArgsKwargs
 
 from eagleray.base.errors import UserError
-from eagleray.config import signature
+from eagleray.config import register, signature
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
@@ -132,7 +132,8 @@ class Part:
     @property
     def target(self) -> Any:
         """The class itself, which is imported here and not before."""
-        return part(self.package, self.name)
+        plugin = plugin_parts(self.package).get(self.name)
+        return plugin or part(self.package, self.name)
 
     def build(self, *positional: Any) -> Any:
         """An object of the class: the arguments given here first, then those of the recipe by name."""
@@ -161,9 +162,11 @@ def part_of(package: str) -> Any:
         if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
             raise _PartError([f": expected a mapping with a `name`, got {spec!r}"])
         name, args = spec["name"], {k: v for k, v in spec.items() if k != "name"}
-        if name not in parts(package):
-            raise _PartError([f".name: unknown {name!r}{nearest(name, parts(package))}"])
-        fields: Any = signature.fields(f"{package}.{name}")
+        plugins = plugin_parts(package)
+        names = sorted({*parts(package), *plugins})
+        if name not in names:
+            raise _PartError([f".name: unknown {name!r}{nearest(name, names)}"])
+        fields: Any = signature.from_import(plugins[name]) if name in plugins else signature.fields(f"{package}.{name}")
         model = create_model(name, __config__=STRICT, **fields)
         try:
             full = model.model_validate(args)
@@ -175,6 +178,12 @@ def part_of(package: str) -> Any:
         return {"name": part.name, **TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")}
 
     return Annotated[Part, BeforeValidator(checked), PlainSerializer(write)]
+
+
+def plugin_parts(package: str) -> dict[str, type]:
+    """The classes that plug-ins have registered beside those of the package."""
+    kind: Any = package.rpartition(".")[2].removesuffix("s")
+    return {name: entry.target for name, entry in register.entries(kind).items()}
 
 
 def parts(package: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from eagleray.config import STRICT
+from eagleray.config import STRICT, register
 from eagleray.config.types import Share
 
 
@@ -22,6 +22,16 @@ def check_policy(policy: str) -> str:
     return policy
 
 
+def registered(name: str) -> str:
+    names = sorted(register.entries("view"))
+    if name not in names:
+        raise ValueError(
+            f"a view operation that a plug-in registers is expected, known are {', '.join(names) or 'none'}"
+        )
+    return name
+
+
+Operation = Annotated[str, AfterValidator(registered)]
 Range = Annotated[tuple[float, float], AfterValidator(check_range)]
 Policy = Annotated[str, AfterValidator(check_policy)]
 
@@ -44,6 +54,8 @@ class View:
     sigma: Range = (0.1, 2.0)  # pixels
     solarize: Share = 0.0  # pixels of 128 and more of 255 are inverted
     erasing: Share = 0.0  # a box becomes noise
+    # Operations of plug-ins on the uint8 crop, before all that happens on the device, in this order.
+    operations: Annotated[tuple[Operation, ...], Field(exclude_if=lambda names: not names)] = ()
 
     def __post_init__(self) -> None:
         if self.scale[1] > 1:

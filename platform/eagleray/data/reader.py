@@ -23,6 +23,7 @@ from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views import sampling
 from eagleray.views.crop import crop
+from eagleray.views.operations import operate
 from eagleray.views.randaugment import augment
 from eagleray.views.sampling import Views
 
@@ -183,6 +184,10 @@ class Stream:
         for pixels, view, v in zip(crops, self.views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
+        seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
+        for pixels, view, row_of_seeds in zip(crops, self.views.views, seeds.tolist(), strict=True):
+            for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
+                operate(name, pixels, operation_seed)
         part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 

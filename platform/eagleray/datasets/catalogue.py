@@ -4,6 +4,7 @@ A source is described in its own file in `sources/`, which is listed in MODULES 
 """
 
 from eagleray.base.errors import UserError
+from eagleray.config import register
 from eagleray.datasets.sources import (
     caltech_101,
     cars,
@@ -28,7 +29,7 @@ from eagleray.datasets.sources import (
     webvision,
 )
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Dataset, Source, SourceFiles
+from eagleray.datasets.sources.source import OWN, Dataset, Source, SourceFiles
 
 MODULES = (
     imagenet,
@@ -53,7 +54,10 @@ MODULES = (
     webdataset,
     parquet,
 )
-SOURCES: dict[str, Source] = {name: source for module in MODULES for name, source in module.SOURCES.items()}
+SHIPPED: dict[str, Source] = {name: source for module in MODULES for name, source in module.SOURCES.items()}
+SOURCES = register.Known(
+    "source", SHIPPED, lambda entry: Source(entry.target, **{"licence": OWN, "splits": ("all",)} | entry.details)
+)
 
 FOLDERS = "Make class folders of its images and read them with `eagleray prepare folder`"
 SHARDS = "It comes as shards, which are used as they are"

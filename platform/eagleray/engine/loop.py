@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from eagleray.base import dist
+from eagleray.base.errors import PluginError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
@@ -53,6 +54,9 @@ def fit(
 
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = model(batch, at)
+        if not isinstance(out, dict) or "loss" not in out:
+            what = f"the keys {sorted(out)}" if isinstance(out, dict) else f"a {type(out).__name__}"
+            raise PluginError(f"{type(method).__name__}.forward returned {what}, expected a dict with `loss`")
         share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
         (out["loss"] * share).backward()
 

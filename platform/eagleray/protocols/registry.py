@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from eagleray import config
+from eagleray.config import register
 from eagleray.protocols.protocol import Protocol
 
 HERE = "eagleray.protocols"
@@ -15,7 +16,7 @@ VARIANTS = {
     "esvit": DINO,
     "selfpatch": DINO,
 }
-PROTOCOLS = {
+SHIPPED = {
     "knn": Protocol(
         "weighted vote of the k nearest training images, as in DINO and InstDisc", f"{HERE}.knn:knn", ("labels",)
     ),
@@ -77,6 +78,14 @@ PROTOCOLS = {
     ),
     "throughput": Protocol("images/s, parameters, multiply-adds and memory", f"{HERE}.throughput:throughput"),
 }
+
+
+def _from_plugin(entry: register.Entry) -> Protocol:
+    function = f"{entry.module}:{entry.target.__name__}"
+    return Protocol(entry.details["about"] or entry.name, function, entry.details["needs"], entry.details["features"])
+
+
+PROTOCOLS = register.Known("protocol", SHIPPED, _from_plugin)
 
 
 def select(names: Sequence[str]) -> tuple[list[str], list[str]]:

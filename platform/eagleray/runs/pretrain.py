@@ -24,6 +24,7 @@ from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
+from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan, make_plan
@@ -59,6 +60,9 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         parts = Parts(method, optimizer, watching(p, method, optimizer))
         state = restore(state, parts)
         step = folder.begin(state["step"], world.size)
+        run = RunView(recipe, method, recipe.out or "", world.rank, world.size, world.device, p.steps)
+        folder.callbacks = Callbacks(run)
+        folder.callbacks("start", step)
         log.info("%s", describe(p, method, world))
         clock = Clock(time.monotonic() - state["seconds"], state["useful"])
         if step < p.steps:
@@ -68,6 +72,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
             return None
         summary = finish(p, world, folder, method, step) | {"wall_seconds": round(clock.seconds, 1)}
         folder.end(summary, clock.useful)
+        folder.callbacks("end", summary)
         return summary
 
 
@@ -104,12 +109,15 @@ def train(p: Plan, world: World, folder: RunDir, parts: Parts, clock: Clock, *, 
     for taken in training(recipe, world, method, optimizer, meter.feed(loader, step)):
         at, step = taken.at, taken.at.step + 1
         meter.add(taken)
+        folder.callbacks("step", taken)
         every = recipe.evaluate.every * p.stream.steps_per_epoch
         look = bool(every) and step % every == 0 and step < p.steps
         if step % recipe.log_steps == 0 or look or step == p.steps:
             record = meter.flush(at, lr(at))
             if look:
-                record |= between(p, method)
+                scores = between(p, method)
+                folder.callbacks("evaluation", scores)
+                record |= scores
                 meter.since = time.perf_counter()
             tell(p, world, folder, record)
         minutes = (time.monotonic() - saved) / 60
@@ -152,6 +160,7 @@ def training(
 
 def tell(p: Plan, world: World, folder: RunDir, record: dict[str, Any]) -> None:
     folder.log(record)
+    folder.callbacks("log", record)
     if world.rank == 0:
         world.show(record, p.steps)
 
@@ -169,15 +178,16 @@ def save(folder: RunDir, p: Plan, parts: Parts, step: int, clock: Clock) -> None
         } | {name: part.state_dict() for name, part in parts._asdict().items()}
         folder.save(step, state)
         log.debug("saving step %d", step)
+    folder.callbacks("checkpoint", step)
 
 
 def newest(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
-    """The newest checkpoint of the run. Raises UserError when it is of another recipe."""
+    """The newest checkpoint of the run. Raises UserError when it was made with another recipe."""
     state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
     if len(set(dist.objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks found different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(recipe):
-        raise UserError(f"{folder.out}: its checkpoints are of another recipe")
+        raise UserError(f"{folder.out}: its checkpoints were made with another recipe")
     return state
 
 
@@ -193,6 +203,7 @@ def restore(state: dict[str, Any] | None, parts: Parts) -> dict[str, Any]:
 def finish(p: Plan, world: World, folder: RunDir, method: Method, step: int) -> dict[str, Any]:
     """Evaluate and export. Ranks share the work of the features."""
     scores = classified(p, method) if isinstance(method, Classifier) else compared(p, world, method)
+    folder.callbacks("evaluation", scores)
     if world.rank == 0:
         if isinstance(method, Classifier):
             log.info(

@@ -4,13 +4,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
-from eagleray.config import STRICT, Part, bundled, part_of
+from eagleray.config import STRICT, Part, bundled, part_of, plugins
+from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Sources
 from eagleray.config.types import Bytes, Share
@@ -112,6 +115,8 @@ class Recipe:
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
     gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
     max_steps: PositiveInt | None = None  # stop early, without changing any schedule
+    # The user's own files and modules, with digests of their source; a recipe lists their names alone.
+    plugins: Annotated[tuple[Plugin, ...], Field(exclude_if=lambda plugins: not plugins)] = ()
 
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
@@ -138,4 +143,15 @@ def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
     for item in overrides:
         tree = config.merge(tree, config.override(item))
     tree["out"] = tree.get("out") or f"runs/{title}"
-    return config.check(Recipe, tree, name.rpartition("/")[2])
+    return check(tree, name.rpartition("/")[2], folder=Path(name).parent if name.endswith((".yaml", ".yml")) else None)
+
+
+def check(tree: dict[str, Any], source: str, *, folder: Path | None = None) -> Recipe:
+    """Load the plug-ins that a tree of plain values names, in files below `folder`, and check it. Raises UserError."""
+    plugins.load_installed()
+    listed = plugins.resolve(tree.get("plugins") or [], folder=folder)
+    recipe: Recipe = config.check(Recipe, tree | {"plugins": listed}, source)
+    parts = [plugins.used(recipe.method.name)]
+    parts += [plugins.used(name, "view") for view in recipe.views for name in view.operations]
+    extra = {p for p in parts if p} - set(recipe.plugins)  # of installed packages
+    return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))

@@ -8,6 +8,7 @@ import yaml
 
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.config import plugins
 from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.models import weights
@@ -40,7 +41,14 @@ def restore(path: str) -> Restored:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected {', '.join(sorted(KEYS))} in it")
-    recipe = config.check(Recipe, yaml.safe_load(state["recipe"]), path)
+    tree = yaml.safe_load(state["recipe"])
+    missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded()]
+    if missing:
+        raise UserError(
+            f"{path}: was trained with the plug-in {missing[0]}, which is not loaded: name it with --plugin; a copy of "
+            f"its source is {folder / plugins.FOLDER / missing[0]}"
+        )
+    recipe = config.check(Recipe, tree, path)
     method = build_method(recipe)
     method.allocate(state["images"])
     method.load_state_dict(state["method"])

@@ -36,6 +36,7 @@ class RunDir:
         self.command, self.keep = command, keep
         self.closing: list[Callable[[], None]] = []
         self.mlflow: MLflow | None = None
+        self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
         self.mirror: remote.Mirror | None = None
         self.checkpoints, self.scratch = f"{out}/checkpoints", self.path / "checkpoints"

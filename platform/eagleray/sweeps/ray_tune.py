@@ -15,6 +15,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cluster import ray_train
 from eagleray.cluster.session import session
+from eagleray.config import plugins
 from eagleray.runs import layout
 from eagleray.runs.plan import resolve_paths
 from eagleray.runs.recipe import span
@@ -220,6 +221,7 @@ def handed(book: Book, row: Mapping[str, Any]) -> dict[str, Any]:
         "id": row["id"],
         "folder": str(book.folder),
         "recipe": config.plain(resolve_paths(recipe)),
+        "plugins": plugins.pack(recipe.plugins),
         "values": row["values"],
         "objective": book.sweep.objective.key,
         "after": told[-1]["percent"] if told else 0.0,

@@ -16,6 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config.types import Share
 from eagleray.data.order import rows as shares
+from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe, span
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
@@ -169,7 +170,7 @@ def recipe_of(sweep: Sweep, branch: str, values: Mapping[str, Any], where: str) 
     """The recipe of a trial. Raises UserError."""
     tree = sweep.alternatives[branch].recipe
     assert isinstance(tree, dict)
-    return config.check(Recipe, put(tree, values), where)
+    return recipes.check(put(tree, values), where)
 
 
 def count(sweep: Sweep) -> int:

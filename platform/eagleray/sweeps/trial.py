@@ -15,6 +15,7 @@ from eagleray.base import files
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
 from eagleray.cluster import ray_train
+from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
 from eagleray.runs import layout, pretrain
 from eagleray.runs import recipe as recipes
@@ -39,6 +40,7 @@ class Following:
         self.folder = Path(given["folder"])
         self.out, self.given, self.told = place_of(self.folder, name), given, float(given["after"])
         tree = put(given["recipe"], given["values"]) | {"out": str(self.out)}
+        plugins.install(given["plugins"])
         self.recipe = config.check(Recipe, tree, f"trial {name}")
         self.tracking = replace(tracking, name=f"{self.folder.name}-{name}")
         self.thread: threading.Thread | None = None

@@ -87,6 +87,16 @@ def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[n
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 1])).random((len(v.views), EXTRA_WIDTH))
 
 
+def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
+    """(V, O) seeds below 2**63 of the views' own operations, O the most of any view; (V, 0) where there are none."""
+    count = max(len(x.operations) for x in v.views)
+    if not count:
+        return np.empty((len(v.views), 0), np.int64)
+    key = np.array([seed, (epoch << 40) | sample], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 2]))
+    return generator.integers(2**63, size=(len(v.views), count), dtype=np.int64)
+
+
 def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
     """Top, left, height and width (V, 4) of random resized crops of an image, in pixels."""
     area = height * width * stretch(v.scale, u[:, :TRIES])

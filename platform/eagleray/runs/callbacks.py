@@ -1,0 +1,73 @@
+"""Callbacks let a plug-in follow a run: they see every step, record and score, and cannot change the samples' order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagleray.base.errors import Outage, PluginError, UserError
+from eagleray.config import plugins, register
+from eagleray.engine.loop import Step
+from eagleray.methods.method import Method
+from eagleray.runs.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What a callback may know of the run that calls it."""
+
+    recipe: Recipe
+    method: Method
+    out: str  # folder or s3:// URL of the run
+    rank: int
+    ranks: int
+    device: torch.device
+    steps: int  # planned in all
+
+
+class Callback:
+    """Override the methods that you need. Every rank calls them, in the same order, with its own RunView."""
+
+    def start(self, run: RunView, step: int) -> None:
+        """The run starts, or continues after `step` steps."""
+
+    def step(self, run: RunView, step: Step) -> None:
+        """The optimiser has made a step. Reading a value of `step.values` makes the host wait for the device."""
+
+    def log(self, run: RunView, record: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl is written."""
+
+    def evaluation(self, run: RunView, scores: Mapping[str, float]) -> None:
+        """The backbone has been evaluated, during training or at its end."""
+
+    def checkpoint(self, run: RunView, step: int) -> None:
+        """A checkpoint of `step` steps is being saved in the background."""
+
+    def end(self, run: RunView, summary: Mapping[str, Any]) -> None:
+        """All planned steps have been taken, and the backbone has been evaluated and exported."""
+
+
+class Callbacks:
+    """The callbacks that the plug-ins of a recipe have registered, called in the order of their registration."""
+
+    def __init__(self, run: RunView) -> None:
+        self.run = run
+        modules = plugins.modules(run.recipe.plugins)
+        entries = [e for e in register.entries("callback").values() if e.module in modules]
+        self.callbacks: Sequence[tuple[str, Callback]] = [(e.name, self._make(e.name, e.target)) for e in entries]
+
+    def _make(self, name: str, target: Any) -> Callback:
+        if not (isinstance(target, type) and issubclass(target, Callback)):
+            raise PluginError(f"callback {name}: expected a subclass of eagleray.Callback")
+        return target()
+
+    def __call__(self, event: str, argument: Any) -> None:
+        """Call one method of every callback. Raises PluginError when a callback fails."""
+        for name, callback in self.callbacks:
+            try:
+                getattr(callback, event)(self.run, argument)
+            except (UserError, Outage):
+                raise
+            except Exception as e:
+                raise PluginError(f"callback {name}: {event} failed: {type(e).__name__}: {e}") from e
