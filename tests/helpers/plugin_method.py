@@ -1,0 +1,78 @@
+"""A plug-in as its author would write it: a method, a view operation, a protocol, a source and a callback."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagleray.config import register
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.protocols.outcome import Outcome
+from eagleray.runs.callbacks import Callback, RunView
+
+
+@register.method("cosine_pairs")
+class CosinePairs(Method):
+    """Two views of an image agree, and a queue of nothing keeps them apart: the smallest method there is."""
+
+    views = (2, 2)
+
+    def __init__(self, backbone: Backbone, *, dim: int = 8, spread: float = 1.0) -> None:
+        super().__init__()
+        self.encoder = Encoder(backbone, nn.Linear(backbone.dim, dim))
+        self.spread = spread
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        z1, z2 = F.normalize(self.encoder(batch.views), dim=1).chunk(2)
+        return {"loss": -(z1 * z2).sum(1).mean() + self.spread * z1.mean(0).square().sum()}
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+@register.view("stripes")
+def stripes(crop: Tensor, seed: int) -> Tensor:
+    """Every other row of a random colour."""
+    g = torch.Generator().manual_seed(seed)
+    out = crop.clone()
+    out[:, ::2] = torch.randint(256, (3, 1, 1), generator=g, dtype=torch.uint8)
+    return out
+
+
+@register.protocol("norms", about="mean norm of the pooled features", needs=("labels",))
+def norms(train: Any, test: Any, *, scale: float = 1.0) -> Outcome:
+    return Outcome({"norms/mean": scale * float(test.x.norm(dim=1).mean())})
+
+
+@register.callback
+class Diary(Callback):
+    """Writes what it is told into the run's folder."""
+
+    def _write(self, run: RunView, **line: Any) -> None:
+        if run.rank == 0:
+            with (Path(run.out) / "diary.jsonl").open("a") as f:
+                f.write(json.dumps(line) + "\n")
+
+    def start(self, run: RunView, step: int) -> None:
+        self._write(run, event="start", step=step)
+
+    def step(self, run: RunView, step: Any) -> None:
+        self._write(run, event="step", step=step.at.step + 1)
+
+    def log(self, run: RunView, record: Any) -> None:
+        self._write(run, event="log", step=record["step"])
+
+    def evaluation(self, run: RunView, scores: Any) -> None:
+        self._write(run, event="evaluation", scores=sorted(scores))
+
+    def checkpoint(self, run: RunView, step: int) -> None:
+        self._write(run, event="checkpoint", step=step)
+
+    def end(self, run: RunView, summary: Any) -> None:
+        self._write(run, event="end", steps=summary["steps"])
