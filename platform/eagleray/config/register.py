@@ -89,8 +89,8 @@ def view(name: str) -> Callable[[T], T]:
 
 
 def source(name: str, **details: Any) -> Callable[[T], T]:
-    """Register a source of images for `eagleray prepare NAME`; `details` are fields of `datasets.sources.source.Source`,
-    such as its licence."""
+    """Register a source of images for `eagleray prepare NAME`; `details` are fields of its Source, such as
+    `licence`."""
     return lambda target: _register("source", name, target, **details)
 
 
