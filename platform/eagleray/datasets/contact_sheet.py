@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from eagleray.base.plotting import BLUE, INK, LIGHT
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 
 TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images
 PAPER = (250, 250, 248)
-INK, BAR, LIGHT = "#2b2b2b", "#3b6ea5", "#dcdcd8"
 
 
 def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
@@ -48,7 +48,7 @@ def _histogram(axes: Any, counts: Sequence[int], edges: Sequence[float], ticks: 
     nonzero = np.flatnonzero(counts)
     first, last = int(nonzero[0]), int(nonzero[-1])
     lefts = np.r_[positions[0] - step, positions]
-    axes.bar(lefts[first : last + 1], shares[first : last + 1], width=step * 0.92, align="edge", color=BAR)
+    axes.bar(lefts[first : last + 1], shares[first : last + 1], width=step * 0.92, align="edge", color=BLUE)
     axes.set_xlim(lefts[max(first - 1, 0)], lefts[last] + 2 * step)
     visible = {
         np.log2(t): name for t, name in ticks.items() if lefts[first] - step <= np.log2(t) <= lefts[last] + 2 * step

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.base.plotting import BLUE, DPI, GREY, INK, LIGHT, RED
 from eagleray.runs import layout
 from eagleray.runs.health import words
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
@@ -23,9 +24,7 @@ from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_K
 POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for
 WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: of the page, beside the panels, between them
-DPI = 110
 ROWS, ROW, LETTER = 4, 0.15, 0.07  # of names over the picture: how many, inches of each, inches of a letter
-INK, BLUE, GREY, LIGHT, RED = "#222222", "#3b6ea5", "#8c8c8c", "#dcdcd8", "#b3261e"
 FIRST = ("patch_embed", "stem", "conv1")  # what `monitor.layers` calls the layer that sees the pixels
 
 

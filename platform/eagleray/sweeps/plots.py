@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagleray.runs.plots import GREY, INK
+from eagleray.base.plotting import BLUE, DPI, GREY, INK, RED
 from eagleray.sweeps.study import Book
 from eagleray.sweeps.sweep import RANGES, in_words
 
-COLOURS = ("#3b6ea5", "#b3261e", "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
+COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
-DPI = 110
 COLUMNS = 4  # of panels
 NAMED = 12  # curves at most that have their trial's name; of more, the best one has
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagleray.base.plotting import DPI
 from eagleray.protocols.segmentation.data import IGNORED
 from eagleray.protocols.segmentation.scores import shares
 
 GOLDEN = 0.618034  # of the circle of hues between one class and the next, so that neighbours differ
 NONE = (32, 32, 32)  # pixels of no class
-WIDTH, DPI = 3.2, 110  # inches of an image
+WIDTH = 3.2  # inches of an image
 NAMES = 40  # in a legend at most
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagleray.base.plotting import DPI, INK
+
 Pixels = NDArray[np.float32]  # (H, W, 3) from 0 to 1
 
 SIDE, LABEL, GAP, TOP = (
@@ -18,9 +20,8 @@ SIDE, LABEL, GAP, TOP = (
     0.5,
 )  # inches: a tile's height, room for the label of a row, between, the title
 CAPTION = 0.2  # inches over each tile
-DPI = 110
 LONGEST = 480  # pixels of a tile at most, so that a page stays small
-INK, RED, GREEN, YELLOW = "#222222", "#d5402b", "#2f8f4e", "#f2c200"
+RED, GREEN, YELLOW = "#d5402b", "#2f8f4e", "#f2c200"
 # Of objects in videos, in the order of their numbers; far apart also for those who see few colours.
 COLOURS = np.array([(230, 97, 0), (26, 133, 255), (212, 17, 89), (254, 204, 2), (93, 58, 155), (64, 176, 166)]) / 255
 OVER = 0.6  # share of a heat map or a mask in the colour of a pixel
