@@ -15,7 +15,7 @@ import common
 import numpy as np
 
 from eagleray.data.index import open_index
-from eagleray.evaluation.target import subject
+from eagleray.evaluation.target import load_target
 from eagleray.protocols.features import extract_pooled, labelled_samples
 from eagleray.protocols.logistic import STEPS, Problem, search, strength, validation_rows, validation_score
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("backbone", help="as of `eagleray evaluate`")
     parser.add_argument("train", nargs="+", help="labelled shards")
     args = parser.parse_args()
-    one = subject(args.backbone)
+    one = load_target(args.backbone)
     for url in args.train:
         index = open_index(url, Path.cwd())
         size, resize = one.settings.size, one.settings.resize

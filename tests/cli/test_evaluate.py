@@ -26,7 +26,7 @@ from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.evaluation import evaluate, extraction, feature_cache, results
 from eagleray.evaluation.extraction import Task, joined
 from eagleray.evaluation.results import Result
-from eagleray.evaluation.target import Subject, expect, subject
+from eagleray.evaluation.target import Target, expect, load_target
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.protocols import feature_types
@@ -154,24 +154,24 @@ def test_the_best_epoch_is_beside_the_last():
 
 
 def test_a_digest_is_of_weights_and_architecture(trained: Path):
-    one, again = subject(str(trained)), subject(str(trained))
-    fresh = subject(f"untrained:{trained}")
+    one, again = load_target(str(trained)), load_target(str(trained))
+    fresh = load_target(f"untrained:{trained}")
     assert one.digest == again.digest
     assert one.architecture == fresh.architecture
-    assert len({one.digest, fresh.digest, subject("untrained:resnet18").digest}) == 3
+    assert len({one.digest, fresh.digest, load_target("untrained:resnet18").digest}) == 3
     newest = max((trained / "checkpoints").glob("*.pt"))
-    assert subject(str(newest)).digest == one.digest
-    assert subject(str(newest)).run == str(trained)
+    assert load_target(str(newest)).digest == one.digest
+    assert load_target(str(newest)).run == str(trained)
 
 
 def test_a_file_of_tensors_needs_its_architecture(tmp_path: Path):
     torch.save(Backbone("resnet18").model.state_dict(), tmp_path / "w.pth")
     with pytest.raises(UserError, match="a file of tensors needs --architecture NAME"):
-        subject(str(tmp_path / "w.pth"))
-    found = subject(str(tmp_path / "w.pth"), "resnet18")
-    assert found.digest != subject("untrained:resnet18").digest
+        load_target(str(tmp_path / "w.pth"))
+    found = load_target(str(tmp_path / "w.pth"), "resnet18")
+    assert found.digest != load_target("untrained:resnet18").digest
     with pytest.raises(UserError, match=r"^resnt18: timm has no such model"):
-        subject(str(tmp_path / "w.pth"), "resnt18")
+        load_target(str(tmp_path / "w.pth"), "resnt18")
 
 
 def test_pixels_are_as_the_weights_want_them():
@@ -211,7 +211,7 @@ def test_features_are_made_once_and_damaged_ones_again(tmp_path: Path):
 def test_workers_give_the_features_of_one_process(
     trained: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    url, one, found = str(shards / "test"), subject(str(trained)), []
+    url, one, found = str(shards / "test"), load_target(str(trained)), []
     index = open_index(url, note=lambda _: None)
     task = Task(one.given, None, url, labelled_samples(index), 16, 16)
     for workers in (0, 2):
@@ -222,7 +222,7 @@ def test_workers_give_the_features_of_one_process(
 
 
 def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shards: Path):
-    one = subject(str(trained))
+    one = load_target(str(trained))
     task = Task(one.given, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
     assert len(extraction.share(task)[1]["pooled"].y) == 2
     with pytest.raises(UserError, match="has other weights than a moment ago"):
@@ -335,8 +335,8 @@ def test_a_backbone_that_diverged_has_no_numbers(
     net = network().eval()
     for p in net.parameters():
         p.data.fill_(torch.nan)
-    one = Subject("diverged", net, Network(), Evaluate(size=16, resize=16))
-    monkeypatch.setattr(evaluate, "subject", lambda *_: one)
+    one = Target("diverged", net, Network(), Evaluate(size=16, resize=16))
+    monkeypatch.setattr(evaluate, "load_target", lambda *_: one)
     report = request_("knn", "correspondence", "neighbours", settings={"neighbours.size": "16"}, backbone="diverged")
     assert not report.results
     assert [line.endswith("its features are not finite numbers") for line in report.refused] == [True] * 3
@@ -361,8 +361,8 @@ def test_a_setting_that_no_protocol_has(request_: Callable[..., evaluate.Report]
 
 def test_a_backbone_without_patch_tokens(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mixer = Backbone("mixer_s32_224", options={"img_size": 32}).eval()
-    one = Subject("mixer", mixer, Network(), Evaluate(size=32, resize=32))
-    monkeypatch.setattr(evaluate, "subject", lambda *_: one)
+    one = Target("mixer", mixer, Network(), Evaluate(size=32, resize=32))
+    monkeypatch.setattr(evaluate, "load_target", lambda *_: one)
     given = {"train": str(shards / "train"), "test": str(shards / "test"), "out": str(tmp_path)}
     report = evaluate.evaluate(evaluate.Request("mixer", ["correspondence", "knn"], **given))
     assert "MlpMixer has no patch tokens" in report.refused[0]

@@ -16,7 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.data.index import Index, open_index
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.evaluation import evaluate
-from eagleray.evaluation.target import Subject
+from eagleray.evaluation.target import Target
 from eagleray.models.backbone import Backbone, Features
 from eagleray.models.network import Network
 from eagleray.protocols import correspondence as module
@@ -193,8 +193,8 @@ def test_images_of_which_none_decodes(tmp_path: Path):
 def test_the_command_needs_no_labels(
     mosaic: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    one = Subject("ranks", Ranks().eval(), Network(), Evaluate(size=32, resize=32))
-    monkeypatch.setattr(evaluate, "subject", lambda *_: one)
+    one = Target("ranks", Ranks().eval(), Network(), Evaluate(size=32, resize=32))
+    monkeypatch.setattr(evaluate, "load_target", lambda *_: one)
     labelled, unlabelled = str(shards / "test"), str(mosaic)
     perfect = {"correspondence/accuracy": 1, "correspondence/error": 0, "correspondence/images": 23}
 

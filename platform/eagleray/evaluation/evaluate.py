@@ -22,7 +22,7 @@ from eagleray.engine import world
 from eagleray.evaluation import results
 from eagleray.evaluation.extraction import Task, features
 from eagleray.evaluation.results import UNTRAINED, Result, Row
-from eagleray.evaluation.target import Subject, subject
+from eagleray.evaluation.target import Target, load_target
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import data_digest, digest, tree_digest
 from eagleray.protocols.eval_mode import check_images, check_patches
@@ -85,19 +85,19 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     if not names:
         return report
     check_settings(names, request.settings)
-    subjects = [subject(request.backbone, request.architecture)]
-    if request.untrained and not subjects[0].untrained:
+    targets = [load_target(request.backbone, request.architecture)]
+    if request.untrained and not targets[0].untrained:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
-        subjects.append(subject(UNTRAINED + bare))
-    report.folder = folder(request, subjects[0])
+        targets.append(load_target(UNTRAINED + bare))
+    report.folder = folder(request, targets[0])
     results.load(report.folder)  # refused before anything is computed
-    for one in subjects:
+    for one in targets:
         work = Work(request, one, names, report, note)
         for name in names:
             work.try_one(name)
     every = results.load(report.folder)
-    report.rows = list(results.rows(report.results, every, published(subjects[0])))
-    tell_mlflow(report, subjects[0], note)
+    report.rows = list(results.rows(report.results, every, published(targets[0])))
+    tell_mlflow(report, targets[0], note)
     return report
 
 
@@ -115,7 +115,7 @@ def check_settings(names: Sequence[str], given: Mapping[str, str]) -> None:
             raise UserError(f"--{key}: no setting of {', '.join(names)}{config.nearest(key, known)}")
 
 
-def folder(request: Request, one: Subject) -> str:
+def folder(request: Request, one: Target) -> str:
     """Where results are kept: with the run, or named after what was evaluated. Raises UserError."""
     name = re.sub(r"[^\w.-]+", "-", one.given.removeprefix("untrained:").removeprefix("timm:")).strip("-")
     found = store.absolute((request.out or one.run or f"evaluations/{name}").rstrip("/"))
@@ -133,7 +133,7 @@ class Work:
     """The protocols on one backbone."""
 
     request: Request
-    subject: Subject
+    target: Target
     names: Sequence[str]
     report: Report
     note: Note
@@ -149,7 +149,7 @@ class Work:
     def one(self, name: str, protocol: Protocol) -> None:
         for need in protocol.needs:
             self.check(need)
-        asked, weights = self.asked(name, protocol), self.subject.digest  # of before, should a protocol train
+        asked, weights = self.asked(name, protocol), self.target.digest  # of before, should a protocol train
         began = time.monotonic()
         own = {k: v for k, v in asked.items() if k in protocol.parameters}
         found, data = self.frozen(protocol, asked, own) if protocol.frozen else self.direct(protocol, own)
@@ -158,10 +158,10 @@ class Work:
             numbers={k: v if isinstance(v, int) else float(v) for k, v in found.numbers.items()},
             settings=found.settings,
             asked=asked,
-            backbone=self.subject.given,
-            untrained=self.subject.untrained,
+            backbone=self.target.given,
+            untrained=self.target.untrained,
             backbone_digest=weights,
-            architecture=self.subject.architecture,
+            architecture=self.target.architecture,
             data=self.request.data(protocol),
             data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -182,7 +182,7 @@ class Work:
 
     def asked(self, name: str, protocol: Protocol) -> dict[str, Any]:
         """Settings: those of the recipe where a run has its own, of the protocol, of the command line."""
-        e = self.subject.settings
+        e = self.target.settings
         own = e.of(name)
         if protocol.frozen:
             own |= {"size": e.size, "resize": e.resize, "features": protocol.features}
@@ -198,9 +198,9 @@ class Work:
 
     def direct(self, protocol: Protocol, asked: dict[str, Any]) -> tuple[Outcome, str]:
         """A protocol on the backbone itself."""
-        backbone = self.subject.backbone.to(world.local().device)
+        backbone = self.target.backbone.to(world.local().device)
         fallen = protocol.parameters.get("size")
-        size = asked.get("size", fallen.default if fallen else self.subject.settings.size)
+        size = asked.get("size", fallen.default if fallen else self.target.settings.size)
         given: list[Any] = []
         data = ""
         for need in protocol.needs:
@@ -214,7 +214,7 @@ class Work:
             else:
                 given.append(Path(self.request.folders[need]))
                 data = tree_digest(given[-1])
-        pictures = remote.view(self.report.folder) / "pictures" / ("untrained" if self.subject.untrained else "")
+        pictures = remote.view(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
         pictures.mkdir(parents=True, exist_ok=True)
         known = {"out": pictures, "note": self.note}
         found: Any = protocol.run(
@@ -229,7 +229,7 @@ class Work:
         size, resize, kind = asked["size"], asked["resize"], asked["features"]
         if "labels" in protocol.needs:
             _ = self.sets  # refused at once where there is nothing to learn from
-        feature_types.check(self.subject.backbone, kind, size)
+        feature_types.check(self.target.backbone, kind, size)
         own = {k: v for k, v in own.items() if k not in EXTRACTION}
         own |= {"note": self.note} if "note" in protocol.parameters else {}
         how: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
@@ -267,15 +267,15 @@ class Work:
         for name in self.names:
             other = self.request.own(name).get("features", PROTOCOLS[name].features)
             new = "labels" in PROTOCOLS[name].needs and other not in wanted
-            if new and feature_types.has(self.subject.backbone, other, size):
+            if new and feature_types.has(self.target.backbone, other, size):
                 wanted.append(other)
         return wanted
 
     def features(
         self, index: Index, url: str, samples: NDArray[np.int64], size: int, resize: int, wanted: Sequence[str]
     ) -> dict[str, LabelledFeatures]:
-        task = Task(self.subject.given, self.request.architecture, url, samples, size, resize)
-        return features(self.subject, index, task, wanted, workers=self.request.workers, note=self.note)
+        task = Task(self.target.given, self.request.architecture, url, samples, size, resize)
+        return features(self.target, index, task, wanted, workers=self.request.workers, note=self.note)
 
     @cached_property
     def sets(self) -> ProbeSets:
@@ -295,7 +295,7 @@ class Work:
         return open_index(url, remote.view(self.report.folder), note=self.note)
 
 
-def published(one: Subject) -> dict[str, float]:
+def published(one: Target) -> dict[str, float]:
     """The paper's numbers for a run."""
     if not one.run or not one.recipe:
         return {}
@@ -306,7 +306,7 @@ def published(one: Subject) -> dict[str, float]:
     return results.published(command, config.plain(one.recipe))
 
 
-def tell_mlflow(report: Report, one: Subject, note: Note) -> None:
+def tell_mlflow(report: Report, one: Target, note: Note) -> None:
     """Numbers and results.json go to the run's own run in MLflow, where it has one."""
     if not one.run or not report.results:
         return

@@ -14,7 +14,7 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.data.index import Index, open_index
 from eagleray.engine import world
 from eagleray.evaluation import feature_cache
-from eagleray.evaluation.target import Subject, subject
+from eagleray.evaluation.target import Target, load_target
 from eagleray.protocols.digests import data_digest
 from eagleray.protocols.features import LabelledFeatures, extract_features
 
@@ -42,7 +42,7 @@ Share = tuple[int, dict[str, LabelledFeatures]]
 
 
 def features(
-    one: Subject, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
+    one: Target, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
     """Several kinds of features of the task's images: those kept on disk, or made by this process or by so many
     workers. Raises UserError and Outage."""
@@ -72,7 +72,7 @@ def features(
 
 def share(task: Task) -> Share:
     """In a process of Ray's."""
-    one = subject(task.given, task.architecture)
+    one = load_target(task.given, task.architecture)
     if one.digest != task.digest:
         raise UserError(f"{task.given}: has other weights than a moment ago; name a checkpoint file, or try again")
     index = open_index(task.url, note=lambda _: None)

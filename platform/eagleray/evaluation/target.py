@@ -27,7 +27,7 @@ from eagleray.views.photometric import MEAN, STD
 
 
 @dataclass(frozen=True)
-class Subject:
+class Target:
     """A backbone, where it is from, and how its recipe wants it evaluated."""
 
     given: str  # as it was named, places made absolute
@@ -53,14 +53,14 @@ class Subject:
         return weights_digest(self.backbone, self.architecture, self.pixels)
 
 
-def subject(given: str, architecture: str | None = None) -> Subject:
+def load_target(given: str, architecture: str | None = None) -> Target:
     """The backbone that a name stands for, in evaluation mode: a run's folder or s3:// URL, its checkpoint file,
     `timm:NAME`, a file of tensors with timm's name of its architecture, or `untrained:` before a run or timm's name.
     Raises UserError."""
     name = given.removeprefix(UNTRAINED)
     try:
         source = weights.absolute(name)
-        found = _found(source, architecture, fresh=given != name)
+        found = _load(source, architecture, fresh=given != name)
     except UserError as e:
         said = str(e).removeprefix("backbone.weights=")
         for key in "backbone.name=", "backbone.weights=":
@@ -70,12 +70,12 @@ def subject(given: str, architecture: str | None = None) -> Subject:
     return replace(found, given=(UNTRAINED if given != name else "") + source)
 
 
-def _found(source: str, architecture: str | None, *, fresh: bool) -> Subject:
+def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     if architecture and not fresh:
-        return _filled(source, Network(name=architecture))
+        return _fill(source, Network(name=architecture))
     if source.startswith(TIMM):
         network = Network(name=source.removeprefix(TIMM))
-        return Subject(source, _made(network), network, Evaluate()) if fresh else _filled(source, network)
+        return Target(source, _build(network), network, Evaluate()) if fresh else _fill(source, network)
     try:
         recipe, method, folder = restore(source)
     except UserError as e:
@@ -85,23 +85,23 @@ def _found(source: str, architecture: str | None, *, fresh: bool) -> Subject:
     run = source if is_remote(source) or Path(source).is_dir() else str(folder)
     if is_remote(run):
         remote.Copy(run, folder).fetch()
-    return Subject(source, backbone, recipe.backbone, recipe.evaluate, recipe, run)
+    return Target(source, backbone, recipe.backbone, recipe.evaluate, recipe, run)
 
 
-def _made(network: Network) -> Backbone:
+def _build(network: Network) -> Backbone:
     torch.manual_seed(0)
     return Backbone(**{k: v for k, v in asdict(network).items() if k != "weights"})
 
 
-def _filled(source: str, network: Network) -> Subject:
-    backbone = _made(network)
+def _fill(source: str, network: Network) -> Target:
+    backbone = _build(network)
     weights.fill(backbone, pretrained(source))
     if not source.startswith(TIMM):
-        return Subject(source, backbone, network, Evaluate())
+        return Target(source, backbone, network, Evaluate())
     known = timm.get_pretrained_cfg(network.name)
     assert known is not None  # its weights were found by it
     expect(backbone, known.mean, known.std)
-    return Subject(source, backbone, network, Evaluate(), pixels=(tuple(known.mean), tuple(known.std)))
+    return Target(source, backbone, network, Evaluate(), pixels=(tuple(known.mean), tuple(known.std)))
 
 
 def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:

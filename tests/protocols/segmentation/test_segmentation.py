@@ -18,8 +18,8 @@ from eagleray.protocols.digests import weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.feature_maps import Maps
 from eagleray.protocols.segmentation import data, heads, segmentation
-from eagleray.protocols.segmentation.data import IGNORED, Masks, crop, crops, fitted
-from eagleray.protocols.segmentation.scores import SCALES, confusion, likely, scores, shares
+from eagleray.protocols.segmentation.data import IGNORED, Masks, crop, crops, resized_shape
+from eagleray.protocols.segmentation.scores import SCALES, class_scores, confusion, probabilities, scores
 from eagleray.protocols.segmentation.segmentation import HEADS, Segmenter, poly
 from eagleray.views.photometric import normalise_
 
@@ -59,7 +59,7 @@ def test_scores_are_what_counting_pixel_by_pixel_gives():
         {"miou": 100 * np.mean(iou), "macc": 100 * np.mean(accuracy), "aacc": 100 * right / total}
     )
     assert counts[:, 4].sum() == 0
-    assert torch.isnan(shares(counts)[0]).tolist() == [False] * 4 + [True] + [False] * 2
+    assert torch.isnan(class_scores(counts)[0]).tolist() == [False] * 4 + [True] + [False] * 2
 
 
 def test_the_truth_scores_100():
@@ -78,8 +78,8 @@ def pixelwise(x: torch.Tensor) -> torch.Tensor:
 def test_at_one_scale_without_mirror_images_the_mean_is_the_net_itself():
     image = torch.randint(0, 256, (3, 24, 40), dtype=torch.uint8)
     expected = pixelwise(normalise_(image[None].float() / 255)).softmax(1)[0]
-    torch.testing.assert_close(likely(pixelwise, image, size=24), expected)
-    torch.testing.assert_close(likely(pixelwise, image, size=24, mirror=True), expected)
+    torch.testing.assert_close(probabilities(pixelwise, image, size=24), expected)
+    torch.testing.assert_close(probabilities(pixelwise, image, size=24, mirror=True), expected)
 
 
 def test_the_mean_over_sizes_is_one_of_distributions_and_is_mirrored_with_the_image():
@@ -91,17 +91,17 @@ def test_the_mean_over_sizes_is_one_of_distributions_and_is_mirrored_with_the_im
         seen.append(x.shape[2:])
         return F.conv2d(x, weight, padding=2)
 
-    mean = likely(net, image, size=24, scales=SCALES, mirror=True)
+    mean = probabilities(net, image, size=24, scales=SCALES, mirror=True)
     torch.testing.assert_close(mean.sum(0), torch.ones(24, 40))
     assert seen[::2] == [(12, 20), (18, 30), (24, 40), (30, 50), (36, 60), (42, 70)]
-    torch.testing.assert_close(likely(net, image.flip(-1), size=24, scales=SCALES, mirror=True), mean.flip(-1))
-    assert not torch.allclose(likely(net, image, size=24), mean, atol=1e-3)
+    torch.testing.assert_close(probabilities(net, image.flip(-1), size=24, scales=SCALES, mirror=True), mean.flip(-1))
+    assert not torch.allclose(probabilities(net, image, size=24), mean, atol=1e-3)
 
 
 def test_the_long_side_has_a_limit():
-    assert fitted(torch.empty(3, 100, 200), 50) == (50, 100)
-    assert fitted(torch.empty(100, 1000), 50) == (20, 200)
-    assert fitted(torch.empty(100, 200), 50, 1.5) == (75, 150)
+    assert resized_shape(torch.empty(3, 100, 200), 50) == (50, 100)
+    assert resized_shape(torch.empty(100, 1000), 50) == (20, 200)
+    assert resized_shape(torch.empty(100, 200), 50, 1.5) == (75, 150)
 
 
 # --- heads
@@ -263,7 +263,7 @@ def test_a_set_that_is_wrong_is_refused_in_one_line(plain: Path, how: str, said:
 
 
 def test_a_crop_keeps_image_and_classes_together(plain: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(data, "distorted", lambda x, rng: x)
+    monkeypatch.setattr(data, "distort", lambda x, rng: x)
     masks = Masks.of(plain)
     image, truth = masks.read(masks.train[1])
     for seed in range(20):

@@ -14,10 +14,10 @@ from eagleray.protocols.video import davis as module
 from eagleray.protocols.video.davis import (
     colours,
     davis,
+    frame_shape,
+    min_max,
     neighbourhood,
-    normalised,
     propagate,
-    resized_to,
     tokens,
     videos,
 )
@@ -40,7 +40,7 @@ def test_propagation(case: Case) -> None:
     inputs = (case["feat_target"], case["feat_context"], case["seg_context"])
     soft = propagate(*inputs, near, topk=h["topk"], temperature=h["temperature"])
     case.check(soft, "seg_target")
-    case.check(normalised(soft), "seg_target_normalised")
+    case.check(min_max(soft), "seg_target_normalised")
 
 
 def blob(shift: int = 0, size: int = 40) -> np.ndarray:
@@ -118,10 +118,10 @@ def test_only_neighbours_count():
 
 
 def test_frames_are_resized_as_the_protocol_says():
-    assert resized_to(480, 854, 480, 16) == (480, 832)
-    assert resized_to(854, 480, 480, 8) == (832, 480)
-    assert resized_to(480, 480, 480, 16) == (480, 480)
-    assert resized_to(480, 854, 480, 14) == (476, 826)
+    assert frame_shape(480, 854, 480, 16) == (480, 832)
+    assert frame_shape(854, 480, 480, 8) == (832, 480)
+    assert frame_shape(480, 480, 480, 16) == (480, 480)
+    assert frame_shape(480, 854, 480, 14) == (476, 826)
 
 
 def test_colours_do_not_know_where_in_a_cell_they_are():

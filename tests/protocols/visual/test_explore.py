@@ -24,9 +24,9 @@ from eagleray.protocols.visual.explore import (
     neighbours,
     oriented,
     pairs,
-    placed,
     principal,
     second_views,
+    to_image,
 )
 from eagleray.views import photometric
 
@@ -175,8 +175,8 @@ def test_the_foreground_is_in_the_middle(sign: int):
 
 def test_points_of_a_crop_in_its_image():
     points, box = np.array([[0.0, 0.0], [32, 32], [8, 16]]), np.array([4, 10, 8, 16])
-    assert placed(points, box, False, 32).tolist() == [[10, 4], [26, 12], [14, 8]]
-    assert placed(points, box, True, 32).tolist() == [[26, 4], [10, 12], [22, 8]]
+    assert to_image(points, box, False, 32).tolist() == [[10, 4], [26, 12], [14, 8]]
+    assert to_image(points, box, True, 32).tolist() == [[26, 4], [10, 12], [22, 8]]
 
 
 def test_doubles_are_each_others_nearest():
@@ -271,5 +271,5 @@ def test_images_of_which_none_decodes(tmp_path: Path):
     for protocol in (attention, components, pairs):
         with pytest.raises(UserError, match="no image in this shard decodes"):
             protocol(small(), index, out=tmp_path, size=32)
-    with pytest.raises(UserError, match="0 images decode there"):
+    with pytest.raises(UserError, match="0 images in these shards decode"):
         neighbours(small(), index, out=tmp_path, size=32)

@@ -1,5 +1,5 @@
-"""Images with a class for every pixel: the folders of ADE20K, of CamVid as SegNet has it, and of any pairs of image and
-mask; and the crops that mmsegmentation trains on."""
+"""Read images with a class for every pixel, from folders in the layout of ADE20K, of SegNet's CamVid, or of any pairs
+of image and mask, and crop them as mmsegmentation does."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Masks:
-    """A set of C classes."""
+    """A dataset with C classes."""
 
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
@@ -73,7 +73,7 @@ class Masks:
             known = "; or ".join(", ".join((*lay.train, *lay.val)) for lay in LAYOUTS)
             raise UserError(f"--masks {folder}: expected the folders {known}")
         train, val = pairs(folder, *layout.train), pairs(folder, *layout.val)
-        names = named(folder) or [str(i) for i in range(layout.classes or highest(train) + 1)]
+        names = class_names(folder) or [str(i) for i in range(layout.classes or highest(train) + 1)]
         table = np.full(256, -1, np.int16)
         table[: layout.first] = table[IGNORED] = IGNORED
         kept = [name for name in names if name.lower() not in UNNAMED]
@@ -90,7 +90,7 @@ class Masks:
             image = decode(pair.image.read_bytes())
         except BadImage as e:
             raise UserError(f"{pair.image}: {e}") from None
-        values = stored(pair.mask)
+        values = read_mask(pair.mask)
         if values.shape != image.shape[1:]:
             (h, w), (_, height, width) = values.shape, image.shape
             raise UserError(f"{pair.mask}: {w} x {h} pixels; its image has {width} x {height}")
@@ -114,8 +114,8 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
     return tuple(out)
 
 
-def named(folder: Path) -> list[str]:
-    """The names of the classes, one a line, or as ADE20K lists them; none where no file does."""
+def class_names(folder: Path) -> list[str]:
+    """Read the names of the classes, one a line or in ADE20K's list; empty if there is no such file."""
     if (path := folder / "classes.txt").is_file():
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if (path := folder / "objectInfo150.txt").is_file():
@@ -125,10 +125,10 @@ def named(folder: Path) -> list[str]:
 
 def highest(train: Sequence[Pair]) -> int:
     """The largest class in the masks."""
-    return max(int(np.where(v == IGNORED, 0, v).max()) for v in ordered_map(stored, [p.mask for p in train]))
+    return max(int(np.where(v == IGNORED, 0, v).max()) for v in ordered_map(read_mask, [p.mask for p in train]))
 
 
-def stored(path: Path) -> NDArray[np.int64]:
+def read_mask(path: Path) -> NDArray[np.int64]:
     """The values (H, W) of a mask. Raises UserError."""
     try:
         with Image.open(path) as mask:
@@ -140,7 +140,7 @@ def stored(path: Path) -> NDArray[np.int64]:
     return values.astype(np.int64)
 
 
-def fitted(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
+def resized_shape(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
     """Height and width of an image (..., H, W) whose short side becomes `ratio` times `size`, unless the long one would
     be more than WIDEST times as long."""
     short, long = sorted(image.shape[-2:])
@@ -151,7 +151,7 @@ def fitted(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
 def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) -> tuple[Tensor, Tensor]:
     """A part of a uint8 image (3, H, W) and its classes (H, W), resized, mirrored and distorted at random: normalised
     (3, size, size) and (size, size), padded at the bottom and the right with zeros and IGNORED."""
-    shape = list(fitted(image, size, rng.uniform(*RATIOS)))
+    shape = list(resized_shape(image, size, rng.uniform(*RATIOS)))
     image = resize(image, shape, InterpolationMode.BILINEAR, antialias=True)
     mask = resize(mask[None], shape, InterpolationMode.NEAREST_EXACT)[0]
     for _ in range(TRIES):
@@ -161,14 +161,14 @@ def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) ->
         if (counts > 0).sum() > 1 and counts.max() < LARGEST * counts.sum():
             break
     x = image[None, :, top : top + size, left : left + size].float() / 255
-    x = photometric.normalise_(distorted(x, rng))[0]
+    x = photometric.normalise_(distort(x, rng))[0]
     if rng.integers(2):
         x, part = x.flip(-1), part.flip(-1)
     room = (0, size - x.shape[2], 0, size - x.shape[1])
     return F.pad(x, room), F.pad(part, room, value=IGNORED)
 
 
-def distorted(x: Tensor, rng: np.random.Generator) -> Tensor:
+def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
     """Colours of (1, 3, h, w) in [0, 1], contrast before saturation and hue or after them."""
     contrast = (photometric.contrast, 0.5, 1.5)
     order = (JITTER[0], contrast, *JITTER[1:]) if rng.integers(2) else (*JITTER, contrast)

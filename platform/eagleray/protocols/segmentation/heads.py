@@ -1,5 +1,6 @@
-"""What tells the class of every pixel from a pyramid of maps: Semantic FPN (Kirillov et al. 2019, arXiv:1901.02446) and
-UPerNet (Xiao et al. 2018, arXiv:1807.10221), as mmsegmentation has them, whose results the papers print.
+"""The heads that predict the class of every pixel from a pyramid of maps: Semantic FPN (Kirillov et al. 2019,
+arXiv:1901.02446) and UPerNet (Xiao et al. 2018, arXiv:1807.10221), as mmsegmentation has them, whose results the papers
+print.
 
 Maps are (B, C, h, w), the finest first; K classes."""
 

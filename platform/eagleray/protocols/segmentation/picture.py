@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagleray.base.plotting import DPI
 from eagleray.protocols.segmentation.data import IGNORED
-from eagleray.protocols.segmentation.scores import shares
+from eagleray.protocols.segmentation.scores import class_scores
 
 GOLDEN = 0.618034  # of the circle of hues between one class and the next, so that neighbours differ
 NONE = (32, 32, 32)  # pixels of no class
@@ -21,7 +21,7 @@ WIDTH = 3.2  # inches of an image
 NAMES = 40  # in a legend at most
 
 
-class Shown(NamedTuple):
+class Comparison(NamedTuple):
     image: Tensor  # (3, H, W) uint8
     truth: Tensor  # (H, W) classes, IGNORED where there is none
     found: Tensor  # (H, W)
@@ -36,7 +36,7 @@ def colours(classes: int) -> NDArray[np.uint8]:
     return out
 
 
-def draw(path: Path, shown: Sequence[Shown], classes: Sequence[str]) -> None:
+def draw(path: Path, shown: Sequence[Comparison], classes: Sequence[str]) -> None:
     """A row for each image: it, its truth and what was found, above the names of the classes in them."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -68,7 +68,7 @@ def draw(path: Path, shown: Sequence[Shown], classes: Sequence[str]) -> None:
 
 def table(path: Path, classes: Sequence[str], counts: Tensor) -> None:
     """IoU and accuracy in percent, and pixels, of each class, from a confusion (K, K); empty where a class has none."""
-    iou, accuracy = shares(counts)
+    iou, accuracy = class_scores(counts)
     with path.open("w", newline="") as f:
         writer = csv.writer(f)
         writer.writerow(["class", "iou", "accuracy", "pixels"])

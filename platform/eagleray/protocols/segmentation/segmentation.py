@@ -1,4 +1,4 @@
-"""Semantic segmentation: a backbone fine-tuned with a head that tells the class of every pixel.
+"""Fine-tune a backbone for semantic segmentation, with a head that predicts the class of every pixel.
 
 Semantic FPN as in SelfPatch (Yun et al. 2022, arXiv:2206.07990, supplement A and its code) and UPerNet as in Swin (Liu
 et al. 2021, arXiv:2103.14030, appendix A2.3), whose settings for ADE20K SelfPatch (supplement C) and DRLoc (Liu et al.
@@ -27,9 +27,9 @@ from eagleray.protocols.feature_maps import Maps
 from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.segmentation import scores as scoring
-from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, fitted
+from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, resized_shape
 from eagleray.protocols.segmentation.heads import SemanticFPN, UPerNet
-from eagleray.protocols.segmentation.picture import Shown, draw, table
+from eagleray.protocols.segmentation.picture import Comparison, draw, table
 from eagleray.storage.ordered_map import ordered_map
 
 WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
@@ -39,8 +39,8 @@ PICTURES = 4
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A head, and what the papers train it with."""
+class HeadSettings:
+    """A head, and the settings that the papers train it with."""
 
     make: type[SemanticFPN] | type[UPerNet]
     width: int  # channels
@@ -51,8 +51,8 @@ class Kind:
 
 
 HEADS = {
-    "fpn": Kind(SemanticFPN, 256, 40_000, 0.1, (3, 6, 9, 12), rescale=False),
-    "upernet": Kind(UPerNet, 512, 160_000, 0.2, (4, 6, 8, 12), rescale=True),
+    "fpn": HeadSettings(SemanticFPN, 256, 40_000, 0.1, (3, 6, 9, 12), rescale=False),
+    "upernet": HeadSettings(UPerNet, 512, 160_000, 0.2, (4, 6, 8, 12), rescale=True),
 }
 
 
@@ -103,7 +103,7 @@ def segmentation(
         "seed": seed,
     }
     net = Segmenter(backbone, kind, len(masks.classes), settings["width"]).to(next(backbone.parameters()).device)
-    net.try_size(size, fitted(masks.read(masks.val[0])[0], size))
+    net.try_size(size, resized_shape(masks.read(masks.val[0])[0], size))
     out.mkdir(parents=True, exist_ok=True)
     fine_tune(
         "segmentation",
@@ -122,9 +122,9 @@ def segmentation(
 
 
 class Segmenter(Trainee):
-    """A backbone, its maps and a head."""
+    """A backbone, its feature maps and a head."""
 
-    def __init__(self, backbone: Backbone, kind: Kind, classes: int, width: int) -> None:
+    def __init__(self, backbone: Backbone, kind: HeadSettings, classes: int, width: int) -> None:
         super().__init__()
         self.maps = Maps(backbone, kind.taps, rescale=kind.rescale)
         self.head = kind.make(self.maps.dims, classes, width=width)
@@ -197,13 +197,13 @@ def report(
     every = max(len(masks.val) // PICTURES, 1)
     for i, (image, truth) in enumerate(ordered_map(masks.read, masks.val)):
         x = image.to(device)
-        found = scoring.likely(net.scores, x, size=settings["size"]).argmax(0).cpu()
+        found = scoring.probabilities(net.scores, x, size=settings["size"]).argmax(0).cpu()
         single += scoring.confusion(truth, found, classes)
         if multi_scale:
-            mean = scoring.likely(net.scores, x, size=settings["size"], scales=scoring.SCALES, mirror=True)
+            mean = scoring.probabilities(net.scores, x, size=settings["size"], scales=scoring.SCALES, mirror=True)
             several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
         if i % every == 0 and len(shown) < PICTURES:
-            shown.append(Shown(image, truth, found))
+            shown.append(Comparison(image, truth, found))
     numbers = {f"segmentation/{n}": v for n, v in scoring.scores(single).items()}
     if multi_scale:
         numbers |= {f"segmentation/{n}_multi_scale": v for n, v in scoring.scores(several).items()}

@@ -1,6 +1,6 @@
-"""Objects followed through videos by the likeness of patches alone: the first frame's masks are handed on from frame to
-frame, on the layouts of DAVIS 2017 and 2016. Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et
-al. 2020; with the last block's tokens before the norm, as in SelfPatch, Yun et al. 2022."""
+"""Propagate the masks of a video's first frame from frame to frame by the similarity of patches alone, on DAVIS 2017
+and 2016. Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020; with the last block's
+tokens before the norm, as in SelfPatch, Yun et al. 2022."""
 
 import functools
 from collections import deque
@@ -74,21 +74,21 @@ def davis(
         for prefix, describe in described.items():
             each, rows[prefix] = follow(describe, video, **walk)
             scores[prefix].append(each)
-            numbers |= named(f"davis/{video.name}/{prefix}", each)
+            numbers |= percent(f"davis/{video.name}/{prefix}", each)
         ours, plain = (numbers[f"davis/{video.name}/{prefix}J&F"] for prefix in described)
         note(f"davis {video.name}: J&F {ours:.1f}, colour histograms {plain:.1f}")
         labels = {"": f"backbone\nJ&F {ours:.1f}", "colours_": f"colours\nJ&F {plain:.1f}"}
         title = f"{video.name}: objects followed from the first frame on; the white line is the truth"
         pictures.append(draw.sheet({labels[p]: row for p, row in rows.items()}, out / f"davis-{video.name}.png", title))
     means = {
-        k: v for prefix, parts in scores.items() for k, v in named(f"davis/{prefix}", np.concatenate(parts)).items()
+        k: v for prefix, parts in scores.items() for k, v in percent(f"davis/{prefix}", np.concatenate(parts)).items()
     }
     frames = sum(len(video.frames) for video in found)
     settings = {**walk, "temperature": TEMPERATURE, "size": size, "split": split}
     return Outcome(means | numbers, {**settings, "sequences": len(found), "frames": frames}, tuple(pictures))
 
 
-def named(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:
+def percent(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:
     """Means in percent over objects (n, 2), J before F."""
     j, f = (100 * scores.mean(0)).tolist()
     return {f"{prefix}J&F": (j + f) / 2, f"{prefix}J": j, f"{prefix}F": f}
@@ -130,7 +130,7 @@ def follow(describe: Describe, video: Video, **settings: int) -> tuple[NDArray[n
         raise UserError(f"{video.masks[0]}: no object to follow in the first frame")
     shown = np.linspace(0, len(video.frames) - 1, SHOWN).round().astype(int)
     scores, tiles = [], []
-    found = propagated(describe, video, truth, objects, **settings)
+    found = propagate_masks(describe, video, truth, objects, **settings)
     for at, mask in enumerate(found):
         truth = read_mask(video.masks[at], video.binary)
         if mask.shape != truth.shape:
@@ -140,11 +140,13 @@ def follow(describe: Describe, video: Video, **settings: int) -> tuple[NDArray[n
             pairs = [(mask == o, truth == o) for o in objects]
             scores.append([(region(*pair), boundary(*pair)) for pair in pairs])
         if at in shown:
-            tiles.append(draw.Tile(draw.painted(read_frame(video.frames[at]), mask), f"frame {at}", outline=truth > 0))
+            tiles.append(
+                draw.Tile(draw.paint_objects(read_frame(video.frames[at]), mask), f"frame {at}", outline=truth > 0)
+            )
     return np.mean(scores, 0), tiles
 
 
-def propagated(
+def propagate_masks(
     describe: Describe,
     video: Video,
     first: Masks,
@@ -172,7 +174,7 @@ def propagated(
         last.append((x, soft))
         # The protocol enlarges to the resized frame, and to the frame itself by the nearest pixel: less than one apart.
         large = F.interpolate(soft[None], image.shape[1:], mode="bilinear")[0]
-        yield numbers[normalised(large).argmax(0).cpu().numpy()]
+        yield numbers[min_max(large).argmax(0).cpu().numpy()]
 
 
 def propagate(
@@ -201,7 +203,7 @@ def neighbourhood(grid: tuple[int, int], reach: int) -> Tensor:
     return apart <= reach if reach else torch.ones_like(apart, dtype=torch.bool)
 
 
-def normalised(soft: Tensor) -> Tensor:
+def min_max(soft: Tensor) -> Tensor:
     """Labels (C, H, W), each class from 0 to 1; a class that is nowhere stays so."""
     low, high = soft.amin((1, 2), keepdim=True), soft.amax((1, 2), keepdim=True)
     scaled = (soft - low) / (high - low).where(high > low, 1.0)
@@ -214,7 +216,7 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
     device = next(backbone.parameters()).device
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     h, w = frame.shape[1:]
-    resized = F.interpolate(frame[None].float(), resized_to(h, w, size, step), mode="bilinear", antialias=True)
+    resized = F.interpolate(frame[None].float(), frame_shape(h, w, size, step), mode="bilinear", antialias=True)
     lacks = f"cannot take frames of {resized.shape[3]} x {resized.shape[2]} pixels"
     with explain_failure(backbone, lacks), stage_outputs(stages(backbone.model)[-1:]) as seen:
         features = backbone(normalise_(resized.clamp_(0, 255).div_(255).to(device)))
@@ -222,7 +224,7 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
     return (seen[-1][0, -n:] if seen[-1].ndim == 3 else features.patches[0]).float(), features.grid
 
 
-def resized_to(height: int, width: int, size: int, step: int) -> tuple[int, int]:
+def frame_shape(height: int, width: int, size: int, step: int) -> tuple[int, int]:
     """Height and width: the short side `size`, the long one cut down to a multiple of 64; both to one of the patch
     size `step`, in pixels."""
     long = max(size * max(height, width) // min(height, width) // MULTIPLE * MULTIPLE, size)

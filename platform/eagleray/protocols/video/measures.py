@@ -1,5 +1,5 @@
-"""How well masks of a video are found: region similarity J and contour accuracy F of DAVIS, Perazzi et al. 2016 (CVPR),
-section 5."""
+"""Measure predicted masks of a video with DAVIS's region similarity J and contour accuracy F: Perazzi et al. 2016
+(CVPR), section 5."""
 
 import math
 
@@ -12,19 +12,19 @@ Mask = NDArray[np.bool_]  # (H, W)
 TOLERANCE = 0.008  # of the image's diagonal: how far apart contours may lie and still match
 
 
-def region(found: Mask, truth: Mask) -> float:
-    """J: intersection over union; 1 where both are empty."""
-    union = np.count_nonzero(found | truth)
-    return np.count_nonzero(found & truth) / union if union else 1.0
+def region(prediction: Mask, truth: Mask) -> float:
+    """Return J, the intersection over union; 1 if both masks are empty."""
+    union = np.count_nonzero(prediction | truth)
+    return np.count_nonzero(prediction & truth) / union if union else 1.0
 
 
-def boundary(found: Mask, truth: Mask, tolerance: float = TOLERANCE) -> float:
-    """F: the harmonic mean of the share of the found contour's pixels that lie within the tolerance, rounded up to
-    pixels, of a true one's, and of the reverse; 1 where both contours are empty."""
-    one, other = contour(found), contour(truth)
+def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> float:
+    """Return F, the harmonic mean of precision and recall of contour pixels, which match within the tolerance, rounded
+    up to pixels; 1 if both contours are empty."""
+    one, other = contour(prediction), contour(truth)
     if not one.any() or not other.any():
         return float(one.any() == other.any())
-    reach = math.ceil(tolerance * math.hypot(*found.shape))
+    reach = math.ceil(tolerance * math.hypot(*prediction.shape))
     [box] = find_objects((one | other).astype(np.uint8))  # all that matters lies there, and distances cost time
     one, other = one[box], other[box]
     # A pixel lies in the other contour, widened by a disk, exactly when its distance is at most the disk's radius.

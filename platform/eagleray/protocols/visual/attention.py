@@ -1,5 +1,6 @@
-"""Where the last block of a ViT or a Swin transformer looks: a map per head, as in figures 1 and 3 of Caron et al. 2021
-(DINO), arXiv:2104.14294, and heads by their entropy, as in appendix C of Li et al. 2021 (EsViT), arXiv:2106.09785."""
+"""Show where the last block of a ViT or a Swin transformer attends: a map per head, as in figures 1 and 3 of Caron et
+al. 2021 (DINO), arXiv:2104.14294, and heads by their entropy, as in appendix C of Li et al. 2021 (EsViT),
+arXiv:2106.09785."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,14 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise
 
-MASS = 0.6  # share of the attention that the kept patches hold
-IMAGES = 64  # that entropies are means over
+MASS = 0.6  # share of the attention in the patches that are kept
+IMAGES = 64  # over which entropies are averaged
 SHOWN, HEADS = 4, 6  # images and heads of a picture
 QUERIES = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # x and y, shares of the image's sides
 
 
 class Maps(NamedTuple):
-    """Of B images and N patches; every row sums to one over the patches."""
+    """The attention of B images with N patches; every row sums to one."""
 
     patches: Tensor  # (B, heads, N, N) queries before keys
     token: Tensor | None  # (B, heads, N) the class token's; None where the model has none
@@ -84,13 +85,13 @@ def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: P
         row, point = seen(found)[0], () if found.token is not None else QUERIES[:1]
         start = draw.Tile(draw.pixels(image), "", point)
         each = [(name, row[h].view(found.grid)) for name, h in zip(names, picked, strict=True)]
-        heads[f"image {i}"] = [start, *(draw.Tile(draw.heated(image, m), n, point) for n, m in each)]
+        heads[f"image {i}"] = [start, *(draw.Tile(draw.heat_overlay(image, m), n, point) for n, m in each)]
         chosen = [(n, smallest(m.flatten(), mass).view(found.grid)) for n, m in each]
-        kept[f"image {i}"] = [start, *(draw.Tile(draw.dimmed(image, k), n) for n, k in chosen)]
+        kept[f"image {i}"] = [start, *(draw.Tile(draw.darken(image, k), n) for n, k in chosen)]
         tiles = [(q, found.patches[0, :, patch(q, found.grid)].mean(0).view(found.grid)) for q in QUERIES]
         points[f"image {i}"] = [
             draw.Tile(draw.pixels(image), "query points", QUERIES),
-            *(draw.Tile(draw.heated(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
+            *(draw.Tile(draw.heat_overlay(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
         ]
     who = "the class token" if shown[0][1].token is not None else "the patch under the cross"
     title = f"Last block: attention of {who}, by head, with the entropy of all patches' attention"
@@ -102,11 +103,13 @@ def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: P
 
 
 def maps(backbone: Backbone, images: Tensor) -> Maps:
-    """Of images (B, 3, H, W), normalised. Keys that are no patches, a class token or padding, are left out, and rows
-    sum to one again. Raises UserError for other architectures."""
+    """Read the attention maps of images (B, 3, H, W), normalised. Keys that are not patches, such as a class token, are
+    left out, and rows sum to one again.
+
+    Raises UserError for other architectures."""
     readable(backbone)
     if isinstance(backbone.model, SwinTransformer):
-        rows, grid = stitched(backbone, images)
+        rows, grid = swin_attention(backbone, images)
         return Maps(rows, None, grid)
     ph, pw = backbone.model.patch_embed.patch_size
     grid = images.shape[2] // ph, images.shape[3] // pw
@@ -124,28 +127,30 @@ def readable(backbone: Backbone) -> None:
 
 
 def seen(found: Maps) -> Tensor:
-    """What a map per head shows (B, heads, N): the class token's attention, or that of the patch in the middle."""
+    """Return the map of each head (B, heads, N): the attention of the class token, or else of the patch in the
+    middle."""
     return found.token if found.token is not None else found.patches[:, :, patch(QUERIES[0], found.grid)]
 
 
 def patch(point: tuple[float, float], grid: tuple[int, int]) -> int:
-    """The patch under a point, given in shares of the image's sides."""
+    """Return the number of the patch under a point (x, y), as shares of the image's sides."""
     return int(point[1] * grid[0]) * grid[1] + int(point[0] * grid[1])
 
 
 def entropy(rows: Tensor) -> Tensor:
-    """Bits (...,) of distributions (..., N)."""
+    """Return the entropy in bits (...,) of distributions (..., N)."""
     return torch.special.entr(rows).sum(-1) / np.log(2)
 
 
 def smallest(rows: Tensor, mass: float) -> Tensor:
-    """Of distributions (..., N), the fewest patches that together hold at least `mass`, as a mask (..., N)."""
+    """Return the smallest set of patches that holds at least `mass` of the distributions (..., N), as a mask (...,
+    N)."""
     values, order = rows.sort(dim=-1, descending=True, stable=True)
     before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # the mass of those that come first
     return torch.zeros_like(rows, dtype=torch.bool).scatter(-1, order, before < mass * values.double().sum(-1, True))
 
 
-def stitched(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """A Swin's last block's attention within windows, laid out over the image: (B, heads, N, N), 0 from one window to
     another."""
     block = backbone.model.layers[-1].blocks[-1]

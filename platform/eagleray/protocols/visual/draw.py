@@ -1,4 +1,5 @@
-"""The pictures of evaluations: sheets of images in rows and columns, and matched patches of two images."""
+"""Draw the pictures of evaluations: sheets of images in rows and columns, and lines between matched patches of two
+images."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,17 +19,17 @@ SIDE, LABEL, GAP, TOP = (
     0.95,
     0.08,
     0.5,
-)  # inches: a tile's height, room for the label of a row, between, the title
-CAPTION = 0.2  # inches over each tile
-LONGEST = 480  # pixels of a tile at most, so that a page stays small
+)  # inches: height of a tile, width of a row's label, gap between tiles, height of the title
+CAPTION = 0.2  # inches above each tile
+LONGEST = 480  # pixels of a tile at most, which keeps files small
 RED, GREEN, YELLOW = "#d5402b", "#2f8f4e", "#f2c200"
-# Of objects in videos, in the order of their numbers; far apart also for those who see few colours.
+# The colours of objects in videos, by their numbers; they can be told apart with colour blindness.
 COLOURS = np.array([(230, 97, 0), (26, 133, 255), (212, 17, 89), (254, 204, 2), (93, 58, 155), (64, 176, 166)]) / 255
-OVER = 0.6  # share of a heat map or a mask in the colour of a pixel
+OVER = 0.6  # weight of a heat map or a mask in the colour of a pixel
 
 
 class Tile(NamedTuple):
-    """An image with words over it; points (x, y) in shares of its sides are marked, and a mask's outline is drawn."""
+    """An image with a title, marked points (x, y) as shares of its sides, and the outline of a mask."""
 
     image: Pixels
     title: str = ""
@@ -38,47 +39,46 @@ class Tile(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two images of one height, matched points in each (k, 2), x and y in pixels, and whether each match is right;
-    None where nobody knows."""
+    """Two images of one height, k pairs of matched points, and whether each match is right."""
 
     one: Pixels
     other: Pixels
-    ends: NDArray[np.float64]  # (k, 4) x and y in one, x and y in the other
-    right: NDArray[np.bool_] | None
+    ends: NDArray[np.float64]  # (k, 4) pixels: x and y in one image, x and y in the other
+    right: NDArray[np.bool_] | None  # (k,), None if unknown
     title: str
 
 
 def pixels(image: Tensor) -> Pixels:
-    """Of a uint8 image (3, H, W)."""
+    """Convert an image (3, H, W), uint8, to pixels (H, W, 3) from 0 to 1."""
     return np.divide(image.permute(1, 2, 0).cpu().numpy(), 255, dtype=np.float32)
 
 
-def heated(image: Tensor, heat: Tensor) -> Pixels:
-    """An image (3, H, W) under a map (h, w) of numbers that are not negative; the largest is the brightest."""
+def heat_overlay(image: Tensor, heat: Tensor) -> Pixels:
+    """Blend an image (3, H, W) with a heat map (h, w) of non-negative values, of which the largest is the brightest."""
     from matplotlib import colormaps
 
-    large = enlarged(heat / heat.max().clamp(min=1e-12), image)
+    large = enlarge(heat / heat.max().clamp(min=1e-12), image)
     return (1 - OVER) * pixels(image) + OVER * colormaps["inferno"](large)[..., :3].astype(np.float32)
 
 
-def coloured(image: Tensor, colours: Tensor) -> Pixels:
-    """Colours of patches (h, w, 3) at the size of an image (3, H, W)."""
-    return np.stack([enlarged(c, image) for c in colours.unbind(-1)], -1)
+def colour_overlay(image: Tensor, colours: Tensor) -> Pixels:
+    """Enlarge the colours of patches (h, w, 3) to the size of an image (3, H, W)."""
+    return np.stack([enlarge(c, image) for c in colours.unbind(-1)], -1)
 
 
-def dimmed(image: Tensor, kept: Tensor) -> Pixels:
-    """An image (3, H, W) that is dark where patches (h, w) are not kept."""
-    return pixels(image) * (0.15 + 0.85 * enlarged(kept.float(), image)[..., None])
+def darken(image: Tensor, kept: Tensor) -> Pixels:
+    """Darken an image (3, H, W) except for the patches (h, w) that are kept."""
+    return pixels(image) * (0.15 + 0.85 * enlarge(kept.float(), image)[..., None])
 
 
-def enlarged(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
-    """A map (h, w) at the size of the image, patches as squares."""
+def enlarge(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
+    """Enlarge a map (h, w) to the size of the image, without interpolation."""
     out: NDArray[np.float32] = F.interpolate(grid[None, None].float(), image.shape[1:])[0, 0].cpu().numpy()
     return out
 
 
-def painted(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
-    """An image (3, H, W) with its objects (H, W) in their colours, half as large."""
+def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
+    """Blend an image (3, H, W) with the colours of its objects (H, W)."""
     out = pixels(image)
     on = mask > 0
     out[on] = (1 - OVER) * out[on] + OVER * COLOURS[(mask[on] - 1) % len(COLOURS)]
@@ -86,7 +86,7 @@ def painted(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
 
 
 def sheet(rows: Mapping[str, Sequence[Tile]], path: Path, title: str) -> Path:
-    """Rows of tiles, each as high as the others and as wide as its image, with a label on the left of each row."""
+    """Draw rows of tiles of one height into a file, with a label to the left of each row."""
     from matplotlib.figure import Figure
 
     widths = [max(row[i].image.shape[1] / row[i].image.shape[0] for row in rows.values() if i < len(row))
@@ -126,8 +126,8 @@ def fill(axes: Any, tile: Tile) -> None:
 
 
 def pairs(matched: Sequence[Pair], path: Path, title: str) -> Path:
-    """Pairs of images, two to a row, and lines between the points that match: green where right, red where not, yellow
-    where nobody knows."""
+    """Draw pairs of images into a file, two to a row, with a line for each match: green if right, red if wrong, yellow
+    if unknown."""
     from matplotlib.figure import Figure
 
     side = 1.6 * SIDE

@@ -1,6 +1,6 @@
-"""What a backbone's features hold, to look at: principal components of patches, as in figure 1 of Oquab et al. 2023
-(DINOv2), arXiv:2304.07193; nearest images; and the ten likest patches of two views or of two images, as in figure 4 of
-Li et al. 2021 (EsViT), arXiv:2106.09785."""
+"""Show what a backbone's features hold: principal components of patches, as in figure 1 of Oquab et al. 2023 (DINOv2),
+arXiv:2304.07193; nearest images; and the ten most similar patches of two views or of two images, as in figure 4 of Li
+et al. 2021 (EsViT), arXiv:2106.09785."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -26,12 +26,12 @@ from eagleray.views import sampling as drawing
 from eagleray.views.crop import crop
 
 BATCH = 32
-EDGE = 0.01  # share of the patches that each end of a component's colours leaves out
+EDGE = 0.01  # share of the patches that is clipped at each end of a component's colours
 SCALE = (0.4, 0.6)  # of the second view: share of the first's area
 
 
 class Nearest(NamedTuple):
-    """Of q queries, the k nearest others, nearest first."""
+    """The k nearest neighbours of q queries, the nearest first."""
 
     rows: Tensor  # (q, k)
     cosine: Tensor  # (q, k)
@@ -44,7 +44,7 @@ def components(
     """The first principal component of the patches of several images together, and the first three of those that it
     puts in the foreground, as red, green and blue: the same colour means the same in all images. Numbers are the share
     of the patches' variance that three components hold, and that of the foreground, in percent. Raises UserError."""
-    crops, patches, grid = described(backbone, index, images, size)
+    crops, patches, grid = patch_features(backbone, index, images, size)
     scores, held = principal(patches.flatten(0, 1), 3)
     first = oriented(scores[:, 0].view(len(patches), *grid))
     front = first > 0
@@ -54,9 +54,12 @@ def components(
     for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
         tiles = [
             draw.Tile(draw.pixels(picture)),
-            draw.Tile(draw.heated(picture, ramp), "first component"),
+            draw.Tile(draw.heat_overlay(picture, ramp), "first component"),
         ]
-        rows[f"image {i}"] = [*tiles, draw.Tile(draw.coloured(picture, colours[i]), "components of the foreground")]
+        rows[f"image {i}"] = [
+            *tiles,
+            draw.Tile(draw.colour_overlay(picture, colours[i]), "components of the foreground"),
+        ]
     out.mkdir(parents=True, exist_ok=True)
     path = draw.sheet(rows, out / "components.png", "Principal components of patches, of all images together")
     numbers = {"components/variance": 100 * held, "components/foreground": 100 * front.float().mean().item()}
@@ -88,7 +91,7 @@ def oriented(first: Tensor) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Columns of (n, k), each from 0 to 1 but for the ends, which are cut."""
+    """Scale each column of (n, k) to 0 to 1, and clip the outermost values."""
     if not len(x):
         return x
     low, high = torch.quantile(x, torch.tensor([EDGE, 1 - EDGE], dtype=x.dtype), dim=0)
@@ -108,8 +111,10 @@ def neighbours(
     queries: PositiveInt = 8,
     k: PositiveInt = 8,
 ) -> Outcome:
-    """A sheet of some images and, beside each, the k that are nearest by the cosine of pooled features; with labels,
-    the percent of those that are of the query's class, green where they are. Raises UserError."""
+    """Draw a sheet of images with the k nearest to each by the cosine of pooled features. With labels, also measure the
+    percentage of neighbours with the query's class, which have a green frame.
+
+    Raises UserError when fewer than two images decode."""
     device = next(backbone.parameters()).device
     samples: list[int] = []
     parts = []
@@ -117,7 +122,7 @@ def neighbours(
         samples += found
         parts.append(backbone.pooled(photometric.normalise(crops, device)).float().cpu())
     if len(samples) < 2:
-        raise UserError(f"{index.shards[0].url}: {len(samples)} images decode there; expected 2 or more")
+        raise UserError(f"{index.shards[0].url}: {len(samples)} images in these shards decode; expected 2 or more")
     chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
     near = nearest(torch.cat(parts), chosen, k)
     labels = index.label[samples] if index.labelled else None
@@ -142,18 +147,18 @@ def neighbours(
 
 
 def frame(one: int, other: int) -> str:
-    """The colour for two labels: none where one is missing."""
+    """Return the colour of the frame for two labels, empty if one is missing."""
     return "" if min(one, other) < 0 else draw.GREEN if one == other else draw.RED
 
 
 def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
-    """Among vectors (n, D), of those in rows `queries` (q,): themselves do not count."""
+    """Find the k nearest among vectors (n, D) for those in rows `queries` (q,), without themselves."""
     unit = F.normalize(x, dim=1)
     cosine = unit[queries] @ unit.T
     cosine[torch.arange(len(queries)), queries] = -torch.inf
-    values, places = cosine.sort(dim=1, descending=True, stable=True)
+    values, order = cosine.sort(dim=1, descending=True, stable=True)
     k = min(k, len(x) - 1)
-    return Nearest(places[:, :k], values[:, :k])
+    return Nearest(order[:, :k], values[:, :k])
 
 
 @torch.inference_mode()
@@ -170,42 +175,46 @@ def pairs(
     """The ten likest patches of an image and another view of it, a smaller and recoloured crop, and of an image and the
     one that is nearest to it among `limit`. Of two views, a match is right where its ends are at most a patch apart;
     numbers are the percent of those and the mean distance in pixels. Raises UserError."""
-    crops, patches, grid = described(backbone, index, limit, size)
+    crops, patches, grid = patch_features(backbone, index, limit, size)
     if len(crops) < 2:
-        raise UserError(f"{index.shards[0].url}: 1 image decodes there; expected 2 or more")
+        raise UserError(f"{index.shards[0].url}: 1 image in these shards decodes; expected 2 or more")
     picked = range(min(images, len(crops)))
     second, boxes, flips = second_views(crops[: len(picked)], size)
     device = next(backbone.parameters()).device
-    others = embedded(backbone, second.to(device))
+    others = patches_of(backbone, second.to(device))
     near = nearest(patches.mean(1), torch.tensor(picked), 1).rows[:, 0].tolist()
     rows, errors = [], []
     reach = size / min(grid)
     for i, j in zip(picked, near, strict=True):
-        ends = found(patches[i], others[i], grid, size)
-        error = np.linalg.norm(placed(ends[:, 2:], boxes[i], bool(flips[i]), size) - ends[:, :2], axis=1)
+        ends = match_ends(patches[i], others[i], grid, size)
+        error = np.linalg.norm(to_image(ends[:, 2:], boxes[i], bool(flips[i]), size) - ends[:, :2], axis=1)
         errors.append(error)
         title = f"image {i} and a view of it: {np.sum(error <= reach)} of {len(error)} within a patch"
-        rows.append(draw.Pair(draw.pixels(crops[i]), viewed(second[i]), ends, error <= reach, title))
+        rows.append(draw.Pair(draw.pixels(crops[i]), denormalised_pixels(second[i]), ends, error <= reach, title))
         title = f"image {i} and the nearest of {len(crops)} by mean patch"
-        ends = found(patches[i], patches[j], grid, size)
+        ends = match_ends(patches[i], patches[j], grid, size)
         rows.append(draw.Pair(draw.pixels(crops[i]), draw.pixels(crops[j]), ends, None, title))
     out.mkdir(parents=True, exist_ok=True)
-    path = draw.pairs(rows, out / "pairs.png", "The ten likest patches; green: right, red: wrong, yellow: unknown")
+    path = draw.pairs(
+        rows, out / "pairs.png", "The ten most similar patches; green: right, red: wrong, yellow: unknown"
+    )
     numbers = {"pairs/right": 100 * float(np.mean(np.stack(errors) <= reach)), "pairs/error": float(np.mean(errors))}
     note(f"pairs: {numbers['pairs/right']:.0f} % right, {numbers['pairs/error']:.1f} pixels apart")
     return Outcome(numbers, {"size": size, "images": len(picked), "scale": SCALE}, (path,))
 
 
-def found(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
-    """Centres (k, 4) of the patches (N, D) that match: x and y in one, x and y in the other, in pixels."""
+def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
+    """Return the centres (k, 4) of the matching patches (N, D) in pixels: x and y in one image, x and y in the
+    other."""
     match = matches(one, other)
     at = [((place % grid[1] + 0.5) * size / grid[1], (place // grid[1] + 0.5) * size / grid[0])
           for place in (match.one, match.other)]  # fmt: skip
     return torch.stack([x for point in at for x in point], 1).double().cpu().numpy()
 
 
-def placed(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
-    """Points (k, 2) of a view, x and y in pixels, in the image that it is cropped from; box as in `crop`."""
+def to_image(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
+    """Map points (k, 2), x and y in pixels, of a view to the image that it is cropped from; the box is that of
+    `crop`."""
     top, left, height, width = box
     x = size - points[:, 0] if mirrored else points[:, 0]
     return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
@@ -225,15 +234,17 @@ def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], T
     return photometric.apply(views, params), boxes, params[:, photometric.FLIP] > 0
 
 
-def viewed(x: Tensor) -> draw.Pixels:
-    """A normalised view (3, S, S) as pixels."""
+def denormalised_pixels(x: Tensor) -> draw.Pixels:
+    """Convert a normalised view (3, S, S) to pixels."""
     mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
     return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
 
 
 @in_eval_mode
-def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of these. Raises UserError."""
+def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Return some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of the patches.
+
+    Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
     kept, patches, grid = [], [], (0, 0)
     for _, crops in batches(index, subset(np.arange(len(index)), images), size, size, 8):
@@ -247,7 +258,7 @@ def described(backbone: Backbone, index: Index, images: int, size: int) -> tuple
 
 
 @in_eval_mode
-def embedded(backbone: Backbone, x: Tensor) -> Tensor:
+def patches_of(backbone: Backbone, x: Tensor) -> Tensor:
     return backbone(x).patches.float().cpu()
 
 
