@@ -225,7 +225,7 @@ def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shard
     one = load_target(str(trained))
     task = Task(one.given, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
     assert len(extraction.share(task)[1]["pooled"].y) == 2
-    with pytest.raises(UserError, match="has other weights than a moment ago"):
+    with pytest.raises(UserError, match="its weights changed during the evaluation"):
         extraction.share(replace(task, digest="0" * 16))
 
 

@@ -1,4 +1,4 @@
-"""What `eagleray evaluate` does: features once for all protocols, each protocol by itself, results where they stay."""
+"""Run `eagleray evaluate`: extract features once for all protocols, run each protocol, and add its result to a file."""
 
 import datetime
 import json
@@ -38,35 +38,37 @@ from eagleray.storage.store import is_remote
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The options of the command."""
 
     backbone: str
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # by need: coco, masks, davis, suite
-    settings: Mapping[str, str] = field(default_factory=dict)  # of all protocols with such a one, or PROTOCOL.SETTING
+    folders: Mapping[str, str] = field(default_factory=dict)  # by name: coco, masks, davis, suite
+    settings: Mapping[str, str] = field(
+        default_factory=dict
+    )  # by name, for all protocols that have it, or PROTOCOL.SETTING
     architecture: str | None = None
-    untrained: bool = False  # beside the backbone
+    untrained: bool = False  # evaluate the untrained architecture too
     workers: int = 0
     out: str | None = None
 
     def data(self, protocol: Protocol) -> dict[str, str]:
-        """Which of the options it is run on."""
+        """The data options of a protocol, with absolute paths."""
         urls = {"train": self.train, "test": self.test} if "labels" in protocol.needs else {}
         urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
         given = urls | {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
         return {k: store.absolute(v) for k, v in given.items() if v}
 
     def own(self, name: str) -> dict[str, str]:
-        """The settings that are given for a protocol, those for it alone last."""
+        """The settings for a protocol; those for it alone replace those for all."""
         having = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
         return having | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
 
 
 @dataclass
 class Report:
-    """Results of a request in the order of the protocols, what could not be done, and a table of them all."""
+    """The results of a request in the order of the protocols, its errors, and the rows of the table."""
 
     results: list[Result] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -75,8 +77,9 @@ class Report:
 
 
 def evaluate(request: Request, note: Note | None = None) -> Report:
-    """Run the protocols one after the other; one that cannot be run is refused in a line, the others go on. Raises
-    UserError where the backbone, the settings or the folder of results are wrong."""
+    """Run the protocols one after the other. If one cannot run, a line says why and the others continue.
+
+    Raises UserError when the backbone, the settings or the folder of results are wrong."""
     note = note or (lambda line: out.print(line, markup=False))
     names, refused = select(request.protocols)
     report = Report()
@@ -116,7 +119,9 @@ def check_settings(names: Sequence[str], given: Mapping[str, str]) -> None:
 
 
 def folder(request: Request, one: Target) -> str:
-    """Where results are kept: with the run, or named after what was evaluated. Raises UserError."""
+    """Return the folder of the results: that of the run, or one named after the backbone.
+
+    Raises UserError when it cannot be written."""
     name = re.sub(r"[^\w.-]+", "-", one.given.removeprefix("untrained:").removeprefix("timm:")).strip("-")
     found = store.absolute((request.out or one.run or f"evaluations/{name}").rstrip("/"))
     try:
@@ -130,7 +135,7 @@ def folder(request: Request, one: Target) -> str:
 
 @dataclass
 class Work:
-    """The protocols on one backbone."""
+    """The evaluation of one backbone with all protocols."""
 
     request: Request
     target: Target
@@ -139,7 +144,7 @@ class Work:
     note: Note
 
     def try_one(self, name: str) -> None:
-        """Run a protocol and keep its result; or say in a line why not."""
+        """Run a protocol and add its result, or say in a line why it cannot run."""
         try:
             self.one(name, PROTOCOLS[name])
         except UserError as e:
@@ -181,7 +186,7 @@ class Work:
             raise UserError(f"needs {DATA_OPTIONS[need]}")
 
     def asked(self, name: str, protocol: Protocol) -> dict[str, Any]:
-        """Settings: those of the recipe where a run has its own, of the protocol, of the command line."""
+        """Return the settings: those of the recipe, replaced by those of the protocol and then of the command line."""
         e = self.target.settings
         own = e.of(name)
         if protocol.frozen:
@@ -197,7 +202,7 @@ class Work:
         return full
 
     def direct(self, protocol: Protocol, asked: dict[str, Any]) -> tuple[Outcome, str]:
-        """A protocol on the backbone itself."""
+        """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
         backbone = self.target.backbone.to(world.local().device)
         fallen = protocol.parameters.get("size")
         size = asked.get("size", fallen.default if fallen else self.target.settings.size)
@@ -225,7 +230,7 @@ class Work:
         return replace(found, settings={**asked, **found.settings}), data
 
     def frozen(self, protocol: Protocol, asked: dict[str, Any], own: dict[str, Any]) -> tuple[Outcome, str]:
-        """A protocol on features that are extracted once for all."""
+        """Run a protocol on frozen features; return its outcome and the digest of its data."""
         size, resize, kind = asked["size"], asked["resize"], asked["features"]
         if "labels" in protocol.needs:
             _ = self.sets  # refused at once where there is nothing to learn from
@@ -261,8 +266,8 @@ class Work:
         return replace(found, settings={**found.settings, **how}), digest(digests)
 
     def kinds(self, size: int, kind: str) -> list[str]:
-        """This kind first, and what other protocols of the request will want of the same images: one forward pass gives
-        them all."""
+        """Return this type of features first, then those that other protocols of the request need of the same images,
+        as one forward pass extracts them all."""
         wanted = [kind]
         for name in self.names:
             other = self.request.own(name).get("features", PROTOCOLS[name].features)
@@ -296,7 +301,7 @@ class Work:
 
 
 def published(one: Target) -> dict[str, float]:
-    """The paper's numbers for a run."""
+    """Return the paper's numbers for the recipe of a run."""
     if not one.run or not one.recipe:
         return {}
     try:
@@ -307,7 +312,7 @@ def published(one: Target) -> dict[str, float]:
 
 
 def tell_mlflow(report: Report, one: Target, note: Note) -> None:
-    """Numbers and results.json go to the run's own run in MLflow, where it has one."""
+    """Add the numbers and results.json to the run's MLflow run, if it has one."""
     if not one.run or not report.results:
         return
     metrics = {
@@ -320,7 +325,7 @@ def tell_mlflow(report: Report, one: Target, note: Note) -> None:
         copy.write_text(remote.get(report.folder, results.NAME) or "")
     known = remote.view(one.run) / layout.MLFLOW
     if why := tracking.append(tracking.tracking_of(one.run), known, metrics, [copy]):
-        note(f"MLflow has no numbers of this: {why}; {report.folder}/{results.NAME} has them")
+        note(f"the numbers are not in MLflow: {why}; {report.folder}/{results.NAME} has them")
 
 
 def table(report: Report, form: str) -> str:

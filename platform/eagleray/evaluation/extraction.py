@@ -1,4 +1,4 @@
-"""Frozen features of a backbone: from disk, by this process, or by Ray's workers."""
+"""Get the frozen features of a backbone from the cache, or extract them in this process or in Ray tasks."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from eagleray.protocols.features import LabelledFeatures, extract_features
 
 @dataclass(frozen=True)
 class Task:
-    """Some images for one worker, who reads the backbone by itself: it may be too large to send along."""
+    """The images that one worker extracts. It reads the backbone by itself, which may be too large to send."""
 
     given: str
     architecture: str | None
@@ -44,7 +44,7 @@ Share = tuple[int, dict[str, LabelledFeatures]]
 def features(
     one: Target, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
-    """Several kinds of features of the task's images: those kept on disk, or made by this process or by so many
+    """Return several types of features of the task's images, from the cache or extracted by this process or by so many
     workers. Raises UserError and Outage."""
     device = world.local().device
     precision = "bfloat16" if device.type == "cuda" and not workers else "float32"
@@ -71,10 +71,12 @@ def features(
 
 
 def share(task: Task) -> Share:
-    """In a process of Ray's."""
+    """Extract one share of the images, in a Ray task."""
     one = load_target(task.given, task.architecture)
     if one.digest != task.digest:
-        raise UserError(f"{task.given}: has other weights than a moment ago; name a checkpoint file, or try again")
+        raise UserError(
+            f"{task.given}: its weights changed during the evaluation; name a checkpoint file, or try again"
+        )
     index = open_index(task.url, note=lambda _: None)
     found = extract_features(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
     return task.number, found
@@ -87,7 +89,7 @@ def counted(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Sh
 
 
 def joined(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
-    """In the order of the samples, in whatever order they came."""
+    """Join the shares in the order of their samples, whatever order they finished in."""
     parts = [part for _, part in sorted(shares, key=lambda share: share[0])]
     there = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
     return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in there), strict=True))) for k in there[0]}

@@ -1,4 +1,5 @@
-"""Frozen features on disk, named after the weights and the images that they are of: no protocol computes them again."""
+"""Cache frozen features on disk under digests of the weights and the images, so that no protocol computes them
+again."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from eagleray.base.files import atomic_path, cache_folder
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures
 
-FORMAT = 1  # changes with what a file holds and with how images become features
+FORMAT = 1  # raised when the content of a file or the way from images to features changes
 
 
 def folder() -> Path:
@@ -45,7 +46,7 @@ def cached(
 
 
 def _load(path: Path) -> LabelledFeatures | None:
-    """None where there is no such file, or one that is damaged."""
+    """Return None if the file is missing or damaged."""
     try:
         return LabelledFeatures(**load_file(path))
     except (OSError, SafetensorError, TypeError):

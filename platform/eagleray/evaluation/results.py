@@ -1,5 +1,5 @@
-"""What was measured: every number with its settings, backbone, data and date, in results.json, which only grows, and in
-tables beside the untrained backbone's and the published ones."""
+"""Store every result with its settings, backbone, data and date in results.json, which only grows, and print tables
+with the untrained backbone's and the published numbers."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 @dataclass(frozen=True)
 class Result:
-    """An outcome of a protocol, and what it was measured on."""
+    """The outcome of a protocol, with its backbone and data."""
 
     protocol: str  # as it was asked for, such as linear@dino
     numbers: Mapping[str, float]
@@ -53,36 +53,38 @@ class Result:
     asked: Mapping[str, Any] = field(default_factory=dict)  # settings that the recipe or the command line gave
 
     def twin(self, other: "Result") -> bool:
-        """Whether the other differs in nothing but the weights."""
+        """Whether the other result differs in nothing but the weights."""
         names = ("protocol", "architecture", "data_digest")
         same = all(getattr(self, n) == getattr(other, n) for n in names)
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 
     def before(self, known: "Sequence[Result]") -> Mapping[str, float]:
-        """The numbers of the newest twin without training among the known results, oldest first; none where there is
-        none."""
+        """Return the numbers of the newest untrained twin among the known results, which are ordered by age; empty if
+        there is none."""
         twins = [r for r in known if r.untrained and not self.untrained and r.twin(self)]
         return twins[-1].numbers if twins else {}
 
 
 def settled(settings: Mapping[str, Any]) -> str:
-    """Settings in words, but those that are tables."""
+    """Write settings as words, without those that are tables."""
     said = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in settings.items()}
     return ", ".join(f"{k} {v}" for k, v in said.items() if not isinstance(v, Mapping))
 
 
 def load(folder: str) -> list[Result]:
-    """All results of a folder or s3:// URL, oldest first. Raises UserError."""
+    """Load all results of a folder or s3:// URL, oldest first.
+
+    Raises UserError when the file is not a list of results."""
     text = remote.get(folder, NAME)
     try:
         return [Result(**r) for r in json.loads(text or "[]")]
     except (ValueError, TypeError) as e:
         why = " ".join(str(e).split())
-        raise UserError(f"{folder}/{NAME}: is not a list of results ({why}); move it away") from None
+        raise UserError(f"{folder}/{NAME}: is not a list of results ({why}); move it out of the way") from None
 
 
 def add(folder: str, result: Result) -> None:
-    """Put a result behind those that are there. Raises UserError and Outage."""
+    """Append a result to the file. Raises UserError and Outage."""
     # A store has no locks.
     with contextlib.nullcontext() if is_remote(folder) else file_lock(Path(folder) / f".{NAME}.lock"):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
@@ -135,7 +137,7 @@ def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str,
 
 
 def lone(results: Sequence[Result]) -> list[Result]:
-    """Those that are not the untrained twin of another one."""
+    """Return the results that are not the untrained twin of another."""
     trained = [r for r in results if not r.untrained]
     return [r for r in results if not r.untrained or not any(t.twin(r) for t in trained)]
 

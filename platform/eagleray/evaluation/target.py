@@ -1,4 +1,4 @@
-"""What is evaluated: the backbone of a run, timm's weights, a file of tensors, or one that was never trained."""
+"""Load the backbone to evaluate: that of a run, timm's weights, a file of tensors, or an untrained one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,15 +28,15 @@ from eagleray.views.photometric import MEAN, STD
 
 @dataclass(frozen=True)
 class Target:
-    """A backbone, where it is from, and how its recipe wants it evaluated."""
+    """A backbone, its source, and the evaluation settings of its recipe."""
 
-    given: str  # as it was named, places made absolute
+    given: str  # its name, with absolute paths
     backbone: Backbone
     network: Network
     settings: Evaluate
     recipe: Recipe | None = None  # of a run
-    run: str | None = None  # where that is kept
-    pixels: tuple[Any, Any] = (MEAN, STD)  # what the weights were trained to see
+    run: str | None = None  # folder or s3:// URL
+    pixels: tuple[Any, Any] = (MEAN, STD)  # mean and scale of the pixels that the weights were trained with
 
     @property
     def untrained(self) -> bool:
@@ -44,12 +44,12 @@ class Target:
 
     @property
     def architecture(self) -> str:
-        """A short name of everything but the weights."""
+        """The digest of everything but the weights."""
         return digest(asdict(replace(self.network, weights=None)))
 
     @cached_property
     def digest(self) -> str:
-        """A short name of architecture, weights and the pixels that they want."""
+        """The digest of the architecture, the weights and their normalisation of pixels."""
         return weights_digest(self.backbone, self.architecture, self.pixels)
 
 
