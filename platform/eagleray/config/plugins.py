@@ -4,22 +4,27 @@ A plug-in is named by the path of a file, by a module's dotted name, or by an in
 group `eagleray.plugins`.
 """
 
+import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass as checked
 
 from eagleray.base.errors import PluginError
-from eagleray.config import register
+from eagleray.config import register, signature
 from eagleray.config.tree import STRICT
 
 GROUP = "eagleray.plugins"
@@ -36,6 +41,22 @@ class Plugin:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """The files of a plug-in as they lie in a folder."""
+
+    folder: Path  # that Python imports from
+    sources: Sources
+
+    @property
+    def sha256(self) -> str:
+        """The digest of the paths and the contents of all files."""
+        digest = hashlib.sha256()
+        for relative, data in sorted(self.sources.items()):
+            digest.update(f"{relative}\0{len(data)}\0".encode() + data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A plug-in that this process has imported."""
 
@@ -47,49 +68,63 @@ class Loaded:
 _LOADED: dict[str, Loaded] = {}
 
 
-def load(name: str, *folders: Path) -> Plugin:
-    """Import a plug-in once, from the working folder or else from one of `folders`. Raises PluginError."""
+def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
+    """Import a plug-in once, from the working folder or else from one of `folders`; with `sha256`, from the first of
+    them where the source has this digest. Raises PluginError."""
     is_file = name.endswith(".py")
-    path = next((p for p in (Path(name), *(f / name for f in folders)) if p.is_file()), Path(name))
-    module_name = path.stem if is_file else name
-    sources = _file(path, name) if is_file else _package(name, folders)
-    plugin = Plugin(path.name if is_file else name, _digest(sources))
+    copies = _files(name, folders) if is_file else _packages(name, folders)
+    copy = next((c for c in copies if sha256 in (None, c.sha256)), copies[0])
+    plugin = Plugin(Path(name).name if is_file else name, copy.sha256)
+    module_name = Path(name).stem if is_file else name
     known = _LOADED.get(plugin.name)
     if known and known.plugin == plugin:
         return plugin
     if known:  # somebody has changed the file since, as in a notebook
-        register.forget(module_name)
-        sys.modules.pop(module_name, None)
-    module = _import(module_name, path if is_file else None, name)
-    installed = not is_file and "site-packages" in (module.__file__ or "")
-    _LOADED[plugin.name] = Loaded(plugin, module, {} if installed else sources)
+        _unload(module_name)
+    module = _import(module_name, copy, plugin.name, is_file=is_file)
+    installed = not is_file and "site-packages" in copy.folder.parts
+    _LOADED[plugin.name] = Loaded(plugin, module, {} if installed else copy.sources)
     return plugin
 
 
 def load_installed() -> None:
     """Import the plug-ins that installed packages announce. Raises PluginError."""
-    for point in importlib.metadata.entry_points(group=GROUP):
-        load(point.value)
+    for module in _announced(tuple(sys.path)):
+        if module not in _LOADED:
+            load(module)
+
+
+@functools.cache
+def _announced(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules of all entry points of our group; `path` is Python's own, which says where to look."""
+    return tuple(dict.fromkeys(point.module for point in importlib.metadata.entry_points(group=GROUP)))
 
 
 def resolve(listed: Any, *, folder: Path | None = None) -> list[dict[str, str]]:
     """Load the plug-ins that a recipe in `folder` lists, and return them as the resolved recipe keeps them.
 
     An entry of a resolved recipe has a digest, which has to be that of the source. Raises PluginError."""
-    if not isinstance(listed, list) or not all(isinstance(item, str | Mapping) for item in listed):
+    if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
         raise PluginError(f"plugins: expected a list of files and modules, got {listed!r}")
     plugins: dict[str, Plugin] = {}
     for item in listed:
-        name, digest = (item, None) if isinstance(item, str) else (item.get("name", ""), item.get("sha256"))
+        name, digest = (item, None) if isinstance(item, str) else (str(item.get("name", "")), item.get("sha256"))
         known = _LOADED.get(name)
         if known and known.plugin.sha256 == digest:
             plugin = known.plugin
         else:
-            plugin = load(name, *((folder / FOLDER, folder) if folder else ()))
+            plugin = load(name, *((folder / FOLDER, folder) if folder else ()), sha256=digest)
         if digest not in (None, plugin.sha256):
             raise PluginError(f"plugins: {name} is not the file that the recipe was resolved with: its source differs")
-        plugins[plugin.name] = plugin
+        if plugins.setdefault(plugin.name, plugin) != plugin:
+            raise PluginError(f"plugins: two different files are called {plugin.name}; rename one of them")
     return [{"name": p.name, "sha256": p.sha256} for p in plugins.values()]
+
+
+def unload() -> None:
+    """Forget every plug-in and what it has registered, as a new process would."""
+    for loaded_module in [p.module.__name__ for p in _LOADED.values()]:
+        _unload(loaded_module)
 
 
 def loaded() -> set[str]:
@@ -97,32 +132,41 @@ def loaded() -> set[str]:
     return set(_LOADED)
 
 
-def used(name: str, kind: register.Kind = "method") -> Plugin | None:
-    """The loaded plug-in that has registered something under this name."""
-    entry = register.entries(kind).get(name)
-    return next((p.plugin for p in _LOADED.values() if entry and p.module.__name__ == entry.module), None)
+def used(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
+    """The loaded plug-in that has registered something under this name; backbones are registered with timm."""
+    if kind == "backbone":
+        timm = sys.modules.get("timm")  # which a plug-in with a backbone has imported
+        module = timm.model_entrypoint(name).__module__ if timm and timm.is_model(name) else ""
+    else:
+        entry = register.entries(kind).get(name)
+        module = entry.module if entry else ""
+    return owner(module)
 
 
-def modules(plugins: Iterable[Plugin]) -> list[str]:
-    """The names of the modules of some loaded plug-ins."""
-    return [_LOADED[p.name].module.__name__ for p in plugins if p.name in _LOADED]
+def owner(module: str) -> Plugin | None:
+    """The loaded plug-in that a module belongs to: itself, its package, or another part of the same package."""
+    top = module.partition(".")[0]
+    within = [p for p in _LOADED.values() if f"{module}.".startswith(f"{p.module.__name__}.")]
+    beside = [p for p in _LOADED.values() if p.module.__name__.partition(".")[0] == top]
+    nearest = sorted(within, key=lambda p: len(p.module.__name__))[-1:] or beside[:1]
+    return nearest[0].plugin if nearest else None
 
 
-def pack(plugins: Iterable[Plugin]) -> dict[str, Sources]:
-    """The sources of loaded plug-ins, by name, to be sent to another process with `install`."""
-    return {p.name: _LOADED[p.name].sources for p in plugins}
+def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
+    """The sources of some loaded plug-ins, or of all, by name, to be sent to another process with `install`."""
+    names = list(_LOADED) if plugins is None else [p.name for p in plugins]
+    return {name: _LOADED[name].sources for name in names}
 
 
 def install(packed: Mapping[str, Sources]) -> None:
     """Write plug-ins that another process has packed into a temporary folder, and import them. Raises PluginError."""
-    names = [name for name in packed if name not in _LOADED]
-    if names:
+    missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
+    if missing:
         folder = Path(tempfile.mkdtemp(prefix="eagleray-plugins-"))
-        for name in names:
-            write(folder, packed[name])
-        sys.path.insert(0, str(folder))
-        for name in names:
-            load(name, folder)
+        for sources in missing.values():
+            write(folder, sources)
+        for name, sources in missing.items():
+            load(name, folder, sha256=Copy(folder, sources).sha256 if sources else None)
 
 
 def write(folder: Path, sources: Sources) -> None:
@@ -133,66 +177,104 @@ def write(folder: Path, sources: Sources) -> None:
         path.write_bytes(data)
 
 
-def _file(path: Path, name: str) -> Sources:
+def _files(name: str, folders: Iterable[Path]) -> list[Copy]:
+    """The copies of a file, at least one. Raises PluginError."""
+    paths = [path for path in (Path(name), *(folder / name for folder in folders)) if path.is_file()]
     try:
-        return {path.name: path.read_bytes()}
+        copies = [Copy(path.parent, {path.name: path.read_bytes()}) for path in paths]
     except OSError as e:
         raise PluginError(f"plugins: {name}: cannot be read: {e.strerror or e}") from None
+    if not copies:
+        raise PluginError(f"plugins: {name}: no such file in {', '.join(map(str, (Path.cwd(), *folders)))}")
+    return copies
 
 
-def _package(name: str, folders: Iterable[Path]) -> Sources:
-    """Every Python file of the top-level package or module, so that a change anywhere in it is noticed."""
-    for folder in (Path.cwd(), *folders):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+def _packages(name: str, folders: Iterable[Path]) -> list[Copy]:
+    """The copies of a module, at least one: every Python file of its top-level package, so that a change anywhere in it
+    is noticed. Raises PluginError."""
     top = name.partition(".")[0]
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.origin:
+    specs = [PathFinder.find_spec(top, [str(folder)]) for folder in (Path.cwd(), *folders)]
+    with contextlib.suppress(ImportError, ValueError):  # of a name that is no module's
+        specs.append(importlib.util.find_spec(top))
+    copies = []
+    for spec in specs:
+        if spec and spec.submodule_search_locations:
+            package = Path(next(iter(spec.submodule_search_locations)))
+            found = sorted(package.rglob("*.py"))
+            copies.append(Copy(package.parent, {str(f.relative_to(package.parent)): f.read_bytes() for f in found}))
+        elif spec and spec.origin and spec.origin.endswith(".py"):
+            path = Path(spec.origin)
+            copies.append(Copy(path.parent, {path.name: path.read_bytes()}))
+    copies = [copy for copy in copies if copy.sources]
+    if not copies:
         raise PluginError(f"plugins: {name}: no such file and no module of this name")
-    origin = Path(spec.origin)
-    if not spec.submodule_search_locations:
-        return {origin.name: origin.read_bytes()}
-    root = origin.parents[1]
-    return {str(f.relative_to(root)): f.read_bytes() for f in sorted(origin.parent.rglob("*.py"))}
+    return copies
 
 
-def _import(module_name: str, path: Path | None, name: str) -> ModuleType:
+def _import(module_name: str, copy: Copy, name: str, *, is_file: bool) -> ModuleType:
+    """Import a plug-in from its folder. Raises PluginError."""
+    _check_name(module_name, copy, name, is_file=is_file)
+    before = set(sys.modules)
     try:
-        if path is None:
+        if not is_file:
+            _prefer(copy.folder, module_name.partition(".")[0])
             return importlib.import_module(module_name)
-        if module_name in sys.modules or module_name in sys.stdlib_module_names:
-            raise PluginError(f"plugins: {name}: a module called {module_name} exists already; rename the file")
-        spec = importlib.util.spec_from_file_location(module_name, path)
+        if module_name in sys.modules:  # the same file, imported by the user's own code
+            return sys.modules[module_name]
+        spec = importlib.util.spec_from_file_location(module_name, copy.folder / f"{module_name}.py")
         assert spec is not None
         assert spec.loader is not None
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except PluginError:
-        raise
-    except Exception as e:  # whatever the user's code raises
-        register.forget(module_name)
-        sys.modules.pop(module_name, None)
-        why = (str(e).splitlines() or [""])[0]
-        raise PluginError(f"plugins: {name}: cannot be imported: {type(e).__name__}: {why}{_line(e, path)}") from e
+    except (Exception, SystemExit) as e:  # whatever the user's code raises
+        _unload(module_name, keep=before)
+        if isinstance(e, PluginError):
+            raise PluginError(f"plugins: {name}: {e}{_where(e, copy)}") from e
+        why = e.msg if isinstance(e, SyntaxError) else (str(e).splitlines() or [""])[0]
+        raise PluginError(f"plugins: {name}: cannot be imported: {type(e).__name__}: {why}{_where(e, copy)}") from e
 
 
-def _line(error: Exception, path: Path | None) -> str:
-    """Where in the plug-in's own file an error arose."""
-    lines, trace = [], error.__traceback__
-    while trace:
-        if path and Path(trace.tb_frame.f_code.co_filename).name == path.name:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    number = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    return f" (line {number})" if number else ""
+def _check_name(module_name: str, copy: Copy, name: str, *, is_file: bool) -> None:
+    """Raises PluginError where another module has the name already."""
+    top = module_name if is_file else module_name.partition(".")[0]
+    there = sys.modules.get(top)
+    path = Path((there and (there.__file__ or next(iter(there.__path__), ""))) or "").resolve()
+    folder = copy.folder.resolve()
+    same = path == folder / f"{top}.py" if is_file else path.is_relative_to(folder)
+    if top in (*sys.stdlib_module_names, "eagleray") or (there and not same):
+        raise PluginError(f"plugins: {name}: another module is called {top} too; rename the file")
 
 
-def _digest(sources: Sources) -> str:
-    digest = hashlib.sha256()
-    for relative, data in sorted(sources.items()):
-        digest.update(f"{relative}\0{len(data)}\0".encode() + data)
-    return digest.hexdigest()
+def _prefer(folder: Path, top: str) -> None:
+    """Let Python import a package from this folder."""
+    importlib.invalidate_caches()
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.append(path)  # at the end, where it hides nothing
+    spec = PathFinder.find_spec(top)
+    origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+    if not origin or not Path(origin).resolve().is_relative_to(path):
+        sys.path.insert(0, path)
+
+
+def _unload(module_name: str, *, keep: Container[str] = ()) -> None:
+    """Drop the modules of a plug-in's package and what they have registered, so that a changed source is imported."""
+    signature.forget()
+    top = module_name.partition(".")[0]
+    for name in [n for n, p in _LOADED.items() if p.module.__name__.partition(".")[0] == top and not keep]:
+        del _LOADED[name]
+    for module in [m for m in sys.modules if f"{m}.".startswith(f"{top}.") and m not in keep]:
+        del sys.modules[module]
+    register.forget(top, keep=keep)
+
+
+def _where(error: BaseException, copy: Copy) -> str:
+    """The file and the line of the plug-in where an error arose."""
+    lines = [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
+    lines += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    for file, line in lines[:1] if isinstance(error, SyntaxError) else reversed(lines):
+        relative = os.path.relpath(file or "", copy.folder)
+        if relative in copy.sources:
+            return f" ({relative}, line {line})"
+    return ""

@@ -8,7 +8,7 @@
 A backbone needs no decorator here: timm's `register_model` makes it known by name.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -50,6 +50,9 @@ class Known(Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         plugins = entries(self.kind)
+        if name in plugins and name in self.shipped:
+            owner = plugins[name].module
+            raise PluginError(f"{self.kind} {name!r} is eagleray's own; give that of {owner} another name")
         return self.make(plugins[name]) if name in plugins else self.shipped[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -59,10 +62,11 @@ class Known(Mapping[str, T]):
         return len(list(iter(self)))
 
 
-def forget(module: str) -> None:
-    """Drop what a module has registered, before it is loaded again."""
-    for key in [key for key, entry in _ENTRIES.items() if entry.module == module]:
-        del _ENTRIES[key]
+def forget(package: str, *, keep: Container[str] = ()) -> None:
+    """Drop what the modules of a package have registered, but for the modules in `keep`."""
+    for key, entry in list(_ENTRIES.items()):
+        if entry.module.partition(".")[0] == package and entry.module not in keep:
+            del _ENTRIES[key]
 
 
 def _register(kind: Kind, name: str, target: T, **details: Any) -> T:

@@ -76,6 +76,11 @@ def from_source(module: str, function: str | None = None, *, skip: Container[str
     }
 
 
+def forget() -> None:
+    """Read every module's source again when it is next asked for."""
+    _source.cache_clear()
+
+
 def headline(module: str) -> str:
     """The first sentence of a module's docstring, on one line."""
     text = " ".join((ast.get_docstring(_source(module).tree) or "").split())

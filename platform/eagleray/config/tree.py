@@ -166,6 +166,8 @@ def part_of(package: str) -> Any:
         names = sorted({*parts(package), *plugins})
         if name not in names:
             raise _PartError([f".name: unknown {name!r}{nearest(name, names)}"])
+        if name in plugins and name in parts(package):
+            raise _PartError([f".name: {name!r} is eagleray's own; give that of {plugins[name].__module__} another"])
         fields: Any = signature.from_import(plugins[name]) if name in plugins else signature.fields(f"{package}.{name}")
         model = create_model(name, __config__=STRICT, **fields)
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from eagleray.config import plugins
 from eagleray.data.batch import Batch
 from eagleray.data.order import lanes_of, rows
 from eagleray.data.quarantine import BadSample
@@ -75,6 +76,14 @@ class _PartDataset(IterableDataset[StepPart]):
 
     def __init__(self, stream: Stream, first: int, readers: int, start: int, stop: int | None) -> None:
         self.stream, self.first, self.readers, self.start, self.stop = stream, first, readers, start, stop
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"plugins": plugins.pack()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a loader process that was spawned and not forked: it has not loaded the plug-ins yet."""
+        plugins.install(state.pop("plugins"))
+        self.__dict__ = state
 
     def __iter__(self) -> Iterator[StepPart]:
         info = get_worker_info()

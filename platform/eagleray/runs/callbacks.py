@@ -53,14 +53,16 @@ class Callbacks:
 
     def __init__(self, run: RunView) -> None:
         self.run = run
-        modules = plugins.modules(run.recipe.plugins)
-        entries = [e for e in register.entries("callback").values() if e.module in modules]
+        entries = [e for e in register.entries("callback").values() if plugins.owner(e.module) in run.recipe.plugins]
         self.callbacks: Sequence[tuple[str, Callback]] = [(e.name, self._make(e.name, e.target)) for e in entries]
 
     def _make(self, name: str, target: Any) -> Callback:
         if not (isinstance(target, type) and issubclass(target, Callback)):
             raise PluginError(f"callback {name}: expected a subclass of eagleray.Callback")
-        return target()
+        try:
+            return target()
+        except Exception as e:
+            raise PluginError(f"callback {name}: cannot be made: {_said(e)}") from e
 
     def __call__(self, event: str, argument: Any) -> None:
         """Call one method of every callback. Raises PluginError when a callback fails."""
@@ -70,4 +72,8 @@ class Callbacks:
             except (UserError, Outage):
                 raise
             except Exception as e:
-                raise PluginError(f"callback {name}: {event} failed: {type(e).__name__}: {e}") from e
+                raise PluginError(f"callback {name}: {event} failed: {_said(e)}") from e
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -11,11 +11,14 @@ def operate(name: str, crop: Tensor, seed: int) -> None:
     """Apply the operation called `name` to a crop, uint8 (3, S, S), in place.
 
     Raises PluginError when it fails or returns something else than such a crop."""
-    function = register.entries("view")[name].target
+    entry = register.entries("view").get(name)
+    if entry is None:
+        raise PluginError(f"view operation {name!r}: this process has not loaded the plug-in that registers it")
     try:
-        result = function(crop, seed)
+        result = entry.target(crop, seed)
     except Exception as e:
-        raise PluginError(f"view operation {name!r} failed: {type(e).__name__}: {e}") from e
+        said = " ".join(str(e).split())
+        raise PluginError(f"view operation {name!r} failed: {type(e).__name__}: {said}") from e
     if not isinstance(result, Tensor) or result.shape != crop.shape or result.dtype != torch.uint8:
         what = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise PluginError(f"view operation {name!r} returned {what}, expected torch.uint8 {tuple(crop.shape)}")
