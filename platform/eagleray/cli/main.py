@@ -12,7 +12,7 @@ from eagleray import __version__
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
-from eagleray.cli import catalogue, evaluate, finetune, jobs, tune
+from eagleray.cli import catalogue, evaluate, finetune, init, jobs, tune
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Json, Overrides, RecipeName
 
@@ -234,6 +234,7 @@ def show(name: RecipeName, overrides: Overrides = None) -> None:
 catalogue.register(app)
 evaluate.register(app)
 finetune.register(app)
+init.register(app)
 jobs.register(app)
 report_cli.register(app)
 tune.register(app)

@@ -78,7 +78,10 @@ def read_recipe(name: str, beside: Path | None = None) -> tuple[str, dict[str, A
         return name, tree(name)
     if not path.is_file():
         raise UserError(f"{name}: no such recipe file")
-    return path.stem, own_keys(read(path, shipped=tree))
+    own = own_keys(read(path, shipped=tree))
+    for key in own.keys() & {"axes", "recipes"}:
+        raise RecipeError(f"{path}: {key}: a table is not one recipe; expected the keys of one")
+    return path.stem, own
 
 
 def find_sweep(name: str) -> Path:

@@ -58,6 +58,11 @@ def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterat
     printed = _mapping(path, "published", shared.pop("published", {}))
     defaults = {key: printed[key] for key in ("source", "metric") if key in printed}
     _check_exceptions(path, axes, exceptions)
+    first = next(iter(axes))
+    for value in printed.keys() - {"source", "metric"} - axes[first].keys():
+        raise RecipeError(
+            f"{path}: published.{value}: is not a value of the axis {first}{nearest(value, [*axes[first]])}"
+        )
     for values in itertools.product(*axes.values()):
         at = dict(zip(axes, values, strict=True))
         row, titles = shared, {}
@@ -77,7 +82,7 @@ def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterat
             name = tree["name"].format(**at)
         except (KeyError, AttributeError) as e:
             raise RecipeError(
-                f"{path}: name: expected a pattern of the axes, such as {'_'.join(f'{{{a}}}' for a in axes)} ({e})"
+                f"{path}: name: expected a pattern of the axes, such as {'_'.join(f'{{{a}}}' for a in axes)}, got {e}"
             ) from None
         yield name, row, defaults, titles
 

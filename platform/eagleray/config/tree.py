@@ -87,6 +87,9 @@ def read(
                 under = shipped(base)
             except UserError as e:
                 raise RecipeError(f"{path}: base: {e}") from None
+        elif not (path.parent / base).is_file():
+            hint = f"; for what is shipped write base: {Path(base).stem}" if shipped else ""
+            raise RecipeError(f"{path}: base: {base}: no such file{hint}")
         else:
             under = read(path.parent / base, shipped=shipped, within=(path.resolve(), *within))
         tree = merge(under, tree)

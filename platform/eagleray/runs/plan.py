@@ -14,8 +14,8 @@ from eagleray.data.loader import rows
 from eagleray.data.reader import Stream
 from eagleray.methods.method import Classifier
 from eagleray.models import weights
+from eagleray.runs import fit, remote
 from eagleray.runs import recipe as recipes
-from eagleray.runs import remote
 from eagleray.runs.build import scaled_lr
 from eagleray.runs.recipe import Recipe
 from eagleray.storage import store
@@ -96,5 +96,10 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
     cache = Cache(Path(recipe.data.cache), recipe.data.cache_size) if recipe.data.cache else None
     wait = 60 * recipe.data.patience
     stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch, cache, wait)
+    images = int(stream.sizes.sum())
+    if images < recipe.optim.batch:
+        raise fit.too_small(recipe, images)
+    if queue := fit.long_queue(recipe, images):
+        note(queue)
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))

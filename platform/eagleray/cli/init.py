@@ -1,0 +1,124 @@
+"""The command that writes a recipe for images of one's own: init."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from eagleray.base.console import out
+from eagleray.base.errors import UserError
+
+# The recipe that each method starts from, where it is not its first one on ImageNet.
+BASES: Mapping[str, str] = {
+    "dino": "dino_vits16_in1k_ep100",
+    "mocov3": "mocov3_vits16_in1k_ep300",
+    "byol": "byol_vits16_in1k_ep300",
+    "simclr": "simclr_vits16_in1k_ep300",
+    "swav": "swav_vits16_in1k_ep300",
+    "moco": "moco_resnet50_in1k_ep200",
+    "esvit": "esvit_swint_in1k_ep300",
+    "moby": "moby_swint_in1k_ep300",
+    "selfpatch": "selfpatch_vits16_in1k_ep200",
+    "selfpatch_moby": "selfpatch_moby_vitxs16_coco_ep200",
+}
+LABELLED = ("supervised", "drloc")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(init)
+
+
+def init(
+    data: Annotated[str, typer.Argument(help="Shards, or a folder of images, that are counted.")] = "",
+    images: Annotated[int, typer.Option(help="Number of images.", min=0)] = 0,
+    size: Annotated[int, typer.Option(help="Short side of the images in pixels.", min=16)] = 224,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs; 0 for the CPU.", min=0)] = 1,
+    method: Annotated[str, typer.Option(help="A name of `eagleray list methods`.")] = "dino",
+    file: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("my_recipe.yaml"),
+) -> None:
+    """Write a recipe for your own images, with batch, epochs, queue and momentum that fit their number."""
+    if file.exists():
+        raise UserError(f"--out {file}: exists already; name another file")
+    if not data and not images:
+        raise UserError("expected --images N, or shards or a folder of images to count")
+    images = images or count(data)
+    file.write_text(text(base_of(method), images=images, size=size, gpus=gpus, data=data))
+    out.print(f"{file}: for {images} images; `eagleray show {file}` prints it with every default", markup=False)
+    where = "" if data and not is_images(data) else " data.train=shards/"
+    if is_images(data):
+        out.print(f"first     eagleray shard {data} shards/", markup=False)
+    out.print(f"train     eagleray pretrain {file}{where}", markup=False)
+
+
+def base_of(method: str) -> str:
+    """Return the recipe that a method starts from. Raises UserError."""
+    from eagleray.cli.recipes import facts
+    from eagleray.config import bundled
+
+    known = {f["method"]: f["name"] for f in reversed([facts(n) for n in bundled.names() if "_in1k_" in n])}
+    known |= BASES
+    fitting = {name: base for name, base in known.items() if name not in LABELLED}
+    if method not in fitting:
+        needs = ", which needs labels" if method in LABELLED else ""
+        raise UserError(f"--method {method}{needs}: expected one of {', '.join(sorted(fitting))}")
+    return fitting[method]
+
+
+def is_images(data: str) -> bool:
+    """Whether this is a local folder without shards: images that are to be packed first."""
+    return bool(data) and Path(data).is_dir() and not any(Path(data).glob("*.tar"))
+
+
+def count(data: str) -> int:
+    """Return the number of images in shards, which are indexed, or in a folder. Raises UserError and Outage."""
+    from eagleray.data.index import open_index
+    from eagleray.datasets.sources.item import is_image
+
+    if is_images(data):
+        number = sum(is_image(path.name) for path in Path(data).rglob("*"))
+        if not number:
+            raise UserError(f"{data}: no image is in this folder or below it")
+        return number
+    return len(open_index(data, note=lambda line: out.print(line, markup=False)))
+
+
+def text(base: str, *, images: int, size: int = 224, gpus: int = 1, data: str = "") -> str:
+    """Return the recipe over its base as YAML, each value with its reason. Raises UserError."""
+    from eagleray.config import bundled
+    from eagleray.runs import fit, recipe
+
+    said = bundled.recipe(base)
+    values = fit.values_for(recipe.load(base), images, gpus=gpus, size=size)
+    own = [fit.Value("data.train", data, "")] if data and not is_images(data) else []
+    head = [
+        f"# {images} images of {size} pixels on {f'{gpus} GPU(s)' if gpus else 'the CPU'}.",
+        f"about: My images with the settings of {base}.",
+        f"base: {base} # {said.about}",
+    ]
+    tree: dict[str, Any] = {}
+    for value in own + values:
+        *sections, key = value.key.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[key] = value
+    return "\n".join([*head, *_lines(tree)]) + "\n"
+
+
+def _lines(tree: Mapping[str, Any], indent: str = "") -> Sequence[str]:
+    lines: list[str] = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
+        elif isinstance(value.value, list) and value.value and isinstance(value.value[0], Mapping):
+            lines += [f"{indent}{key}: # {value.why}", *(f"{indent}  - {_flow(item)}" for item in value.value)]
+        else:
+            lines.append(f"{indent}{key}: {_flow(value.value)}" + (f" # {value.why}" if value.why else ""))
+    return lines
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).strip().removesuffix("\n...")

@@ -1,0 +1,166 @@
+"""Values of a recipe that fit a number of images, for `eagleray init` and for a run whose data is too small."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Schedule
+from eagleray.config.view import View
+from eagleray.runs import recipe as recipes
+from eagleray.runs.recipe import Recipe
+
+IMAGENET = 1_281_167  # images that the length of the shipped recipes is meant for
+EPOCHS = (10, 100, 800)  # the fewest, those for as many images as ImageNet, and the most
+STEPS = 16  # least steps of an epoch, so that an epoch is more than a few large batches
+PER_GPU = 128  # most images of a batch on one GPU; ViT-S with two crops of 224 pixels fits 40 GB
+SMALL = 160  # pixels of images below which a ViT takes smaller patches
+DEFAULTS = config.plain(View())
+READERS = 8  # most lanes of a rank that are worth having
+
+
+class Value(NamedTuple):
+    """A key of a recipe, the value that fits and the reason."""
+
+    key: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -> list[Value]:
+    """Return what to change in a recipe for so many images of so many pixels on so many GPUs; 0 GPUs mean the CPU of
+    one process. Raises UserError when there are too few images."""
+    keys = config.flat(config.plain(recipe))
+    batches = list(batch_for(recipe, images, ranks=max(gpus, 1)))
+    changed = {v.key: v.value for v in batches}
+    batch = changed.get("optim.batch", recipe.optim.batch)
+    steps = images // batch
+    least, usual, most = EPOCHS
+    epochs = round(min(max(usual * math.sqrt(IMAGENET / images), least), most))
+    values = [
+        Value("workers", gpus, "one worker per GPU" if gpus else "in this process, without Ray"),
+        *batches,
+        Value("optim.epochs", epochs, f"{epochs * steps} steps in all"),
+        *_schedules(recipe, epochs, epochs * steps),
+        *_prototypes(keys, images),
+        *_pixels(keys, size),
+    ]
+    return [v for v in values if v.key not in keys or keys[v.key] != v.value]
+
+
+def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
+    """Yield the batch and what depends on it. Raises UserError when the images fill no batch."""
+    keys = config.flat(config.plain(recipe))
+    old = recipe.optim.batch
+    each = _power(min(old / ranks, images / STEPS / ranks, PER_GPU))
+    each = max(each, 2 if ranks == 1 else 1)
+    batch = each * ranks
+    if images < batch:
+        raise UserError(f"{images} images do not fill a batch of {ranks} worker(s); expected at least {batch}")
+    lanes = ranks * min(each, READERS)
+    yield Value(
+        "optim.batch",
+        batch,
+        f"{images // batch} steps per epoch; optim.micro_batch={max(each // 4, 1)} if memory runs out",
+    )
+    yield Value("data.lanes", lanes, "divides the batch, and each worker has as many")
+    if lanes // ranks < recipe.data.workers:
+        yield Value("data.workers", lanes // ranks, "no more readers than lanes")
+    if recipe.optim.lr_images is None and batch != old:
+        yield Value("optim.lr_images", old, "optim.lr.value is for this batch and scales with ours")
+    queue = keys.get("method.queue")
+    if queue and queue > images // 2:
+        fitting = max(_power(images // 2 / batch), 1) * batch
+        yield Value("method.queue", fitting, f"at most half of the {images} images, so that few keys are of the query")
+    group = keys.get("method.norm_group")
+    if group and each % group:
+        yield Value("method.norm_group", each, "the images of one worker")
+
+
+def too_small(recipe: Recipe, images: int) -> UserError:
+    """Return the error of a run whose data does not fill a batch, with the values that would fit."""
+    given = f"data.train: its {images} images do not fill one batch of optim.batch={recipe.optim.batch}"
+    try:
+        values = batch_for(recipe, images, ranks=max(recipes.span(recipe.workers)[1], 1))
+        keys = config.flat(config.plain(recipe))
+        fitting = " ".join(str(v) for v in values if keys[v.key] != v.value)
+    except UserError as e:
+        return UserError(f"{given}: {e}")
+    return UserError(f"{given}; {fitting} would fit, or `eagleray init --images {images}` writes a recipe that does")
+
+
+def long_queue(recipe: Recipe, images: int) -> str | None:
+    """Return what to say of a queue that holds more keys than there are images, and nothing otherwise."""
+    queue = recipe.method.args.get("queue") or 0
+    if queue <= images:
+        return None
+    fitting = max(_power(images / 2 / recipe.optim.batch), 1) * recipe.optim.batch
+    return (
+        f"method.queue={queue}: is longer than the {images} images of data.train, so a query meets its own older keys; "
+        f"method.queue={fitting} would fit"
+    )
+
+
+def _schedules(recipe: Recipe, epochs: int, steps: int) -> Iterator[Value]:
+    """Yield schedules whose warm-up or drops, in epochs, are those of a longer run, and a faster momentum copy where
+    the run is too short for a slow one to leave its random start. Each is whole, as a part of one has no default."""
+    plain = config.plain(recipe)
+    sections = [("optim", plain["optim"]), ("method", plain["method"])]
+    for key, value in ((f"{name}.{k}", v) for name, section in sections for k, v in section.items()):
+        if not isinstance(value, dict) or "warmup" not in value:
+            continue
+        changed, why = dict(value), []
+        if value["warmup"] > 0.3 * epochs or (key == "optim.lr" and value["warmup"] > epochs / 10):
+            changed["warmup"] = epochs / 10
+            why.append("warms up for a tenth of the run")
+        if value["drops"]:
+            changed["drops"] = [round(drop * epochs / recipe.optim.epochs) for drop in value["drops"]]
+            why.append("drops at the same shares of the run")
+        fastest = round(1 - 50 / max(steps, 100), 4)
+        if key == "method.momentum" and value["value"] > fastest:
+            changed["value"] = fastest
+            why.append(f"follows within a fiftieth of the {steps} steps")
+        if changed != value:
+            own = {k: v for k, v in changed.items() if k == "value" or v != asdict(Schedule(value=0))[k]}
+            yield Value(key, own, ", ".join(why))
+
+
+def _prototypes(keys: Mapping[str, Any], images: int) -> Iterator[Value]:
+    fitting = 1024 if images < 10_000 else 4096 if images < 200_000 else None
+    if fitting and keys.get("method.prototypes", 0) > fitting:
+        yield Value("method.prototypes", fitting, "more would stay empty with so few images")
+
+
+def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
+    """Yield smaller crops for images below 224 pixels. Other backbones than ViTs and ResNets keep theirs: their windows
+    need 224 pixels, and images are enlarged."""
+    name = keys["backbone.name"]
+    patch = int(found[1]) if (found := re.search(r"^vit_\w+_patch(\d+)", name)) else 8
+    if size >= 224 or not (found or name.startswith("resnet")):
+        return
+    if found and size < SMALL:
+        patch = min(patch, max(_power(size / 8), 2))
+    side = max(size // patch, 2) * patch
+    if found:
+        yield Value("backbone.options.img_size", side, f"{side // patch} x {side // patch} patches")
+        yield Value("backbone.options.patch_size", patch, "pixels, for small images")
+    yield Value("views", [_scaled(view, side / 224, patch) for view in keys["views"]], "crops as large as the images")
+    yield Value("evaluate.size", side, "pixels")
+    yield Value("evaluate.resize", side, "pixels")
+
+
+def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
+    """Return a view with a smaller side, a multiple of the patch, without what is a default."""
+    own = {key: value for key, value in view.items() if value != DEFAULTS[key]}
+    return {"size": max(round(view["size"] * by / patch), 1) * patch, **{k: v for k, v in own.items() if k != "size"}}
+
+
+def _power(number: float) -> int:
+    """Return the largest power of two that is not above a number; 1 for what is below 1."""
+    return 2 ** max(math.floor(math.log2(number)), 0) if number > 0 else 1
