@@ -25,6 +25,20 @@ class Format(StrEnum):
     json = "json"
 
 
+Folder = Annotated[
+    str | None,
+    typer.Option("--out", help="Folder for results.json and pictures. By default the run's, else evaluations/NAME."),
+]
+Suite = Annotated[
+    str | None,
+    typer.Option(help="Folder or s3:// URL with shards in NAME/SPLIT, such as pets/test, for the suite protocol."),
+]
+Architecture = Annotated[
+    str | None,
+    typer.Option(help="Only for a file of tensors: timm name of its architecture, such as vit_small_patch16_224."),
+]
+
+
 def evaluate(
     context: typer.Context,
     backbone: Annotated[
@@ -34,25 +48,15 @@ def evaluate(
         ),
     ],
     train: Annotated[str | None, typer.Option(help="Shards to learn from. kNN and the probes need labels.")] = None,
-    test: Annotated[
-        str | None, typer.Option(help="Shards to test on. By default a tenth of --train is held out.")
-    ] = None,
+    test: Annotated[str | None, typer.Option(help="Shards to test on. By default a tenth of --train.")] = None,
     protocol: Annotated[
         str, typer.Option(help="Names shown by `eagleray list protocols`, separated by commas.")
     ] = "knn,linear",
     coco: Annotated[str | None, typer.Option(help="Folder in COCO's layout, for the detection protocol.")] = None,
-    masks: Annotated[
-        str | None, typer.Option(help="Folder of images and masks, for the segmentation protocol.")
-    ] = None,
+    masks: Annotated[str | None, typer.Option(help="Folder of images and masks, for segmentation.")] = None,
     davis: Annotated[str | None, typer.Option(help="Folder in DAVIS's layout, for the davis protocol.")] = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(help="Folder or s3:// URL with shards in NAME/SPLIT, such as pets/test, for the suite protocol."),
-    ] = None,
-    architecture: Annotated[
-        str | None,
-        typer.Option(help="Only for a file of tensors: timm name of its architecture, such as vit_small_patch16_224."),
-    ] = None,
+    suite: Suite = None,
+    architecture: Architecture = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="Evaluate the same architecture without training too, for comparison.")
     ] = False,
@@ -60,13 +64,7 @@ def evaluate(
         int, typer.Option(help="Ray tasks that extract features at the same time. 0: this process, without Ray.", min=0)
     ] = 0,
     form: Annotated[Format, typer.Option("--format", help="Format of the table.")] = Format.markdown,
-    folder: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            help="Folder for results.json and pictures. By default the run's, else evaluations/NAME.",
-        ),
-    ] = None,
+    folder: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a backbone with one or several protocols, and print a table.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagleray import __version__
+import eagleray
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
@@ -27,7 +27,7 @@ app.add_typer(data, name="data")
 def print_version(wanted: bool) -> None:
     """Print the version and exit."""
     if wanted:
-        print(f"eagleray {__version__}")
+        print(f"eagleray {eagleray.__version__}")
         raise typer.Exit
 
 
