@@ -15,8 +15,8 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import fit
 from eagleray.methods.method import Method
+from eagleray.models.backbone import encoder_with
 from eagleray.runs.build import build_method, build_optimizer
-from eagleray.runs.monitor import exported
 from eagleray.runs.recipe import Recipe
 
 BATCH, IMAGES = 12, 40
@@ -77,7 +77,7 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
         assert not taken.values["skipped"]
     still = [n for n, p in m.named_parameters() if n in before and torch.equal(p, before[n])]
     assert not still, "parameters that nothing trains"
-    assert exported(m).backbone is m.monitored_backbone()
+    assert encoder_with(m, m.monitored_backbone()).backbone is m.monitored_backbone()
 
 
 @pytest.mark.parametrize("method", METHODS)

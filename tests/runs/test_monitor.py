@@ -13,10 +13,11 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import Step, fit
 from eagleray.methods.method import Method
+from eagleray.models.layer_names import layers_of
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.runs.build import build_method, build_optimizer
-from eagleray.runs.monitor import ROWS, Bank, Monitor, layers
+from eagleray.runs.monitor import ROWS, Bank, Monitor
 from eagleray.runs.recipe import Recipe
 
 BATCH = 64
@@ -156,13 +157,13 @@ def test_layers_are_named_in_order():
         *("encoder.backbone.model.blocks.2.norm1.bias", "encoder.backbone.model.norm.weight", "encoder.head.0.weight"),
         *("predictor.0.weight", "encoder.backbone.model.cls_token"),
     ]
-    order, of = layers(names)
+    order, of = layers_of(names)
     assert order == ["patch_embed", "blocks.02", "blocks.10", "heads", "trunk"]
     assert [order[i] for i in of] == ["patch_embed", "blocks.10", "blocks.02", "trunk", "heads", "heads", "trunk"]
     swin = [f"student.backbone.model.layers.{i}.blocks.{j}.attn.qkv.weight" for i in range(2) for j in range(2)]
-    assert layers(swin)[0] == [f"layers.0{i}.blocks.0{j}" for i in range(2) for j in range(2)]
+    assert layers_of(swin)[0] == [f"layers.0{i}.blocks.0{j}" for i in range(2) for j in range(2)]
     resnet = ["f_q.backbone.model.layer2.1.conv1.weight", "f_q.backbone.model.conv1.weight"]
-    assert layers(resnet)[0] == ["conv1", "layer2"]
+    assert layers_of(resnet)[0] == ["conv1", "layer2"]
 
 
 def test_norms_by_layer_are_those_of_the_gradient(recipe: Recipe):

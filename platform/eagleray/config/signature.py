@@ -81,6 +81,30 @@ def forget() -> None:
     _source.cache_clear()
 
 
+def constant(module: str, name: str, *, class_name: str | None = None) -> Any:
+    """Return a class attribute of a module's one public class, or of its class `class_name`, without importing it.
+
+    The attribute may be inherited from a class of the same package. Raises Unreadable.
+    """
+    source = _source(module)
+    classes = [n for n in source.tree.body if isinstance(n, ast.ClassDef)]
+    classes = [n for n in classes if (n.name == class_name if class_name else not n.name.startswith("_"))]
+    if len(classes) != 1:
+        raise Unreadable(f"{module}: expected one class {class_name or 'that is public'}")
+    for node in classes[0].body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                return source.value(value)
+            case ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value) if target == name:
+                return source.value(value)
+    for base in classes[0].bases:
+        if isinstance(base, ast.Name):
+            origin, attribute = source.imported.get(base.id, (module, base.id))
+            if origin.partition(".")[0] == module.partition(".")[0]:
+                return constant(origin, name, class_name=attribute)
+    raise Unreadable(f"{module}: {name}")
+
+
 def headline(module: str) -> str:
     """The first sentence of a module's docstring, on one line."""
     text = " ".join((ast.get_docstring(_source(module).tree) or "").split())

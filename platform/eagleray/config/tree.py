@@ -205,6 +205,22 @@ def part(package: str, name: str) -> type:
     return signature.public_class(f"{package}.{name}")
 
 
+def part_constant(package: str, name: str, constant: str) -> Any:
+    """Return a class attribute of a part, which is read from the source where that is enough, so nothing is imported.
+
+    Raises RecipeError when the package has no part of this name.
+    """
+    plugins = plugin_parts(package)
+    if name in plugins:
+        return getattr(plugins[name], constant)
+    if name not in parts(package):
+        raise RecipeError(f"{package.rpartition('.')[2]}: unknown {name!r}{nearest(name, parts(package))}")
+    try:
+        return signature.constant(f"{package}.{name}", constant)
+    except signature.Unreadable:
+        return getattr(part(package, name), constant)
+
+
 def explain(error: ValidationError, kind: Any) -> Iterator[str]:
     """One line per wrong key: dotted path, what was given, what was expected."""
     for e in error.errors():

@@ -155,6 +155,11 @@ class Encoder(nn.Module, Generic[Head]):
         return out
 
 
+def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
+    """Return the encoder inside a module that holds this very backbone."""
+    return next(m for m in module.modules() if isinstance(m, Encoder) and m.backbone is backbone)
+
+
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Create the timm model. `keys` of the recipe's backbone section become arguments of a ViT. Raises UserError."""
     base = name.partition(".")[0]

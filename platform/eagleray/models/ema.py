@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 def ema_copy(net: M) -> M:
     """Return a frozen copy of `net`. It stays in training mode, with batch statistics of its own, but drops nothing."""
     out = copy.deepcopy(net).requires_grad_(False)
-    out.follows = weakref.ref(net)  # type: ignore[assignment]  # see online_of
+    out.follows = weakref.ref(net)  # type: ignore[assignment]  # see momentum_copies
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0
@@ -23,11 +23,9 @@ def ema_copy(net: M) -> M:
     return out
 
 
-def online_of(target: nn.Module) -> nn.Module:
-    """Return the network that a momentum copy follows."""
-    online = target.follows()  # type: ignore[operator]
-    assert isinstance(online, nn.Module), "the network is gone"
-    return online
+def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return every momentum copy inside a module, each with the network that it follows."""
+    return [(copy, copy.follows()) for copy in module.modules() if hasattr(copy, "follows")]  # type: ignore[operator]
 
 
 @torch.no_grad()

@@ -68,6 +68,11 @@ class PrototypeHead(nn.Module):
         scale.data.fill_(1)
         scale.requires_grad_(free_scale)
 
+    @property
+    def projector(self) -> nn.Module:
+        """The part whose output meets the prototypes."""
+        return self.mlp
+
     def forward(self, x: Tensor) -> Tensor:
         """Return unit vectors z (B, bottleneck) of x (B, dim).
 

@@ -1,9 +1,11 @@
-"""A plan is what a recipe means on its data: the stream, the test set and the number of steps."""
+"""Plan a run: open a recipe's data, check that everything fits, and count the steps."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
@@ -12,11 +14,10 @@ from eagleray.data import labels
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import rows
 from eagleray.data.reader import Stream
-from eagleray.methods.method import Classifier
 from eagleray.models import weights
 from eagleray.runs import fit, remote
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import scaled_lr
+from eagleray.runs.build import build_method, scaled_lr
 from eagleray.runs.recipe import Recipe
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe means on its data."""
+    """A recipe with its opened data and its number of steps."""
 
     recipe: Recipe
     stream: Stream
     test: Index | None
-    steps: int  # to take in all; fewer than the schedules are made for, where max_steps says so
+    steps: int  # of the whole run; with max_steps fewer than the schedules are made for
 
     @property
     def index(self) -> Index:
@@ -48,48 +49,48 @@ class Plan:
 
 
 def resolve_paths(recipe: Recipe) -> Recipe:
-    """The recipe with absolute places, as a worker's working folder is not the user's."""
+    """Return the recipe with absolute paths, as a worker's working folder is not the user's. Raises UserError."""
 
-    def placed(given: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
-        return given and tuple(replace(s, url=store.absolute(s.url)) for s in given)
+    def absolute(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
+        return sources and tuple(replace(s, url=store.absolute(s.url)) for s in sources)
 
     if recipe.out and "://" in recipe.out and not recipe.out.startswith("s3://"):
         raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
-    data = replace(recipe.data, train=placed(recipe.data.train), test=placed(recipe.data.test), cache=cache)
+    data = replace(recipe.data, train=absolute(recipe.data.train), test=absolute(recipe.data.test), cache=cache)
     source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)
     network = replace(recipe.backbone, weights=source)
     return replace(recipe, out=store.absolute((recipe.out or "runs/run").rstrip("/")), data=data, backbone=network)
 
 
 def training_sources(recipe: Recipe) -> tuple[Source, ...]:
-    """What is trained on. Raises UserError."""
+    """Return the sources of the training data. Raises UserError when the recipe names none."""
     if recipe.data.train is None:
         raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
     return recipe.data.train
 
 
 def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:
-    """Open the data, waiting `patience` seconds for it, and check that everything fits. Raises UserError and Outage."""
+    """Open the data and check that the recipe fits it.
+
+    Raises UserError when something does not fit, and Outage when the data cannot be read for `patience` seconds.
+    """
     train = training_sources(recipe)
     out = remote.work(recipe.out or "")
-    least, most = recipe.method.target.views  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        method = build_method(recipe)  # asked for what it needs of the run
+    least, most = method.views
     views = Views.of(recipe.views)
     if not least <= len(views.views) <= most:
-        raise UserError(f"views: {len(views.views)} given, {recipe.method.name} works with {least} to {most}")
-    group = recipe.method.args.get("norm_group")
-    fewest, widest = recipes.span(recipe.workers)
-    for ranks in range(max(fewest, 1), max(widest, 1) + 1):
-        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
-        if group and any(n % group for n in shares):
-            raise UserError(f"method.norm_group={group}: expected a divisor of the images of every rank, {shares}")
+        count = f"{least}" if least == most else f"{least} to {most}"
+        raise UserError(f"views: got {len(views.views)}, {recipe.method.name} works with {count}")
+    check_shares(recipe, method.norm_group)
     index = open_index(train, out, note=note, patience=patience)
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
-    if issubclass(recipe.method.target, Classifier):
-        classes = recipe.method.args["classes"]
-        labels.check_labels("data.train", index, classes, every=True)
+    if method.classes is not None:
+        labels.check_labels("data.train", index, method.classes, every=True)
         if test:
-            labels.check_labels("data.test", test, classes, every=False)
+            labels.check_labels("data.test", test, method.classes, every=False)
     for key, data in ("data.test", test), ("data.train", index):
         if test and data and not data.labelled:
             raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")
@@ -103,3 +104,17 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
         note(queue)
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
+
+
+def check_shares(recipe: Recipe, norm_group: int | None) -> None:
+    """Check that the batch can be divided over every number of workers that the run may have, and by `norm_group`.
+
+    Raises UserError.
+    """
+    fewest, most = recipes.span(recipe.workers)
+    for ranks in range(max(fewest, 1), max(most, 1) + 1):
+        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
+        if norm_group and any(n % norm_group for n in shares):
+            raise UserError(
+                f"method.norm_group={norm_group}: expected a divisor of the number of images on every rank, {shares}"
+            )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.base.plotting import BLUE, DPI, GREY, INK, LIGHT, RED
+from eagleray.models.layer_names import HEADS, INPUT, TRUNK
 from eagleray.runs import layout
 from eagleray.runs.health import words
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
@@ -25,7 +26,6 @@ POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for
 WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: of the page, beside the panels, between them
 ROWS, ROW, LETTER = 4, 0.15, 0.07  # of names over the picture: how many, inches of each, inches of a letter
-FIRST = ("patch_embed", "stem", "conv1")  # what `monitor.layers` calls the layer that sees the pixels
 
 
 class Line(NamedTuple):
@@ -163,12 +163,12 @@ def gradients(curves: Mapping[str, Curve]) -> Panel:
     from matplotlib import colormaps
 
     layers = [key.removeprefix("grad/") for key in curves if key.startswith("grad/")]
-    inner = [name for name in layers if name not in (*FIRST, "trunk", "heads")]
+    inner = [name for name in layers if name not in (*INPUT, TRUNK, HEADS)]
     shades = colormaps["viridis"](np.linspace(0.05, 0.8, max(len(inner), 1)))
     named = set(inner if len(inner) <= 6 else [inner[0], inner[len(inner) // 2], inner[-1]])
     lines = [Line(f"grad/{n}", n if n in named else "", c, width=1.0) for n, c in zip(inner, shades, strict=False)]
-    lines = [Line(f"grad/{n}", n, RED, width=1.8) for n in layers if n in FIRST] + lines
-    rest = {"grad/trunk": ("rest of the trunk", GREY, ":"), "grad/heads": ("heads", GREY, "--")}
+    lines = [Line(f"grad/{n}", n, RED, width=1.8) for n in layers if n in INPUT] + lines
+    rest = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
     lines += [Line(key, *look) for key, look in rest.items() if key in curves]
     return Panel("gradient norm", 2.1, lines, log=True, marks="spike")
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
+from eagleray.base.errors import UserError
 from eagleray.config import STRICT, Part, bundled, part_of, plugins
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
@@ -123,13 +124,22 @@ class Recipe:
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
-OPERATION += ("method.region_from",)  # regions may join a run of EsViT that began without them
 
 
 def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
+    """Return the dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
     keys = config.flat(recipe if isinstance(recipe, Mapping) else config.plain(recipe))
-    return {k: v for k, v in keys.items() if not any(k == o or k.startswith(o + ".") for o in OPERATION)}
+    free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
+    return {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
+
+
+def _changeable_keys(method: str | None) -> list[str]:
+    """The keys of the method section that the method lets change; none of a method that is not known here."""
+    try:
+        may_change = config.part_constant("eagleray.methods", method, "may_change") if method else ()
+    except UserError:  # of a run whose plug-in is not loaded
+        may_change = ()
+    return [f"method.{key}" for key in may_change]
 
 
 def digest(recipe: Recipe) -> str:

@@ -1,0 +1,27 @@
+"""The layers of a method's parameters, told from their names: the patch projection, each block, the rest, the heads."""
+
+import re
+from collections.abc import Sequence
+
+TRUNK, HEADS = "trunk", "heads"  # the backbone's parameters outside its blocks, and those outside the backbone
+INPUT = ("patch_embed", "stem", "conv1")  # names of the layer that sees the pixels
+_BACKBONE = "backbone.model."
+_LAYER = re.compile(
+    rf"backbone\.model\.((?:blocks|stages|layers)[\d.]*(?:blocks)?[.\d]*\d|layer\d|{'|'.join(INPUT)})\b"
+)
+
+
+def in_backbone(parameter: str) -> bool:
+    """Whether a parameter of a method belongs to a backbone."""
+    return _BACKBONE in parameter
+
+
+def layers_of(parameters: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Return the names of the layers, in the order of a forward, and for each parameter the position of its layer."""
+    names = []
+    for parameter in parameters:
+        match = _LAYER.search(parameter)
+        rest = TRUNK if in_backbone(parameter) else HEADS
+        names.append(re.sub(r"\b(\d)\b", r"0\1", match[1]) if match else rest)
+    order = sorted(set(names), key=lambda n: (n in (TRUNK, HEADS), n not in INPUT, n))
+    return order, [order.index(n) for n in names]
