@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Bottom first: a room imports only rooms before it.
 ROOMS = ["base", "config", "storage", "views", "data", "models", "losses", "methods", "engine", "datasets", "protocols"]
-ROOMS += ["runs", "cluster", "evaluation", "sweeps", "reports", "cli"]
+ROOMS += ["runs", "cluster", "evaluation", "sweeps", "reports", "api", "cli"]
 OWNERS = {
     "ray": {"cluster/", "sweeps/ray_tune.py", "sweeps/trial.py"},
     "mlflow": {"runs/tracking.py", "runs/mlflow_db.py"},

@@ -1,3 +1,38 @@
-"""Eagleray pretrains vision transformers without labels, straight from WebDataset shards."""
+"""Eagleray pretrains vision transformers without labels, straight from WebDataset shards or a folder of images.
+
+The functions of the command line are here under the names that they have there, and raise UserError where the command
+line prints `error: ...`. Everything is imported when it is first used, so `import eagleray` costs nothing.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+# The module of each public name; `__init__.pyi` says the same to type checkers.
+_MODULES = {
+    "api.data": ("index", "loader", "prepare"),
+    "api.evaluate": ("Refused", "Scores", "evaluate"),
+    "api.export": ("export", "load"),
+    "api.jobs": ("Job", "job", "jobs", "submit"),
+    "api.pretrain": ("finetune", "pretrain"),
+    "api.report": ("report",),
+    "api.run": ("Run",),
+    "api.stream": ("Loader",),
+    "api.tune": ("tune",),
+    "base.errors": ("Outage", "UserError"),
+    "data.batch": ("Batch",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'eagleray' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"eagleray.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,8 +17,9 @@ from helpers.networks import KINDS, network
 from typer.testing import CliRunner
 
 from eagleray import config
+from eagleray.api import pretrain as api
 from eagleray.base.errors import UserError
-from eagleray.cli import commands, main
+from eagleray.cli import main
 from eagleray.config import bundled
 from eagleray.data.index import open_index
 from eagleray.datasets.shapes import image
@@ -68,8 +69,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:  # what takes seconds and is not looked at
         patch.setitem(sys.modules, "mlflow", None)
         patch.setattr(pretrain, "to_timm", lambda *_: None)
-        patch.setattr(commands, "conclude", lambda *_: None)
-        commands.pretrain(str(folder / "small.yaml"), given)
+        api.pretrain(str(folder / "small.yaml"), given)
     return folder / "run"
 
 

@@ -11,8 +11,9 @@ from helpers.commands import refused
 from helpers.runs import arguments, assert_same, split, weights
 from typer.testing import CliRunner
 
+from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
-from eagleray.cli import commands, main
+from eagleray.cli import main
 from eagleray.runs import pretrain
 from eagleray.runs.tracking import Tracking
 
@@ -23,8 +24,7 @@ FAST = ("evaluate.probe_epochs=0", "evaluate.limit=32")
 def _quick() -> Iterator[None]:
     """No history, which other tests look at, and no export in a fresh process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "tracked", lambda kept: Tracking("none"))
-        patch.setattr(commands, "conclude", lambda *_: None)
+        patch.setattr(api, "tracking_of", lambda out: Tracking("none"))
         patch.setattr(pretrain, "to_timm", lambda *_: None)
         yield
 
@@ -36,7 +36,7 @@ def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("source")
     (folder / "small.yaml").write_text(SMALL)
-    commands.pretrain(*split(arguments(folder / "small.yaml", shards, folder / "run", "max_steps=2", *FAST)))
+    api.pretrain(*split(arguments(folder / "small.yaml", shards, folder / "run", "max_steps=2", *FAST)))
     return folder / "run"
 
 
@@ -93,5 +93,5 @@ def test_other_weights_are_another_run(
     source: Path, small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     given = arguments(small, shards, tmp_path / "out", "max_steps=1", *FAST)
-    commands.pretrain(*split(given))
+    api.pretrain(*split(given))
     assert "backbone.weights is None there and" in refused(capsys, "finetune", str(source), *given)

@@ -9,7 +9,8 @@ import pytest
 from helpers.commands import refused
 from typer.testing import CliRunner
 
-from eagleray.cli import commands, main
+from eagleray.api.pretrain import pretrain
+from eagleray.cli import main
 
 RUN = CliRunner()
 
@@ -118,14 +119,14 @@ def test_from_images_to_a_timm_model(small: Path, tmp_path: Path):
     assert "120 images of 3 classes" in done.stdout, done.stderr
     again = eagleray("shard", str(tmp_path / "images"), str(tmp_path / "shards"))
     assert again.returncode == 0
-    assert "done already" in again.stdout
+    assert "already complete" in again.stdout
     other = eagleray("shard", str(tmp_path / "images" / "class0"), str(tmp_path / "shards"))
     assert other.returncode == 2
     assert "was begun with FROM" in other.stderr
     done = eagleray("index", str(tmp_path / "shards"))
     assert "index.parquet: 120 images" in done.stdout
     out = tmp_path / "out"
-    commands.pretrain(str(small), [f"data.train={tmp_path / 'shards'}", f"out={out}", "max_steps=3"])
+    pretrain(str(small), [f"data.train={tmp_path / 'shards'}", f"out={out}", "max_steps=3"])
     scores = RUN.invoke(main.app, ["evaluate", str(out), "--train", str(tmp_path / "shards"), "--json"])
     assert json.loads(scores.stdout).keys() >= {"knn/top1", "linear/top1"}
     newest = str(max((out / "checkpoints").glob("*.pt")))

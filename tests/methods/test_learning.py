@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
-from eagleray.cli import commands
 from eagleray.cli.demo import RECIPE, pictures
 from eagleray.datasets.shards import write_shards
 
@@ -16,7 +16,7 @@ def pretrain(folder: Path, images: int, *more: str) -> dict[str, Any]:
     for seed, (split, count) in enumerate((("train", images), ("test", 600))):
         write_shards(pictures(seed, count), str(folder / split))
     keys = [f"data.train={folder / 'train'}", f"data.test={folder / 'test'}", f"out={folder / 'out'}", "workers=0"]
-    return commands.pretrain(RECIPE, [*keys, "evaluate.probe_epochs=0", *more])
+    return api.pretrain(RECIPE, [*keys, "evaluate.probe_epochs=0", *more]).summary
 
 
 @pytest.mark.slow

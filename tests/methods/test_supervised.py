@@ -12,9 +12,9 @@ from helpers.runs import assert_same, weights
 from torch import Tensor
 
 from eagleray import config
+from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.cli import commands
 from eagleray.cli.demo import pictures
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
@@ -61,9 +61,9 @@ def test_stopping_and_continuing_equals_no_stop(recipe: Any, shards: Path, tmp_p
     """With all that is drawn, pairs, policies, boxes and mixtures, with averaged weights and a rate for each layer."""
     path = str(recipe("drloc"))
     more = ["optim.batch=24", "data.lanes=8", "optim.epochs=2", "evaluate.every=1", "optim.layer_decay=0.8"]
-    commands.pretrain(path, keys(shards, tmp_path / "once", "max_steps=16", *more))
+    pretrain(path, keys(shards, tmp_path / "once", "max_steps=16", *more))
     for steps in (5, 16):  # within an epoch, and over its end
-        commands.pretrain(path, keys(shards, tmp_path / "twice", f"max_steps={steps}", *more))
+        pretrain(path, keys(shards, tmp_path / "twice", f"max_steps={steps}", *more))
     assert_same(weights(tmp_path / "once"), weights(tmp_path / "twice"))
     a, b = (read_lines(tmp_path / out / "metrics.jsonl") for out in ("once", "twice"))
     assert [r["loss"] for r in a] == [r["loss"] for r in b]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers.runs import arguments, assert_same, split, start, wait_for_step, weights
 
+from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
-from eagleray.cli import commands
 from eagleray.engine import checkpoint
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.retry import Transient, call_with_retries
@@ -24,7 +24,7 @@ from eagleray.storage.store import LocalStore
 def whole(small: Path, shards: Path, tmp_path: Path) -> Path:
     """An uninterrupted run of 20 steps."""
     out = tmp_path / "whole"
-    commands.pretrain(*split(arguments(small, shards, out)))
+    pretrain(*split(arguments(small, shards, out)))
     return out
 
 
@@ -70,9 +70,9 @@ def test_stopping_and_continuing_equals_no_stop(
     path = request.getfixturevalue(recipe)
     once, twice = tmp_path / "once", tmp_path / "twice"
     keys = ["evaluate.probe_epochs=0", "monitor.every=3", "optim.epochs=2"]
-    commands.pretrain(*split(arguments(path, shards, once, "max_steps=20", *keys)))
+    pretrain(*split(arguments(path, shards, once, "max_steps=20", *keys)))
     for steps in (4, 13, 20):  # within an epoch, and over its end
-        commands.pretrain(*split(arguments(path, shards, twice, f"max_steps={steps}", *keys)))
+        pretrain(*split(arguments(path, shards, twice, f"max_steps={steps}", *keys)))
     assert_same(weights(once), weights(twice))
     a, b = (read_lines(out / "metrics.jsonl") for out in (once, twice))
     timed = {"images_per_s", "data_wait", "knn/top1", "knn/top5"}
@@ -88,13 +88,13 @@ def test_what_is_wrong_is_said_and_kept(small: Path, shards: Path, tmp_path: Pat
     """Views without augmentation are the same crop twice."""
     still = "{size: 16, scale: [1.0, 1.0], ratio: [1.0, 1.0], flip: 0.0, jitter: 0.0, gray: 0.0}"
     args = [f"views=[{still}, {still}]", "monitor.every=2", "max_steps=8", "evaluate.probe_epochs=0"]
-    commands.pretrain(*split(arguments(small, shards, tmp_path / "out", *args)))
+    pretrain(*split(arguments(small, shards, tmp_path / "out", *args)))
     found = read_lines(tmp_path / "out" / "health.jsonl")
     assert [f["kind"] for f in found if f["kind"] != "spike"][:1] == ["same views"]
     assert "step 2: same views: 100 % of the pixels of views 1 and 2 are equal" in capsys.readouterr().out
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["health"][0].startswith("same views at step 2")
-    commands.pretrain(*split(arguments(small, shards, tmp_path / "out", *args, "max_steps=12")))
+    pretrain(*split(arguments(small, shards, tmp_path / "out", *args, "max_steps=12")))
     again = read_lines(tmp_path / "out" / "health.jsonl")
     assert len([f for f in again if f["kind"] == "same views"]) == 1  # not told again
 
@@ -103,7 +103,7 @@ def test_credentials_are_nowhere_in_a_run(small: Path, shards: Path, tmp_path: P
     secrets = {"AWS_ACCESS_KEY_ID": "AKIDinthewild", "AWS_SECRET_ACCESS_KEY": "secretinthewild"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    commands.pretrain(*split(arguments(small, shards, tmp_path / "out", "max_steps=2", "evaluate.probe_epochs=0")))
+    pretrain(*split(arguments(small, shards, tmp_path / "out", "max_steps=2", "evaluate.probe_epochs=0")))
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {"recipe.yaml", "train.log", "mlflow.db", "environment.json"} <= {p.name for p in files}
     for path in files:
@@ -140,13 +140,13 @@ def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
     with pytest.raises(
         Outage, match=r"^\S+\.tar: SlowDown: reduce your request rate; given up after \d+ attempts in 0 s$"
     ):
-        commands.pretrain(*args)
+        pretrain(*args)
     state = checkpoint.newest(out / "checkpoints")
     assert state is not None
     assert state["step"] == read_lines(out / "metrics.jsonl")[-1]["step"] > 0
     assert "Traceback" not in (out / "train.log").read_text()
     away(-1)
-    commands.pretrain(*args)
+    pretrain(*args)
     assert_same(weights(out), weights(whole))
 
 
@@ -163,9 +163,8 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
 
     threading.Thread(target=ask).start()
     began = time.monotonic()
-    with pytest.raises(SystemExit) as caught:
-        commands.pretrain(*split(arguments(small, shards, out, "data.patience=5")))
-    assert caught.value.code == 1
+    run = pretrain(*split(arguments(small, shards, out, "data.patience=5")))
+    assert not run.finished
     assert time.monotonic() - began < 60
     state = checkpoint.newest(out / "checkpoints")
     assert state is not None
@@ -184,7 +183,7 @@ def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_
     text = done.communicate(timeout=200)[0]
     assert done.returncode == 0, text
     assert "continuing from step" in text
-    commands.pretrain(*split(arguments(small, shards, whole, *long)))
+    pretrain(*split(arguments(small, shards, whole, *long)))
     assert_same(weights(killed), weights(whole))
     assert json.loads((killed / "summary.json").read_text())["restarts"] == 1
     steps = [r["step"] for r in read_lines(killed / "metrics.jsonl")]
@@ -207,14 +206,14 @@ def test_sigterm_saves_and_stops(small: Path, shards: Path, tmp_path: Path):
 
 def test_a_finished_run_is_left_alone(whole: Path, small: Path, shards: Path, capsys: pytest.CaptureFixture[str]):
     before = (whole / "metrics.jsonl").read_bytes(), (whole / "starts.jsonl").read_bytes()
-    commands.pretrain(*split(arguments(small, shards, whole)))
+    pretrain(*split(arguments(small, shards, whole)))
     assert "done already" in capsys.readouterr().out
     assert before == ((whole / "metrics.jsonl").read_bytes(), (whole / "starts.jsonl").read_bytes())
 
 
 def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, shards: Path):
     with pytest.raises(UserError) as e:
-        commands.pretrain(*split(arguments(small, shards, whole, "method.temperature=0.5")))
+        pretrain(*split(arguments(small, shards, whole, "method.temperature=0.5")))
     assert "method.temperature is 0.2 there and 0.5 here" in str(e.value)
     assert "another out=" in str(e.value)
     assert f"eagleray pretrain {whole / 'recipe.yaml'}" in str(e.value)
@@ -223,15 +222,15 @@ def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, 
 def test_a_damaged_checkpoint_is_passed_over(small: Path, shards: Path, tmp_path: Path):
     out, fresh = tmp_path / "damaged", tmp_path / "fresh"
     few = ["checkpoint.steps=5", "evaluate.probe_epochs=0"]
-    commands.pretrain(*split(arguments(small, shards, out, *few, "max_steps=10")))
+    pretrain(*split(arguments(small, shards, out, *few, "max_steps=10")))
     newest = max((out / "checkpoints").glob("*.pt"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
-    commands.pretrain(*split(arguments(small, shards, out, *few, "max_steps=12")))
+    pretrain(*split(arguments(small, shards, out, *few, "max_steps=12")))
     assert "is damaged" in (out / "train.log").read_text()
     assert "continuing from step 5" in (out / "train.log").read_text()
-    commands.pretrain(*split(arguments(small, shards, fresh, *few, "max_steps=12")))
+    pretrain(*split(arguments(small, shards, fresh, *few, "max_steps=12")))
     assert_same(weights(out), weights(fresh))
 
 
@@ -242,8 +241,8 @@ def test_too_many_bad_samples_stop_the_run(small: Path, shards: Path, tmp_path: 
     write_shards((Sample(f"{i}", "jpg", b"no image", 0) for i in range(40)), str(bad))
     data = f"data.train=[{shards / 'train'}, {bad}]"
     with pytest.raises(UserError, match=r"of 360 samples are broken, more than data.bad_limit=0.01 allows"):
-        commands.pretrain(str(small), [data, f"out={tmp_path / 'out'}"])
-    commands.pretrain(str(small), [data, f"out={tmp_path / 'fine'}", "data.bad_limit=0.2", "evaluate.probe_epochs=0"])
+        pretrain(str(small), [data, f"out={tmp_path / 'out'}"])
+    pretrain(str(small), [data, f"out={tmp_path / 'fine'}", "data.bad_limit=0.2", "evaluate.probe_epochs=0"])
     found = read_lines(tmp_path / "fine" / "quarantine.jsonl")
     assert {b["key"] for b in found} == {str(i) for i in range(40)}
     assert len(found) == 40
@@ -267,7 +266,7 @@ def test_no_finite_gradient_changes_nothing_and_stops(
     monkeypatch.setattr(DINO, "forward", broken)
     out = tmp_path / "broken"
     with pytest.raises(UserError, match="no finite gradient in 3 steps in a row"):
-        commands.pretrain(*split(arguments(small_dino, shards, out, "checkpoint.steps=1")))
+        pretrain(*split(arguments(small_dino, shards, out, "checkpoint.steps=1")))
     assert all(torch.isfinite(v).all() for v in weights(out).values())
     assert [r["step"] for r in read_lines(out / "skipped.jsonl")] == [6, 7, 8]
     assert len(read_lines(out / "skipped.jsonl")[0]["keys"]) == 32
@@ -281,7 +280,7 @@ def test_unlabelled_images_need_no_evaluation(small: Path, tmp_path: Path):
     from eagleray.datasets.shards import Sample
 
     write_shards((Sample(key, "png", data) for key, data in plain), str(tmp_path / "plain"))
-    summary = commands.pretrain(str(small), [f"data.train={tmp_path / 'plain'}", f"out={tmp_path / 'out'}"])
+    summary = pretrain(str(small), [f"data.train={tmp_path / 'plain'}", f"out={tmp_path / 'out'}"]).summary
     assert "knn/top1" not in summary
     assert (tmp_path / "out" / "export" / "backbone.safetensors").exists()
 
@@ -296,7 +295,7 @@ def test_output_is_short(small: Path, shards: Path, tmp_path: Path):
 
 def test_neighbours_are_asked_during_training(small: Path, shards: Path, tmp_path: Path):
     more = ["evaluate.every=1", "evaluate.probe_epochs=0", "log_steps=7", "data.workers=2"]
-    commands.pretrain(*split(arguments(small, shards, tmp_path / "out", *more)))
+    pretrain(*split(arguments(small, shards, tmp_path / "out", *more)))
     lines = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert [r["step"] for r in lines] == [7, 10, 14, 20]
     assert [r["step"] for r in lines if "knn/top1" in r] == [10]  # the end has its own evaluation

@@ -1,7 +1,9 @@
 """The console: where commands print, and how they stop on a signal."""
 
+import importlib.util
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,9 @@ def silence(quiet: bool) -> Iterator[None]:
 @contextmanager
 def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
     """Call `ask` and print a message at the first SIGTERM or Ctrl-C; a second Ctrl-C ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's alone
+        yield
+        return
     asked = False
 
     def stop(number: int, frame: Any) -> None:
@@ -40,6 +45,11 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+
+
+def shows_live(console: Console) -> bool:
+    """Return whether a console can redraw what it shows: a terminal, or a notebook that has ipywidgets."""
+    return console.is_terminal or (console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
 
 
 def print_error(message: str) -> None:

@@ -9,7 +9,7 @@ from typing import IO, Any, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eagleray.base.console import out
+from eagleray.base.console import out, shows_live
 from eagleray.base.files import read_lines
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def progress_bar(unit: str) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=out,
-        disable=not out.is_terminal,
+        disable=not shows_live(out),
     )
 
 
@@ -70,7 +70,7 @@ class PhaseProgress:
             return
         rate = (done - self.first) / max(now - self.began, 1e-3)
         self.bar.update(self.task, completed=done, rate=f"{rate:,.0f} images/s")
-        if not out.is_terminal and (done - self.shown) * PHASE_LINES >= total:
+        if not shows_live(out) and (done - self.shown) * PHASE_LINES >= total:
             left = seconds_left(done, total, start=self.first, seconds=now - self.began)
             out.print(f"{phase} {done:,}/{total:,} ({done / total:.0%})  {rate:,.0f} images/s  ETA {left:.0f} s")
             self.shown = done
@@ -128,7 +128,7 @@ class FollowRun:
         text += f"  bad {r['bad_samples']}" + (f"  kNN {r['knn/top1']:.1f} %" if "knn/top1" in r else "")
         text += f"  top-1 {r['classifier/top1']:.1f} %" if "classifier/top1" in r else ""
         self.bar.update(self.task, completed=r["step"], rate=text)
-        if not out.is_terminal and (r["step"] >= self.shown or time.monotonic() - self.told > LONG):
+        if not shows_live(out) and (r["step"] >= self.shown or time.monotonic() - self.told > LONG):
             done = r["step"] / self.steps
             left = seconds_left(r["step"], self.steps, start=self.start, seconds=time.monotonic() - self.began)
             out.print(f"step {r['step']}/{self.steps} ({done:.0%})  {text}  ETA {left:.0f} s", markup=False)

@@ -2,6 +2,5 @@
 
 Arguments go in; text, files and an exit status come out.
 
-May import: base, cluster, config, data, datasets, engine, evaluation, methods, models,
-protocols, reports, runs, storage, sweeps.
+May import: api, base, cluster, config, data, datasets, engine, methods, models, protocols, runs, storage.
 """

@@ -5,13 +5,13 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from eagleray.api.pretrain import pretrain
 from eagleray.base.console import out, print_error
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_over
-from eagleray.cli import commands
+from eagleray.cli.outcome import show_card, show_run
 from eagleray.datasets.shapes import CLASSES, image
 from eagleray.datasets.shards import Sample, encode, write_shards
-from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.storage import store
 
 RECIPE = "mocov3_vitxs8_shapes_demo"
@@ -22,7 +22,8 @@ TRAIN, TEST = 12_000, 2_000  # pictures
 def main(data: str | None) -> None:
     """Raises UserError for data that cannot be used."""
     given = own(data) if data else drawn()
-    commands.pretrain(RECIPE, [*given, f"out={RUNS / ('demo-' + name(data) if data else 'demo')}"])
+    run = pretrain(RECIPE, given, out=RUNS / (f"demo-{name(data)}" if data else "demo"))
+    show_run(run, as_json=False)
     out.print(
         "\nWith your own images:\n"
         "  make demo DATA=<folder of images, or folder or s3:// URL of shards>\n"
@@ -59,7 +60,7 @@ def own(data: str) -> list[str]:
     if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
         return [f"data.train={data}"]
     place = RUNS / f"shards-{name(data)}"
-    commands.prepare(PrepareOptions(source="folder", origin=data, destination=str(place)), workers=0)
+    show_card("folder", data, str(place), workers=0)
     return [f"data.train={place}"]
 
 

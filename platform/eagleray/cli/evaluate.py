@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,34 +71,42 @@ def evaluate(
 
     --SETTING VALUE, such as --k 10, changes a setting in all protocols that have it.
     `eagleray list protocols` shows the settings and their defaults."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
-    from eagleray.evaluation import evaluate as evaluation
-
     if backbone.startswith("-"):
         raise UserError(f"{backbone}: expected the backbone first, and settings after it")
-    folders = {"coco": coco, "masks": masks, "davis": davis, "suite": suite}
-    request = evaluation.Request(
-        backbone=backbone,
-        protocols=[name.strip() for name in protocol.split(",")],
-        train=train,
-        test=test,
-        folders={need: place for need, place in folders.items() if place},
-        settings=settings(context.args),
-        architecture=architecture,
-        untrained=untrained,
-        workers=workers,
-        out=folder,
-    )
+    options = {
+        "train": train,
+        "test": test,
+        "protocols": protocol,
+        "coco": coco,
+        "masks": masks,
+        "davis": davis,
+        "suite": suite,
+        "architecture": architecture,
+        "untrained": untrained,
+        "workers": workers,
+        "out": folder,
+    }
+    show_scores(backbone, options | settings(context.args), form, as_json)
+
+
+def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: bool) -> None:
+    """Evaluate, print the numbers, and exit with 2 when a protocol could not be run."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
+    from eagleray.api import evaluate as api
+
+    refused = False
     with silence(as_json or form is Format.json):
-        report = evaluation.evaluate(request)
+        try:
+            scores = api.evaluate(backbone, **options)
+        except api.Refused as e:  # what was refused is printed already, when its turn came
+            scores, refused = e.scores, True
     if as_json:
-        trained = [r for r in report.results if not r.untrained]
-        print(json.dumps({f"{r.protocol}/{k.partition('/')[2]}": v for r in trained for k, v in r.numbers.items()}))
-    elif report.results:
-        print(evaluation.table(report, form.value))
+        print(json.dumps(scores))
+    elif scores.results:
+        print(scores.table(form.value))
         if form is not Format.json:
-            out.print(f"results   {report.folder}/results.json", markup=False)
-    if report.refused:
+            out.print(f"results   {scores.out}/results.json", markup=False)
+    if refused:
         sys.exit(2)
 
 
@@ -111,5 +119,7 @@ def settings(words: Sequence[str]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key or not (equals or rest):
             raise UserError(f"{word}: expected --SETTING VALUE after the backbone")
+        if key in ("backbone", "protocols"):  # what the function has beside the settings
+            raise UserError(f"--{key}: no such option; known are --protocol and others of `eagleray evaluate --help`")
         found[key.replace("-", "_")] = value if equals else rest.pop(0)
     return found

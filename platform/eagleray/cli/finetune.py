@@ -1,12 +1,12 @@
 """Train from pretrained weights: finetune."""
 
-import json
 from typing import Annotated
 
 import typer
 
 from eagleray.base.console import silence
 from eagleray.cli.options import Json, Overrides, RecipeName
+from eagleray.cli.outcome import show_run
 
 
 def register(app: typer.Typer) -> None:
@@ -25,9 +25,8 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Train a recipe from pretrained weights. The same as `pretrain` with backbone.weights=WEIGHTS."""
-    from eagleray.cli import commands
+    from eagleray.api import pretrain as api
 
     with silence(as_json):
-        summary = commands.pretrain(name, [*(overrides or []), f"backbone.weights={json.dumps(weights)}"])
-    if as_json:
-        print(json.dumps(summary))
+        run = api.finetune(weights, name, overrides)
+    show_run(run, as_json)

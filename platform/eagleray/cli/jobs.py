@@ -45,18 +45,12 @@ def submit(
     """Send a run to a Ray cluster, where it goes on without this machine. Sent again, an interrupted run continues.
 
     The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
-    from eagleray.cluster import job_package, jobs
+    from eagleray.api import jobs as api
 
-    jobs.locate(address)
-    variables, stays = job_package.environment()
-    sent = job_package.pack(name, overrides or [], gpus)
-    cluster = jobs.Cluster(address)
-    for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
-        say(line)
-    job = jobs.submit(cluster, sent, variables, say, join=follow)
+    job = api.submit(name, overrides, gpus=gpus, address=address, join=follow)
     if follow:
-        with leaving(job):
-            sys.exit(jobs.follow(cluster, job, say))
+        with leaving(job.id):
+            sys.exit(job.follow())
 
 
 def jobs(
@@ -64,11 +58,11 @@ def jobs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
 ) -> None:
     """List the runs that were submitted to a cluster, with their state and exit status."""
-    from eagleray.cluster.jobs import Cluster
+    from eagleray.api import jobs as api
 
-    found = Cluster(address).jobs()
+    found = api.jobs(address)
     if as_json:
-        print(json.dumps([{k: v for k, v in asdict(j).items() if k != "digest"} for j in found]))
+        print(json.dumps([{k: v for k, v in asdict(j).items() if k != "address"} for j in found]))
         return
     rows = [("ID", "STATE", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
     for j in found:
@@ -88,22 +82,21 @@ def logs(
     ] = False,
 ) -> None:
     """Print the log of a submitted run."""
-    from eagleray.cluster import jobs
+    from eagleray.api import jobs as api
 
-    cluster = jobs.Cluster(address)
+    submitted = api.job(job, address=address)
     if follow:
         with leaving(job):
-            sys.exit(jobs.follow(cluster, job, say))
-    cluster.job(job)
-    for line in cluster.logs(job).splitlines():
+            sys.exit(submitted.follow())
+    for line in submitted.logs().splitlines():
         say(line)
 
 
 def stop(job: Id, address: Address = None) -> None:
     """Ask a submitted run to save a checkpoint and end. Submitting it again continues it."""
-    from eagleray.cluster import jobs
+    from eagleray.api import jobs as api
 
-    jobs.stop(jobs.Cluster(address), job, say)
+    api.job(job, address=address).stop()
 
 
 @contextmanager

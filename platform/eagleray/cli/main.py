@@ -11,10 +11,10 @@ import typer
 import eagleray
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
-from eagleray.base.progress import progress_bar
 from eagleray.cli import catalogue, evaluate, finetune, init, jobs, tune
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Json, Overrides, RecipeName
+from eagleray.cli.outcome import show_card, show_run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,12 +45,11 @@ def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = Fals
     """Pretrain a backbone, or continue an interrupted run: the same command goes on where the last one stopped.
 
     Most runs set data.train=SHARDS, out=FOLDER and workers=N (Ray workers, one GPU each; 0 runs without Ray)."""
-    from eagleray.cli import commands
+    from eagleray.api import pretrain as api
 
     with silence(as_json):
-        summary = commands.pretrain(name, overrides or [])
-    if as_json:
-        print(json.dumps(summary))
+        run = api.pretrain(name, overrides)
+    show_run(run, as_json)
 
 
 @app.command()
@@ -60,10 +59,7 @@ def shard(
     size: Annotated[int, typer.Option(help="Size of a shard, in MiB of images.", min=1)] = 128,
 ) -> None:
     """Write a folder of images as shards with an index, in one process. The same as `prepare folder --workers 0`."""
-    from eagleray.cli import commands
-    from eagleray.datasets.sources.options import PrepareOptions
-
-    commands.prepare(PrepareOptions(source="folder", origin=str(folder), destination=destination, size=size), workers=0)
+    show_card("folder", str(folder), destination, size=size, workers=0)
 
 
 @app.command()
@@ -76,13 +72,11 @@ def index(
     ],
 ) -> None:
     """Write the index of existing WebDataset tars. An index that is there already is replaced."""
-    from eagleray.data.index import write_index
+    from eagleray.api import data as api
 
-    with progress_bar("shards") as progress:
-        task = progress.add_task("index", total=None, rate="")
-        found = write_index(url, tick=lambda done, all: progress.update(task, completed=done, total=all))
-    for place, good, bad in found:
-        out.print(f"{place}: {good} images" + (f", {bad} broken samples or shards" if bad else ""), markup=False)
+    for folder in api.index(url):
+        bad = f", {folder['bad']} broken samples or shards" if folder["bad"] else ""
+        out.print(f"{folder['index']}: {folder['images']} images{bad}", markup=False)
 
 
 @app.command()
@@ -137,13 +131,10 @@ def prepare(
     """Turn a data set into shards with an index and a card, dataset.json, that describes them.
 
     The same command continues after an interruption. Each source is described in docs/prepare.md."""
-    from eagleray.cli import commands
-    from eagleray.datasets.sources.options import PrepareOptions
-
-    options = PrepareOptions(
-        source=source,
-        origin=origin,
-        destination=destination,
+    show_card(
+        source,
+        origin,
+        destination,
         split=split,
         labels=labels,
         images=images,
@@ -153,8 +144,8 @@ def prepare(
         min_side=min_side,
         dedup=dedup,
         seed=seed,
+        workers=workers,
     )
-    commands.prepare(options, workers=workers)
 
 
 @data.command()
@@ -217,9 +208,11 @@ def export(
     ] = None,
 ) -> None:
     """Write the backbone of a checkpoint as a file that timm loads, and check that timm computes the same with it."""
-    from eagleray.cli import commands
+    from eagleray.api import export as api
+    from eagleray.engine.export import snippet
 
-    commands.export(checkpoint, destination)
+    file = api.export(checkpoint, destination)
+    out.print(f"{file}\nload it   {snippet(file.parent)}", markup=False)
 
 
 @app.command()

@@ -23,7 +23,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a run, a sweep, or several runs compared."""
-    from eagleray.reports import write
+    from eagleray.api import report as api
 
-    for place in write.report(runs, out):
+    for place in api.report(runs, out):
         console.print(place, markup=False)

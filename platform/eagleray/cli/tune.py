@@ -1,6 +1,7 @@
 """Search for settings: tune."""
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -43,9 +44,11 @@ def tune(
     """Search for the best settings of a recipe: many trials, a table, plots, and the best recipe as a file.
 
     Most sweeps set data.train=SHARDS, data.test=SHARDS and out=FOLDER."""
-    from eagleray.sweeps import run
+    from eagleray.api import tune as api
 
     with silence(as_json):
-        told = run.tune(name, overrides or [], most=most, resume=resume)
+        result = api.tune(name, overrides, max_concurrent=most, resume=resume)
+    if not result.pop("finished"):
+        sys.exit(1)
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(result))

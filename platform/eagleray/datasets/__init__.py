@@ -2,5 +2,5 @@
 
 Folders, archives and tables go in; shards, an index and a card come out.
 
-May import: base, data, storage.
+May import: base, config, data, storage.
 """

@@ -13,10 +13,11 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import atomic_path
+from eagleray.base.files import atomic_path, write_atomic
 from eagleray.models import vit
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
@@ -48,16 +49,21 @@ def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
     description = describe(network)
     with atomic_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
         save_file(state, part)
-        difference = compare(backbone, description, part)
+        beside = part.with_suffix(".json")  # where a new process looks for the description
+        try:
+            beside.write_text(json.dumps(description))
+            difference = compare(backbone, description, part)
+        finally:
+            beside.unlink(missing_ok=True)
         if not difference <= TOLERANCE:
             raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
     description |= {"features": backbone.dim, "difference": difference}
-    (folder / "backbone.json").write_text(json.dumps(description, indent=1))
+    write_atomic(folder / "backbone.json", json.dumps(description, indent=1))
     return path
 
 
 def describe(network: Network) -> dict[str, Any]:
-    """Return the name and options of a `timm` model, or the arguments of `load` for one that timm cannot build."""
+    """Return the name and options of a `timm` model, or the arguments of Backbone for one that timm cannot build."""
     ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
     if network.norm == network.stem == "timm" and not ours:
         arguments = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
@@ -66,10 +72,19 @@ def describe(network: Network) -> dict[str, Any]:
     return {"backbone": {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}}
 
 
-def load(weights: str | Path, **network: Any) -> Backbone:
-    """Load an exported backbone; `network` are keys of a recipe's backbone section."""
-    backbone = Backbone(**network)
-    backbone.model.load_state_dict(load_file(weights))
+def read_export(path: Path) -> Backbone:
+    """Return an exported backbone in evaluation mode, created as the backbone.json beside it says. Raises UserError."""
+    beside = path.with_suffix(".json")
+    try:
+        description = json.loads(beside.read_text())
+        keys = description.get("backbone") or {"name": description["timm"], "options": description["options"]}
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        raise UserError(f"{beside}: not a description written by `eagleray export` ({type(e).__name__})") from None
+    backbone = Backbone(**keys)
+    try:
+        backbone.model.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as e:
+        raise UserError(f"{path}: cannot be loaded: {' '.join(str(e).split())[:200]}") from None
     return backbone.eval()
 
 
@@ -106,4 +121,4 @@ def load_line(description: dict[str, Any], file: Path) -> str:
     if "timm" in description:
         start = f"timm.create_model({description['timm']!r}, num_classes=0, checkpoint_path={str(file)!r}"
         return start + keywords(description["options"]) + ")"
-    return f"eagleray.engine.export.load({str(file)!r}" + keywords(description["backbone"]) + ")"
+    return f"eagleray.load({str(file)!r})"

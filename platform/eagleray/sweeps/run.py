@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +35,8 @@ OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a
 
 
 def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool) -> dict[str, Any]:
-    """See a sweep through, or continue it. Returns what `--json` prints; raises UserError, or SystemExit when asked to
-    stop before the end."""
+    """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished, which it
+    is not when it was asked to stop before the end. Raises UserError."""
     if importlib.util.find_spec("ray") is None:
         raise UserError("tune: ray is not installed")
     sweep = load(name, overrides)
@@ -75,7 +74,6 @@ def conduct(book: Book, most: int | None) -> dict[str, Any]:
     told = end(book, tracking, done=not book.open_trials())
     if book.open_trials():
         out.print(f"{book.open_trials()} trials are left; the same command with --resume continues", markup=False)
-        sys.exit(1)
     return told
 
 
@@ -111,7 +109,7 @@ def end(book: Book, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
             out.print(f"warning: MLflow at {track.shown(tracking.uri)}: {one_line(e)}", markup=False)
     conclude(book, written)
     rows = list(book.rows.values())
-    return {"out": str(book.folder), "best": best, "trials": rows}
+    return {"out": str(book.folder), "best": best, "trials": rows, "finished": done}
 
 
 def parent(book: Book) -> Tracking:

@@ -1,0 +1,6 @@
+"""The Python API: the functions of `eagleray`, which the command line calls too.
+
+Names, settings and paths go in; runs, modules, batches and numbers come out, and UserError where something is wrong.
+
+May import: base, cluster, config, data, datasets, engine, evaluation, models, reports, runs, storage, sweeps, views.
+"""

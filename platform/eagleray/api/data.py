@@ -1,0 +1,154 @@
+"""Data: the exact stream of batches, and shards with their indices."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagleray.api.stream import Loader
+from eagleray.base.console import out as console
+from eagleray.base.progress import PhaseProgress, progress_bar
+from eagleray.cluster.ray_map import ray_map
+from eagleray.config.view import View
+from eagleray.data.index import write_index
+from eagleray.datasets import card
+from eagleray.datasets import prepare as preparing
+from eagleray.datasets.sources.options import PrepareOptions
+
+
+def loader(
+    data: str | Path | Sequence[str],
+    *,
+    views: Sequence[View | Mapping[str, Any]],
+    batch: int,
+    seed: int = 0,
+    start: int = 0,
+    workers: int | None = None,
+    lanes: int | None = None,
+    device: str | torch.device = "cpu",
+    bad_limit: float = 0.01,
+    cache: str | Path | None = None,
+    cache_size: int = 100 * 2**30,
+) -> Loader:
+    """Return the exact, resumable stream of batches for a training loop of your own.
+
+    `data` names shards, or a folder of images. `views` describe the crops of every image, as the `views` of a recipe
+    do. `batch` is the global batch over all ranks; under torchrun, or with torch.distributed, every rank gets its share
+    of it. The batches depend on data, views, `batch`, `seed` and `lanes` alone: any number of ranks and `workers`
+    (loader processes of each rank, 0 means this process) sees the same global batches. `start` is a step, counted over
+    all epochs.
+
+    A batch has `views` (tensors of (B, 3, H, W), normalised, on `device`), `label` (B,), -1 where there is none, and
+    `index` (B,), the position in the data. `len(loader)` is the steps of an epoch, `state_dict()` and
+    `load_state_dict()` keep the position. Broken images are replaced and listed in `bad`, up to a share of `bad_limit`.
+    `cache` is a folder on this machine's disk that keeps what was fetched, up to `cache_size` bytes.
+
+    Raises UserError for wrong settings or data, and Outage when a store stays away.
+
+    Example:
+
+        loader = eagleray.loader("shards/", views=[{"size": 32, "count": 2}], batch=16, start=3, workers=0)
+        for batch in loader:
+            first, second = batch.views
+            assert first.shape == (16, 3, 32, 32) and batch.label.shape == (16,)
+        checkpoint = {"data": loader.state_dict()}
+    """
+    return Loader(
+        data,
+        views=views,
+        batch=batch,
+        seed=seed,
+        start=start,
+        workers=workers,
+        lanes=lanes,
+        device=device,
+        bad_limit=bad_limit,
+        cache=cache,
+        cache_size=cache_size,
+    )
+
+
+def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
+    """Index existing WebDataset tars, or a folder of images, anew, and return `index`, the file's URL, `images` and
+    `bad`, the numbers of usable images and of broken samples, of every folder.
+
+    What was never indexed is indexed at its first use; this accepts changes. Raises UserError and Outage.
+
+    Example:
+
+        [folder] = eagleray.index("shards/")
+        folder["images"], folder["bad"]
+    """
+    urls = str(data) if isinstance(data, str | Path) else list(data)
+    with progress_bar("shards") as progress:
+        task = progress.add_task("index", total=None, rate="")
+        folders = write_index(urls, tick=lambda done, all: progress.update(task, completed=done, total=all))
+    return [{"index": url, "images": images, "bad": bad} for url, images, bad in folders]
+
+
+def prepare(
+    source: str,
+    origin: str | Path,
+    destination: str | Path,
+    *,
+    split: str = "",
+    size: int = 128,
+    max_side: int = 0,
+    min_side: int = 0,
+    dedup: bool = False,
+    seed: int = 0,
+    workers: int | None = None,
+    labels: str | Path = "",
+    images: str | Path = "",
+    column: str = "",
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Turn a source of images into shards with their index and card, and return the card. The same call continues
+    after an interruption.
+
+    `source` is `folder`, `webdataset`, `parquet` or the name of a public dataset, as `eagleray list datasets` prints
+    them; `origin` is its file, folder or s3:// URL, and `destination` a folder or s3:// URL for the shards. `size` is
+    MiB of source bytes per shard. Images with a longer side above `max_side` pixels become JPEGs of that size, and
+    those with a shorter side below `min_side` are left out, as are exact copies with `dedup`. `seed` shuffles.
+    `workers` are Ray tasks at once, by default as many as there are CPUs; 0 means this process. `split`, `labels`,
+    `images` and `column` are for some sources only: docs/prepare.md. `command` is kept in the card, by default the
+    equal command of the command line.
+
+    Raises UserError and Outage.
+
+    Example:
+
+        card = eagleray.prepare("folder", "photos/", "prepared/", workers=0)
+        card["images"]
+    """
+    options = PrepareOptions(
+        source=source,
+        origin=str(origin),
+        destination=str(destination),
+        split=split,
+        labels=str(labels),
+        images=str(images),
+        column=column,
+        size=size,
+        max_side=max_side,
+        min_side=min_side,
+        dedup=dedup,
+        seed=seed,
+    ).resolved()
+    with PhaseProgress() as ticks:
+        return preparing.prepare(
+            options,
+            run=map if workers == 0 else partial(ray_map, workers=workers),
+            command=command or card.command(["prepare", source, str(origin), str(destination), *_options(options)]),
+            note=lambda line: console.print(line, markup=False),
+            tick=ticks,
+        )
+
+
+def _options(options: PrepareOptions) -> list[str]:
+    """Return the options of the command line that differ from their defaults."""
+    plain = PrepareOptions(source=options.source, origin=options.origin, destination=options.destination).identity()
+    given = {k: v for k, v in options.identity().items() if v != plain[k]}
+    return [word for k, v in given.items() for word in ([k] if v is True else [k, str(v)])]

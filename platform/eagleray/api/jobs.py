@@ -1,0 +1,116 @@
+"""Runs on a cluster: submitted, listed, followed and stopped."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagleray.api.overrides import Overrides, overrides_of
+from eagleray.base.console import out as console
+from eagleray.cluster import jobs as cluster_jobs
+from eagleray.cluster.jobs import Cluster
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was submitted to a cluster, as it was when it was asked for."""
+
+    id: str
+    address: str  # of the cluster's dashboard
+    state: str  # pending, running, succeeded, failed or stopped
+    recipe: str
+    out: str
+    since: float  # seconds since 1970
+    seconds: float
+    status: int | None  # exit status; None while it runs, or where Ray has none
+    message: str
+
+    def follow(self) -> int:
+        """Print what the run prints until it ends, and return its exit status. Ctrl-C leaves the run alone. Raises
+        Outage when the head stays away."""
+        return cluster_jobs.follow(Cluster(self.address), self.id, _print)
+
+    def logs(self) -> str:
+        """Return what the run has printed so far."""
+        return Cluster(self.address).logs(self.id)
+
+    def stop(self) -> None:
+        """Ask the run to save a checkpoint and end, and wait for that; submitting it again continues it. Raises Outage
+        when it does not end."""
+        cluster_jobs.stop(Cluster(self.address), self.id, _print)
+
+
+def submit(
+    recipe: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    out: str | None = None,
+    workers: int | str | None = None,
+    gpus: int | None = None,
+    address: str | None = None,
+    join: bool = False,
+) -> Job:
+    """Send a run to a Ray cluster, or let it continue there, and return its job.
+
+    `recipe`, `overrides`, `out` and `workers` are as in `pretrain`; data and `out` are s3:// URLs or paths that are the
+    same on all nodes. `gpus` stands for as many workers with a GPU each. `address` is the dashboard of the Ray head,
+    by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. With `join` a run that is running there already is returned.
+
+    Raises UserError for a wrong recipe or address, and for a run that is running there already without `join`.
+
+    Example:
+
+        job = eagleray.submit(
+            "dino_vits16_in1k_ep100", {"data.train": "s3://bucket/train"}, out="s3://bucket/runs/first", gpus=16
+        )
+        job.id, job.state
+    """
+    from eagleray.cluster import job_package  # which builds the model, and so imports PyTorch
+
+    cluster_jobs.locate(address)
+    variables, stays = job_package.environment()
+    package = job_package.pack(str(recipe), overrides_of(overrides, out=out, workers=workers), gpus)
+    cluster = Cluster(address)
+    for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
+        _print(line)
+    return job(cluster_jobs.submit(cluster, package, variables, _print, join=join), address=address)
+
+
+def jobs(address: str | None = None) -> list[Job]:
+    """Return the runs that were submitted to a cluster, oldest first. Raises UserError.
+
+    Example:
+
+        for job in eagleray.jobs():
+            print(job.id, job.state, job.out)
+    """
+    cluster = Cluster(address)
+    return [_job(cluster, found) for found in cluster.jobs()]
+
+
+def job(id: str, *, address: str | None = None) -> Job:
+    """Return a submitted run by its id. Raises UserError when there is none of this id.
+
+    Example:
+
+        for known in eagleray.jobs():
+            print(eagleray.job(known.id).logs())
+    """
+    cluster = Cluster(address)
+    return _job(cluster, cluster.job(id))
+
+
+def _job(cluster: Cluster, job: cluster_jobs.Job) -> Job:
+    return Job(
+        id=job.id,
+        address=cluster.address,
+        state=job.state,
+        recipe=job.recipe,
+        out=job.out,
+        since=job.since,
+        seconds=job.seconds,
+        status=job.status,
+        message=job.message,
+    )
+
+
+def _print(line: str) -> None:
+    console.print(line, markup=False)

@@ -1,0 +1,43 @@
+"""Settings given to a function become the `a.b=value` overrides that recipes and sweeps read."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from eagleray.base.errors import UserError
+
+Overrides = Mapping[str, Any] | Sequence[str]
+
+
+def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
+    """Return the overrides of a mapping of dotted keys, or of a list of `a.b=value` as it is, and of keywords that are
+    not None. Raises UserError for anything else."""
+    if isinstance(given, Mapping):
+        lines = [f"{key}={text_of(value)}" for key, value in given.items()]
+    elif given is None or (isinstance(given, Sequence) and not isinstance(given, str)):
+        lines = list(given or ())
+    else:
+        raise UserError(f"{given!r}: expected a mapping such as {{'optim.batch': 256}}")
+    return lines + [f"{key}={text_of(value)}" for key, value in keys.items() if value is not None]
+
+
+def text_of(value: Any) -> str:
+    """Return a value as YAML in one line, from which a recipe reads the same value."""
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if hasattr(value, "item"):  # a number of NumPy or PyTorch
+        return value.item()
+    raise UserError(f"{value!r}: expected text, a number, a path, or lists and mappings of them")

@@ -1,0 +1,168 @@
+"""Pretraining and fine-tuning: check the recipe and its data, run it in the right world, and return the run."""
+
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagleray import config
+from eagleray.api.overrides import Overrides, overrides_of
+from eagleray.api.run import Run
+from eagleray.base import files
+from eagleray.base.console import out as console
+from eagleray.base.console import stop_on_signal
+from eagleray.base.errors import UserError
+from eagleray.base.progress import FollowRun
+from eagleray.engine import world
+from eagleray.models import weights as pretrained_weights
+from eagleray.runs import layout, remote
+from eagleray.runs import pretrain as training
+from eagleray.runs import recipe as recipes
+from eagleray.runs import tracking as track
+from eagleray.runs.build import build_backbone, check_sizes
+from eagleray.runs.environment import environment
+from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.restore import pretrained
+from eagleray.runs.run_dir import finished
+from eagleray.runs.tracking import Tracking, tracking_of
+
+
+def pretrain(
+    recipe: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    out: str | Path | None = None,
+    workers: int | str | None = None,
+    **keys: Any,
+) -> Run:
+    """Pretrain a backbone, or continue the run that is in `out`, and return the run.
+
+    `recipe` is a name of `eagleray list recipes` or a YAML file. `overrides` change its keys, by their dotted names or
+    as a list of `key=value`; `out`, `workers` and further keywords, such as `seed` or `max_steps`, are keys of the
+    recipe too. `data.train` may name shards or a folder of images. With `workers=0` the run is in this process.
+
+    Ctrl-C, SIGTERM or the notebook's interrupt ends the run after its step with a checkpoint: the run that is returned
+    is not `finished`, and the same call continues it. A second interrupt raises KeyboardInterrupt at once.
+
+    Raises UserError for a wrong key, missing data or a folder that holds another run, and Outage when a store stays
+    away.
+
+    Example:
+
+        run = eagleray.pretrain(
+            "mocov3_vitxs8_shapes_demo",
+            {"data.train": "shards/", "data.lanes": 8, "optim.batch": 32},
+            out="runs/example",
+            workers=0,
+            max_steps=2,
+        )
+        assert run.finished
+        run.summary["knn/top1"]
+    """
+    return see_through(str(recipe), overrides_of(overrides, out=out, workers=workers, **keys))
+
+
+def finetune(
+    weights: str | Path | Run,
+    recipe: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    out: str | Path | None = None,
+    workers: int | str | None = None,
+    **keys: Any,
+) -> Run:
+    """Train a recipe from pretrained weights: `pretrain` with `backbone.weights`.
+
+    `weights` is a run, a checkpoint, a file of tensors, or timm's name of a model such as
+    `timm:vit_base_patch16_224`. Everything else, also what is raised, is as in `pretrain`.
+
+    Example:
+
+        run = eagleray.finetune(
+            "runs/a",
+            "mocov3_vitxs8_shapes_demo",
+            {"data.train": "shards/", "data.lanes": 8, "optim.batch": 32},
+            out="runs/finetuned",
+            workers=0,
+            max_steps=1,
+        )
+    """
+    source = weights.out if isinstance(weights, Run) else str(weights)
+    lines = overrides_of(overrides, out=out, workers=workers, **keys)
+    return see_through(str(recipe), [*lines, *overrides_of({"backbone.weights": source})])
+
+
+def see_through(name: str, overrides: Sequence[str]) -> Run:
+    """Start or continue a run and follow it to its end, or to where it was asked to stop."""
+    recipe = resolve_paths(recipes.load(name, overrides))
+    out = recipe.out or ""
+    remote.check_writable(out)
+    folder = remote.view(out)
+    following = remote.Follower(out)
+    following.copy.fetch()
+    check_same(recipe, folder)
+    plan = make_plan(recipe, note=lambda line: console.print(line, markup=False))
+    check_sizes(recipe)
+    tracking = tracking_of(out)
+    if finished(folder, plan.steps):
+        console.print(f"done already: {out} has taken its {plan.steps} steps", markup=False)
+        track.send_missing(folder, tracking, config.flat(config.plain(recipe)))
+        if (folder / layout.MLFLOW).exists():
+            remote.put(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
+    else:
+        fill_backbone(recipe, folder)
+        # From Python, the program's own arguments say nothing about the run.
+        command = sys.argv if name in sys.argv else ["eagleray", "pretrain", name, *overrides]
+        write_beginning(recipe, command)
+        # In a thread: the signal may come while this one is in the middle of a request to the same store.
+        ask = threading.Thread(target=remote.put, args=(out, layout.STOP, "")).start
+        with FollowRun(folder, plan.steps), following, stop_on_signal(ask, "stopping after this step"):
+            run_in_world(recipe, tracking)
+    return Run(out, steps=plan.steps)
+
+
+def fill_backbone(recipe: Recipe, folder: Path) -> None:
+    """Print and keep what a new run's backbone takes over of backbone.weights. Raises UserError when that is too
+    little."""
+    if recipe.backbone.weights and not files.read_lines(folder / layout.METRICS):
+        report = pretrained_weights.fill(build_backbone(recipe), pretrained(recipe.backbone.weights))
+        remote.put(recipe.out or "", layout.WEIGHTS, "\n".join(report.lines()) + "\n")
+        console.print(f"{report}: {recipe.out}/weights.txt", markup=False)
+
+
+def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
+    """Write the resolved recipe and the environment into the run folder."""
+    out = recipe.out or ""
+    remote.put(out, layout.RECIPE, config.dump(recipe))
+    remote.put(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
+    for left in (layout.STOP, layout.FAILURE):
+        remote.drop(out, left)
+
+
+def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
+    """Train on Ray's workers or in this process. Returns the summary, or None when the run was asked to stop."""
+    if recipe.workers:
+        if importlib.util.find_spec("ray") is None:
+            raise UserError(f"workers={recipe.workers}: ray is not installed; workers=0 runs without")
+        from eagleray.cluster import ray_train
+
+        return ray_train.launch(recipe, tracking=tracking)
+    return training.pretrain(recipe, world.local(), tracking=tracking, command=time.time())
+
+
+def check_same(recipe: Recipe, folder: Path) -> None:
+    """Raises UserError when the folder holds a run of another recipe, naming what differs and both ways out."""
+    stored, begun = folder / layout.RECIPE, files.read_lines(folder / layout.METRICS)
+    if not stored.exists() or not begun:
+        return
+    differ = config.differences(recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe))
+    if differ:
+        raise UserError(
+            f"out={folder}: holds another run: {differ}; give another out=, or continue that run with "
+            f"`eagleray pretrain {stored}`"
+        )

@@ -1,0 +1,24 @@
+"""Runs become one HTML page."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagleray.reports import write
+
+Source = str | os.PathLike[str]  # a Run is one, too
+
+
+def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> list[str]:
+    """Write one HTML page about a run, a sweep, or several runs compared, and return where it is.
+
+    `runs` are `Run`s, folders or s3:// URLs. The page is `report.html` in the run's folder, or in the working folder
+    for several runs, unless `out` names another file; a run in a store gets a copy there. Raises UserError and Outage.
+
+    Example:
+
+        [page] = eagleray.report("runs/a")
+        assert page.endswith("report.html")
+    """
+    several = [runs] if isinstance(runs, str | os.PathLike) else runs
+    return write.report([os.fspath(r) for r in several], Path(out) if out else None)

@@ -1,0 +1,133 @@
+"""A run as a Python object: where it is, what it measured, and its backbone."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagleray.base.errors import UserError
+from eagleray.base.files import read_lines
+from eagleray.engine.export import snippet
+from eagleray.models.backbone import Backbone
+from eagleray.runs import layout, remote, run_dir
+from eagleray.runs import tracking as track
+from eagleray.runs.restore import restore
+from eagleray.storage import store
+
+
+class Run:
+    """A pretraining run that exists, by its folder or s3:// URL.
+
+    Example:
+
+        run = eagleray.Run("runs/a")
+        run.finished, run.summary["steps"], run.recipe["optim"]["batch"]
+        run.metrics()
+        backbone = run.backbone()
+        print(run)
+    """
+
+    out: str  # absolute path or s3:// URL
+    folder: Path  # of its files on this machine: that of `out`, or a copy of what is kept remotely
+
+    def __init__(self, out: "str | Path | Run", *, steps: int = 0) -> None:
+        """Open a run, which counts as finished when it has taken its steps and at least `steps`. Raises UserError when
+        there is no run."""
+        self.out = address(out)
+        self.folder = remote.view(self.out)
+        if store.is_remote(self.out):
+            remote.Copy(self.out, self.folder).fetch()
+        if not (self.folder / layout.RECIPE).exists():
+            raise UserError(f"{self.out}: no run there; expected the folder or s3:// URL of a run")
+        self._steps = steps
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers at the end of the run, as in summary.json; empty before its end."""
+        return run_dir.finished(self.folder, self._steps) or {}
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the run has taken all its steps; one that was interrupted continues with the same call."""
+        lines = read_lines(self.folder / layout.METRICS)
+        return run_dir.finished(self.folder, max(self._steps, lines[-1]["step"] if lines else 0)) is not None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Return the resolved recipe with every default, as nested dictionaries."""
+        return dict(yaml.safe_load((self.folder / layout.RECIPE).read_text()))
+
+    def metrics(self, *, pandas: bool | None = None) -> Any:
+        """Return a table with one row for each logged step: a pandas.DataFrame where pandas is installed, else a list
+        of dictionaries; `pandas` asks for one of the two.
+
+        Example:
+
+            losses = [row["loss"] for row in eagleray.Run("runs/a").metrics(pandas=False)]
+        """
+        rows = read_lines(self.folder / layout.METRICS)
+        if pandas is None:
+            pandas = importlib.util.find_spec("pandas") is not None
+        if not pandas:
+            return rows
+        import pandas as pd
+
+        return pd.DataFrame(rows)
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return what the run reports about its own health, as in health.jsonl: step, kind and text of each."""
+        return read_lines(self.folder / layout.HEALTH)
+
+    def backbone(self) -> Backbone:
+        """Return the backbone of the newest intact checkpoint, in evaluation mode on the CPU. Raises UserError.
+
+        Example:
+
+            import torch
+
+            backbone = eagleray.Run("runs/a").backbone()
+            features = backbone(torch.randn(2, 3, 32, 32))
+            features.pooled, features.patches  # (2, D), (2, N, D)
+        """
+        return restore(self.out).method.export().eval()
+
+    def __fspath__(self) -> str:
+        return self.out
+
+    def __repr__(self) -> str:
+        lines = read_lines(self.folder / layout.METRICS)
+        step = lines[-1]["step"] if lines else 0
+        return f"Run({self.out!r}, finished={self.finished}, step={step})"
+
+    def __str__(self) -> str:
+        """Return the few lines that `eagleray pretrain` ends with."""
+        summary = self.summary
+        if not summary:
+            return repr(self)
+        lost = f", goodput {summary['goodput']:.0%}" if summary["restarts"] else ""
+        export = self.folder / layout.EXPORT
+        load = f"load it   {snippet(export)}\n" if (export / "backbone.json").exists() else ""
+        return (
+            f"{summary['steps']} steps, {summary['images']} images, {summary['restarts']} restart(s){lost}, "
+            f"{summary['bad_samples']} bad sample(s), {summary['wall_seconds']:.0f} s\n"
+            f"results   {self.out}/{layout.SUMMARY}, {layout.METRICS}, {layout.LOG}\n"
+            f"export    {self.out}/{layout.EXPORT}/backbone.safetensors\n"
+            f"{load}"
+            f"history   {history(track.tracking_of(self.out).uri)}"
+        )
+
+
+def address(out: "str | Path | Run") -> str:
+    """Return the absolute path or the URL of a run."""
+    return store.absolute(os.fspath(out).rstrip("/"))
+
+
+def history(tracking: str) -> str:
+    """Return the command that opens MLflow's pages, or their address where a server shows them already."""
+    if not tracking.startswith("sqlite:"):
+        return track.shown(tracking)
+    here = Path(os.path.relpath(sys.executable)).parent / "mlflow"
+    return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"

@@ -1,0 +1,113 @@
+"""The training stream as an iterable of batches for one's own loop."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagleray import config
+from eagleray.base import dist, files
+from eagleray.base.errors import UserError
+from eagleray.config.view import View
+from eagleray.data import loader as stream_loader
+from eagleray.data.batch import Batch
+from eagleray.data.index import open_index
+from eagleray.data.quarantine import BadSample
+from eagleray.data.reader import Stream
+from eagleray.storage.block_cache import Cache
+from eagleray.views.sampling import Views
+
+LANES = 64  # as in recipes, where the batch can be dealt so
+WORKERS = 4  # loader processes, where there are lanes for them
+
+
+class Loader:
+    """Batches of this rank from a step on, as `eagleray.loader` describes. One `for` goes to the end of the epoch, the
+    next one through the next epoch."""
+
+    def __init__(
+        self,
+        data: str | Path | Sequence[str],
+        *,
+        views: Sequence[View | Mapping[str, Any]],
+        batch: int,
+        seed: int = 0,
+        start: int = 0,
+        workers: int | None = None,
+        lanes: int | None = None,
+        device: str | torch.device = "cpu",
+        bad_limit: float = 0.01,
+        cache: str | Path | None = None,
+        cache_size: int = 100 * 2**30,
+    ) -> None:
+        described = [v if isinstance(v, View) else config.check(View, v, f"views.{i}") for i, v in enumerate(views)]
+        if not described:
+            raise UserError("views: expected at least one, such as {'size': 224}")
+        if batch < 1 or start < 0:
+            raise UserError(f"batch={batch} start={start}: expected a batch of 1 or more, and a start of 0 or more")
+        rank, ranks = rank_of()
+        lanes = lanes or next(n for n in range(min(LANES, batch), 0, -1) if batch % n == 0)
+        workers = min(WORKERS, lanes // ranks) if workers is None else workers
+        urls = str(data) if isinstance(data, str | Path) else list(data)
+        index = open_index(urls, files.cache_folder("index"), note=lambda _: None)
+        disk = Cache(Path(cache), cache_size) if cache else None
+        self._stream = Stream(index, Views.of(described), seed, lanes, batch, disk)
+        self._loader = stream_loader.Loader(
+            self._stream, rank=rank, ranks=ranks, workers=workers, device=torch.device(device)
+        )
+        self.step = start
+        self.samples = len(index)
+        self.steps_per_epoch = self._stream.steps_per_epoch
+        self.bad_limit = bad_limit
+        self._bad = {(b.shard, b.key, b.offset): b for b in index.bad}
+        self._check()
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the next batch, counted from 0."""
+        return self.step // self.steps_per_epoch
+
+    @property
+    def bad(self) -> list[BadSample]:
+        """Return the broken images that were replaced so far, each with shard, key, offset and reason."""
+        return list(self._bad.values())
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches up to the end of the epoch; `step` already counts the one that is yielded. Raises UserError
+        when more than `bad_limit` of the images are broken, and Outage when the store stays away."""
+        stop = (self.epoch + 1) * self.steps_per_epoch
+        for batch, bad in self._loader.batches(self.step, stop):
+            self._bad |= {(b.shard, b.key, b.offset): b for b in bad}
+            self._check()
+            self.step += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, to be kept in a checkpoint."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a position. What follows is what would have followed, on any number of ranks and workers."""
+        self.step = state["step"]
+
+    def _check(self) -> None:
+        samples = self.samples + sum(b.key != "" for b in self._bad.values())
+        if len(self._bad) > self.bad_limit * samples:
+            first = self.bad[0]
+            raise UserError(
+                f"{len(self._bad)} of {samples} samples are broken, more than bad_limit={self.bad_limit:g} allows; the "
+                f"first is {first.key} in {first.shard}: {first.reason}"
+            )
+
+
+def rank_of() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: of torch.distributed, or as torchrun says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return dist.rank(), dist.size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -1,0 +1,34 @@
+"""Sweeps: many runs of one recipe with other values."""
+
+from pathlib import Path
+from typing import Any
+
+from eagleray.api.overrides import Overrides, overrides_of
+from eagleray.sweeps import run
+
+
+def tune(
+    sweep: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    out: str | Path | None = None,
+    max_concurrent: int | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Search the best settings of a recipe on Ray and return what was found.
+
+    `sweep` is a name of `eagleray list sweeps` or a YAML file. `overrides` are recipe keys for all trials, and
+    `sweep.KEY` for the sweep itself. At most `max_concurrent` trials run at once, by default as many as fit; `resume`
+    continues a sweep that was ended.
+
+    Returns `out`, the folder with table, plots and the best recipe; `best`, the best trial or None; `trials`, a row
+    each; and `finished`, which is False when the sweep was interrupted. Raises UserError and Outage.
+
+    Example:
+
+        found = eagleray.tune(
+            "sweep.yaml", {"data.train": "shards/", "data.test": "shards/", "sweep.trials": 1}, out="sweeps/a"
+        )
+        found["best"]["values"], found["finished"]
+    """
+    return run.tune(str(sweep), overrides_of(overrides, out=out), most=max_concurrent, resume=resume)
