@@ -1,4 +1,7 @@
-"""Every shipped recipe resolves to the same tree as on the day its digest was written, byte for byte."""
+"""Every shipped recipe resolves to the same tree as on the day its digest was written, byte for byte.
+
+Run as a program it writes the digests of names that are new, and forgets those of names that are gone.
+"""
 
 import hashlib
 import json
@@ -11,14 +14,20 @@ from eagleray.runs import recipe
 DIGESTS = Path(__file__).with_name("digests.json")
 
 
-def test_every_recipe_resolves_to_the_same_bytes_and_keeps_its_identity():
-    """Runs that were begun with a shipped recipe can only be continued while its identity stays the same.
+def digests(name: str) -> list[str]:
+    """Return the SHA-256 of what `eagleray show NAME` prints, and the recipe's identity."""
+    resolved = recipe.load(name)
+    return [hashlib.sha256(config.dump(resolved).encode()).hexdigest(), recipe.digest(resolved)]
 
-    digests.json holds, for every name, the SHA-256 of what `eagleray show NAME` prints and `recipe.digest`.
-    """
+
+def test_every_recipe_resolves_to_the_same_bytes_and_keeps_its_identity():
+    """Runs that were begun with a shipped recipe can only be continued while its identity stays the same."""
     expected = json.loads(DIGESTS.read_text())
-    loaded = {name: recipe.load(name) for name in bundled.names()}
-    texts = {name: hashlib.sha256(config.dump(r).encode()).hexdigest() for name, r in loaded.items()}
-    resolved = {name: [texts[name], recipe.digest(r)] for name, r in loaded.items()}
-    assert resolved.keys() == expected.keys()
-    assert not [name for name in expected if resolved[name] != expected[name]]
+    assert bundled.names() == sorted(expected)
+    assert not [name for name in expected if digests(name) != expected[name]]
+
+
+if __name__ == "__main__":
+    written = json.loads(DIGESTS.read_text())
+    lines = [f'  "{n}": {json.dumps(written.get(n) or digests(n))}' for n in bundled.names()]
+    DIGESTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,8 +16,12 @@ import yaml
 from eagleray import config
 from eagleray.config import bundled, tables
 from eagleray.config.published import DETAILS, METRICS, published_words
+from eagleray.config.schedule import Schedule
+from eagleray.config.view import View
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
+from eagleray.protocols.settings import Evaluate
 from eagleray.runs import recipe
 from eagleray.runs.build import build_backbone
 
@@ -314,6 +319,13 @@ def test_the_page_of_recipes_is_up_to_date():
     assert text.count("<!--") == 1
     for name in NAMES:
         assert text.count(f"\n| `{name}` |") == 1
+
+
+def test_the_page_of_recipes_names_every_key():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    sections = (recipe.Data, recipe.Optim, recipe.Watch, recipe.Checkpoint, Network, Evaluate, View, Schedule)
+    keys = {field.name for kind in (recipe.Recipe, *sections) for field in fields(kind)}
+    assert not [key for key in sorted(keys) if f"| `{key}`" not in page and f"`, `{key}`" not in page]
 
 
 LABELLED = [name for name in NAMES if recipe.load(name).method.name in ("supervised", "drloc")]

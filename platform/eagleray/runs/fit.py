@@ -157,7 +157,7 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
 
 def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
     """Return a view with a smaller side, a multiple of the patch, without what is a default."""
-    own = {key: value for key, value in view.items() if value != DEFAULTS[key]}
+    own = {key: value for key, value in view.items() if value != DEFAULTS.get(key)}
     return {"size": max(round(view["size"] * by / patch), 1) * patch, **{k: v for k, v in own.items() if k != "size"}}
 
 
