@@ -21,16 +21,17 @@ from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.storage import store
 
-ENOUGH = 0.95  # of a backbone's parameters have to be found
+ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
 TIMM = "timm:"
-# Where the tensors are in a dictionary of others, and before the names of a backbone's own; the first that fits best.
+# The keys under which a checkpoint holds its state dict, and the prefixes of a backbone's names in it. The first that
+# fits best is used.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "student")  # averages first
 PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
 TABLE = "relative_position_bias_table"
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and how many attention heads each module has where the source says so: shapes do not."""
+    """Tensors by name, and the number of attention heads by module, where the source has it: shapes do not show it."""
 
     source: str
     state: dict[str, Tensor]
@@ -39,8 +40,10 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Keys of the backbone that were found, resized or missing, each with its shapes where they differ, and keys of
-    the source that nobody wanted."""
+    """The keys of a backbone that a source matched, resized or lacked, and the keys of the source that were not used.
+
+    A key is followed by its shapes where they differ.
+    """
 
     source: str
     matched: Sequence[str]
@@ -54,7 +57,7 @@ class Report:
         return f"{self.source}: {counts}, {len(self.left)} left over; {self.share:.1%} of the backbone's parameters"
 
     def lines(self) -> Iterator[str]:
-        """The same, then every key."""
+        """Yield the summary, then a line for every key."""
         yield str(self)
         for kind in ("matched", "resized", "missing"):
             yield from (f"{kind:<10} {key}" for key in getattr(self, kind))
@@ -62,7 +65,7 @@ class Report:
 
 
 def absolute(source: str) -> str:
-    """A source that means the same in any folder: timm's begin with `timm:`, other names are places."""
+    """Return a source of weights that means the same in any working folder: `timm:NAME`, a URL or an absolute path."""
     if source.startswith(TIMM) or "://" in source:
         return source
     if not Path(source).exists() and timm.is_model(source.partition(".")[0]):
@@ -71,7 +74,7 @@ def absolute(source: str) -> str:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any]) -> Weights:
-    """The tensors of a dictionary, or of the first dictionary inside it that usually holds them. Raises UserError."""
+    """Return the tensors of a dictionary, or of the first of its `WRAPPERS`. Raises UserError when it has none."""
     inside = next((tensors[w] for w in WRAPPERS if isinstance(tensors.get(w), Mapping)), tensors)
     named = {_bare(str(k)): v for k, v in inside.items() if isinstance(v, Tensor)}
     if not named:
@@ -80,13 +83,16 @@ def from_tensors(source: str, tensors: Mapping[str, Any]) -> Weights:
 
 
 def from_module(source: str, model: nn.Module) -> Weights:
-    """The weights of a model, with its numbers of attention heads."""
+    """Return the weights of a model, with its numbers of attention heads."""
     return Weights(source, model.state_dict(), _heads(model))
 
 
 def fill(backbone: Backbone, weights: Weights) -> Report:
-    """Copy what fits into the backbone. Raises UserError when too little does, or when the same shapes mean another
-    architecture."""
+    """Copy the tensors that fit into the backbone.
+
+    Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, or when the shapes agree but
+    the architecture is another one.
+    """
     model = backbone.model
     own: dict[str, Tensor] = model.state_dict()
     state = max(_readings(weights.state, model), key=lambda s: _fitting(s, own))
@@ -110,7 +116,7 @@ def fill(backbone: Backbone, weights: Weights) -> Report:
 def _check(
     model: nn.Module, weights: Weights, report: Report, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raises UserError for a checkpoint of another architecture."""
+    """Check that the weights belong to this architecture. Raises UserError when they do not."""
     given = f"backbone.weights={weights.source}"
     if report.share < ENOUGH:
         some = "; ".join(report.missing[:3]) + (f"; and {len(report.missing) - 3} more" if report.missing[3:] else "")
@@ -133,21 +139,21 @@ def _heads(model: nn.Module) -> dict[str, int]:
 
 
 def from_timm(source: str) -> Weights:
-    """The pretrained weights of a timm model, `timm:NAME`. Raises UserError."""
+    """Return the pretrained weights of a timm model, `timm:NAME`. Raises UserError when there are none."""
     name = source.removeprefix(TIMM)
     if not timm.models.is_model_pretrained(name):
         known = timm.list_models(pretrained=True)
         raise UserError(f"backbone.weights={TIMM}{name}: timm has no weights of this name{config.nearest(name, known)}")
     try:
         model: nn.Module = timm.create_model(name, pretrained=True)
-    except Exception as e:  # of many libraries: no network, no space, no such file
+    except Exception as e:  # of many libraries: no network, a full disk, no such file
         why = (str(e).splitlines() or [""])[0]
         raise UserError(f"backbone.weights={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
     return from_module(source, model)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Read a .safetensors or PyTorch file; a pickle may hold tensors and plain values only. Raises UserError."""
+    """Read a .safetensors or PyTorch file. Raises UserError when it holds more than tensors and plain values."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -166,27 +172,27 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def _bare(key: str) -> str:
-    """Without what wrappers of a model leave before its names."""
+    """Return a parameter's name without the prefixes of DistributedDataParallel and torch.compile."""
     for wrapper in ("module.", "_orig_mod."):
         key = key.removeprefix(wrapper)
     return key
 
 
 def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The tensors below each prefix by their own names, and by those that timm gives to the names of the authors."""
+    """Yield the tensors under each prefix, first by their own names and then by the names that timm gives them."""
     rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     for prefix in PREFIXES:
         below = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         yield below
         try:
             renamed = rename(dict(below), model) if rename and below else below
-        except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that it cannot know
+        except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
             continue
-        yield {k: below.get(k, v) for k, v in renamed.items()}  # as it was: what is resized is decided here
+        yield {k: below.get(k, v) for k, v in renamed.items()}  # timm's names, but not its resizing: see _shaped
 
 
 def _fitting(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
-    """Elements of the model whose names are there, in whatever shape their position tables are."""
+    """Count the elements of the model's tensors that the state has, with position tables of any shape."""
     return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or _is_position(k)))
 
 
@@ -195,7 +201,7 @@ def _is_position(key: str) -> bool:
 
 
 def _shaped(model: Any, key: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor as the model has it: a position table for its grid or window; None where it does not fit."""
+    """Return the tensor in the model's shape, or None where it does not fit; a position table is resampled."""
     if key not in own or value.shape == own[key].shape:
         return value if key in own else None
     want = own[key].shape

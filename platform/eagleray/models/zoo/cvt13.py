@@ -1,7 +1,7 @@
-"""CvT-13, convolutions in a vision transformer: Wu et al. 2021, arXiv:2103.15808, in the form DRLoc trains.
+"""CvT-13, a vision transformer with convolutions (Wu et al. 2021, arXiv:2103.15808), in the form that DRLoc trains.
 
-The authors' code was not out yet (Liu et al. 2021, arXiv:2106.03746, appendix), so DRLoc's numbers are of a third
-party's CvT: without a class token, the mean of the last grid is the image's vector, and no norm follows the last stage.
+CvT's own code was not released at that time (Liu et al. 2021, arXiv:2106.03746, appendix), so DRLoc's numbers come from
+a third party's version. It has no class token and no norm after the last stage, and it pools by the mean of the grid.
 """
 
 import itertools
@@ -20,7 +20,7 @@ default_cfgs = generate_default_cfgs({"cvt_13": {}})
 
 
 class CvT(Pyramid):
-    """One entry per stage in each list. B images, D channels, a grid of h x w tokens."""
+    """CvT; each list has one entry per stage. B images, D channels, a grid of h x w tokens."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class CvT(Pyramid):
         self.head = classifier(dims[-1], num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, h, w, D)."""
+        """Return the last tokens (B, h, w, D) of images (B, 3, H, W)."""
         out: Tensor = self.stages(x)
         return out.permute(0, 2, 3, 1)
 
 
 class Block(nn.Module):
-    """Attention and MLP (two 1 x 1 convolutions), each added to what it read after a norm."""
+    """A transformer block with norms before the attention and before the MLP, which is two 1 x 1 convolutions."""
 
     def __init__(self, dim: int, attention: nn.Module, hidden: int, drop_path: float) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(ChannelNorm(dim), mlp, DropPath(drop_path))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D, h, w) to the same."""
+        """Update the tokens x (B, D, h, w)."""
         x = x + self.attention(x)
         out: Tensor = x + self.mlp(x)
         return out
 
 
 class Attention(nn.Module):
-    """Of every token to a coarser grid of keys and values; all three are convolutional projections."""
+    """Attention of every token to a coarser grid; queries, keys and values are convolutional projections."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, kernel: int, kv_stride: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.out = nn.Conv2d(heads * head_dim, dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D, h, w) to the same."""
+        """Return the attention's output (B, D, h, w) for tokens x (B, D, h, w)."""
         q, (k, v) = self.q(x), self.kv(x).chunk(2, dim=1)
         q, k, v = (t.unflatten(1, (self.heads, -1)).flatten(3).mT for t in (q, k, v))  # (B, heads, tokens, head_dim)
         y = F.scaled_dot_product_attention(q, k, v)
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
 
 class ChannelNorm(nn.Module):
-    """Layer norm over the channels of each token, dividing by std + 1e-5 where others take sqrt(var + 1e-5)."""
+    """Layer norm over the channels of each token that divides by std + 1e-5 instead of the usual sqrt(var + 1e-5)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class ChannelNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D, h, w) to the same."""
+        """Normalise x (B, D, h, w)."""
         std = x.var(1, correction=0, keepdim=True).sqrt()
         return (x - x.mean(1, keepdim=True)) / (std + 1e-5) * self.weight + self.bias
 
 
 def projection(dim: int, out: int, kernel: int, stride: int) -> nn.Sequential:
-    """The convolutional projection, depth-wise separable: over the grid, batch norm, over the channels."""
+    """Build a convolutional projection: a depth-wise convolution, batch norm, and a 1 x 1 convolution."""
     grid = nn.Conv2d(dim, dim, kernel, stride, padding=kernel // 2, groups=dim, bias=False)
     return nn.Sequential(grid, nn.BatchNorm2d(dim), nn.Conv2d(dim, out, 1, bias=False))
 

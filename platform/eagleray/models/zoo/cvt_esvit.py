@@ -1,5 +1,7 @@
-"""CvT, convolutional vision transformer: Wu et al. 2021, arXiv:2103.15808, in the windowed four-stage form that EsViT
-trains (Li et al. 2021, arXiv:2106.09785, table 6)."""
+"""CvT, a vision transformer with convolutions (Wu et al. 2021, arXiv:2103.15808), in the form that EsViT trains.
+
+That form has four stages and attention in windows (Li et al. 2022, arXiv:2106.09785, table 6).
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -13,13 +15,16 @@ from torch import Tensor, nn
 
 from eagleray.models.pyramid import Pyramid, classifier, drop_rates
 
-# Without weights to load, but timm warns of a model that has no entry.
+# There are no weights to load, but timm warns about a model that has no entry here.
 default_cfgs = generate_default_cfgs({"cvt_tiny_esvit": {}})
 
 
 class CvT(Pyramid):
-    """Four stages, each a convolution that halves the grid (the first: quarters it) and blocks of attention in windows.
-    Maps are (B, C, H, W). No positions: the paper's text has relative ones, the released model none."""
+    """Four stages of a convolution, which shrinks the grid, and blocks of attention in windows.
+
+    The first stage divides the sides of the grid by 4, each later one by 2. Tokens are (B, C, h, w): B images, C
+    channels. There are no position embeddings: the paper's text has relative ones, the released model has none.
+    """
 
     def __init__(
         self,
@@ -47,12 +52,14 @@ class CvT(Pyramid):
         self.apply(init)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, h, w, C)."""
+        """Return the last tokens (B, h, w, C) of images (B, 3, H, W)."""
         out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
         return out
 
 
 class Block(nn.Module):
+    """A transformer block on tokens (B, C, h, w), with norms before the attention and before the MLP."""
+
     def __init__(self, dim: int, heads: int, mlp_ratio: float, window: int, drop_path: float) -> None:
         super().__init__()
         hidden = int(dim * mlp_ratio)
@@ -68,8 +75,10 @@ class Block(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Attention within windows of s by s, whose queries, keys and values have seen their 3 by 3 neighbours, those in
-    the next window too."""
+    """Attention within windows of s x s tokens, on tokens (B, C, h, w).
+
+    A 3 x 3 convolution comes before the queries, keys and values, and it crosses the borders of windows.
+    """
 
     def __init__(self, dim: int, heads: int, window: int) -> None:
         super().__init__()
@@ -82,23 +91,26 @@ class WindowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, c, h, w = x.shape
         s = min(self.window, h, w)
-        # Before the convolution, and unmasked: what it makes of the padding is attended to.
+        # Padded before the convolution and not masked, so the convolution's output on the padding is attended to.
         x = F.pad(x, (0, -w % s, 0, -h % s))
         m, n = x.shape[2] // s, x.shape[3] // s
         qkv = self.qkv(x).view(b, 3, self.heads, -1, m, s, n, s).permute(1, 0, 4, 6, 2, 5, 7, 3)
         q, k, v = qkv.reshape(3, b * m * n, self.heads, s * s, -1)
-        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # of all channels, as released, not of a head's
+        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c is all channels, not a head's, as released
         out = out.view(b, m, n, self.heads, s, s, -1).permute(0, 3, 6, 1, 4, 2, 5).reshape(x.shape)
         out = self.proj(out[:, :, :h, :w])
         return out
 
 
 class QuickGELU(nn.Module):
+    """GELU, approximated by x * sigmoid(1.702 x)."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
 def init(module: nn.Module) -> None:
+    """Initialise a convolution or linear layer: truncated normal weights of deviation 0.02, zero biases."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

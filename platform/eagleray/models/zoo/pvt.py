@@ -1,8 +1,7 @@
-"""PVT-Small, the pyramid vision transformer: Wang et al. 2021, arXiv:2102.12122, table 1.
+"""PVT-Small, a pyramid vision transformer (Wang et al. 2021, arXiv:2102.12122, table 1), as EsViT trains it.
 
 EsViT (Li et al. 2022, arXiv:2106.09785, table 4) trains a PVT of 24 M parameters, as many as this one has, and pools
-every pyramid by the mean of its last tokens. So does this one: the paper's class token, which joins in the last stage,
-is left out.
+every pyramid by the mean of its last tokens. So the class token, which PVT's paper adds in the last stage, is left out.
 """
 
 import itertools
@@ -22,7 +21,7 @@ default_cfgs = generate_default_cfgs({"pvt_small": {}})
 
 
 class PVT(Pyramid):
-    """One entry per stage in each list. B images, D channels, a grid of h x w tokens."""
+    """PVT; each list has one entry per stage. B images, D channels, a grid of h x w tokens, N = h * w."""
 
     def __init__(
         self,
@@ -37,7 +36,10 @@ class PVT(Pyramid):
         mlp_ratios: Sequence[int] = (8, 8, 4, 4),
         drop_path_rate: float = 0.0,
     ) -> None:
-        """`img_size` sets the size of the position tables; `reductions` are of the grid of keys and values."""
+        """Build the stages for position tables of `img_size` pixels.
+
+        `reductions` are the factors by which the sides of the grid of keys and values are shorter than the queries'.
+        """
         super().__init__()
         self.dims, self.num_features = dims, dims[-1]
         rates = drop_rates(drop_path_rate, depths)
@@ -55,14 +57,16 @@ class PVT(Pyramid):
         self.apply(init)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, h, w, D)."""
+        """Return the last tokens (B, h, w, D) of images (B, 3, H, W)."""
         out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
         return out
 
 
 class Stage(nn.Module):
-    """Patches become tokens with positions; then transformer blocks with spatial-reduction attention, which are
-    Twins' global blocks (Chu et al. 2021, arXiv:2104.13840), taken over unchanged from PVT."""
+    """A patch embedding with positions, then transformer blocks with spatial-reduction attention.
+
+    The blocks are timm's global blocks of Twins (Chu et al. 2021, arXiv:2104.13840), which are those of PVT.
+    """
 
     def __init__(self, before: int, dim: int, patch: int, size: int, blocks: Iterable[Block]) -> None:
         super().__init__()
@@ -71,7 +75,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D', H, W) to (B, D, h, w)."""
+        """Return tokens (B, D, h, w) of the previous stage's tokens or the image, (B, D', H, W)."""
         x = self.embed(x)
         size = x.shape[2:]
         x = self.norm(x.flatten(2).mT) + self.positions(size)
@@ -80,13 +84,14 @@ class Stage(nn.Module):
         return x.mT.unflatten(2, size)
 
     def positions(self, size: torch.Size) -> Tensor:
-        """(1, N, D), bilinear at another grid than the table's, as in the authors' code."""
+        """Return the position table (1, N, D), resampled bilinearly for a grid of another size, as the authors do."""
         same = size == self.position.shape[2:]
         table = self.position if same else F.interpolate(self.position, size, mode="bilinear")
         return table.flatten(2).mT
 
 
 def init(module: nn.Module) -> None:
+    """Initialise a linear layer: truncated normal weights of deviation 0.02, zero biases."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

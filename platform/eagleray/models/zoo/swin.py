@@ -1,6 +1,9 @@
-"""Swin transformers that pad before they shift: Liu et al. 2021, arXiv:2103.14030, as in EsViT (Li et al. 2021,
-arXiv:2106.09785, appendix A). timm's shift first. The weights are timm's, key for key; the outputs are too, but for a
-layer norm's epsilon, wherever the grid of every shifted block divides into windows: at 224 px, not at 96."""
+"""Swin transformers that pad the grid before they shift it, as EsViT does; timm shifts first.
+
+Swin: Liu et al. 2021, arXiv:2103.14030; EsViT: Li et al. 2022, arXiv:2106.09785, appendix A. The weights have the same
+names and shapes as timm's. The outputs are timm's too, up to the epsilon of the layer norms, wherever the grid of every
+shifted block divides into whole windows: for images of 224 pixels, but not of 96.
+"""
 
 from functools import partial
 from typing import Any
@@ -14,25 +17,31 @@ TINY = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
 SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}
 BASE = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}
 
-# Without weights to load, but timm warns of a model that has no entry.
+# There are no weights to load, but timm warns about a model that has no entry here.
 default_cfgs = generate_default_cfgs({f"esvit_swin_{s}_w{w}": {} for s in ("tiny", "small", "base") for w in (7, 14)})
 
 
 class PadFirst(SwinTransformerBlock):
-    """A block whose padding lies at the bottom and the right of the image, where the mask of a shifted block ends a
-    region. Padding is never masked as such: it attends and is attended to within its region."""
+    """A Swin block that pads the bottom and the right of the grid, also when it shifts.
+
+    Nothing masks the padding: it attends and is attended to within its region of the shifted grid. B images, a grid of
+    h x w tokens, C channels.
+    """
 
     def _attn(self, x: Tensor) -> Tensor:
-        """(B, h, w, C) to the same."""
+        """Return the attention's output (B, h, w, C) for tokens x (B, h, w, C)."""
         h, w = x.shape[1:3]
         wh, ww = self.window_size
-        out: Tensor = super()._attn(F.pad(x, (0, 0, 0, -w % ww, 0, -h % wh)))  # which finds nothing left to pad
+        out: Tensor = super()._attn(F.pad(x, (0, 0, 0, -w % ww, 0, -h % wh)))  # timm's has nothing left to pad
         return out[:, :h, :w]
 
 
 class EsViTSwin(SwinTransformer):
-    """timm's, with such blocks. A stage whose grid at `img_size` is no larger than the window has one window and no
-    shift, at any other size too; a smaller image is padded to it."""
+    """timm's Swin transformer with `PadFirst` blocks.
+
+    A stage whose grid at `img_size` fits into one window has one window and no shift, for images of any size; the grid
+    of a smaller image is padded to the window.
+    """
 
     def __init__(self, **options: Any) -> None:
         norm = partial(nn.LayerNorm, eps=1e-6)
@@ -43,6 +52,7 @@ class EsViTSwin(SwinTransformer):
 
 
 def create(name: str, pretrained: bool, **options: Any) -> EsViTSwin:
+    """Build a model through timm, which also renames the authors' weights."""
     model: EsViTSwin = build_model_with_cfg(
         EsViTSwin, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **options
     )

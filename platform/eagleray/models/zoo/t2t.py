@@ -1,4 +1,4 @@
-"""T2T-ViT-14, tokens-to-token: Yuan et al. 2021, arXiv:2101.11986, with performers as token transformers."""
+"""T2T-ViT-14, a tokens-to-token vision transformer (Yuan et al. 2021, arXiv:2101.11986), with performers."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ default_cfgs = generate_default_cfgs({"t2t_vit_14": {}})
 
 
 class T2TViT(nn.Module):
-    """B images, N = h * w tokens of D channels after the class token."""
+    """A ViT whose tokens come from a tokens-to-token module. B images, a class token and N patches, D channels."""
 
     num_prefix_tokens = 1
 
@@ -33,7 +33,7 @@ class T2TViT(nn.Module):
         qkv_bias: bool = False,
         drop_path_rate: float = 0.0,
     ) -> None:
-        """`token_dim` is the width of the token transformers, `kernel_ratio` their random features per channel."""
+        """Build the network; `token_dim` is the width of the performers, `kernel_ratio` their features per channel."""
         super().__init__()
         self.num_features = self.embed_dim = embed_dim
         self.dims = [embed_dim] * depth
@@ -51,18 +51,18 @@ class T2TViT(nn.Module):
         self.apply(init)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers, first to last, as timm asks for them."""
+        """Return timm's description of the layers, first to last: the stem, then each block."""
         return {"stem": "^cls_token|^patch_embed", "blocks": [(r"^blocks\.(\d+)", None), ("^norm", (99999,))]}
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, 1 + N, D), class token first."""
+        """Return the last tokens (B, 1 + N, D) of images (B, 3, H, W), the class token first."""
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x)], 1)
         position = sinusoids(x.shape[1], self.embed_dim, x.device).to(x.dtype)
         out: Tensor = self.norm(self.blocks(x + position))
         return out
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, 1 + N, D) to (B, D), or to the classes' logits."""
+        """Return the class token (B, D) of tokens (B, 1 + N, D), or its class scores."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,8 +70,10 @@ class T2TViT(nn.Module):
 
 
 class TokensToToken(nn.Module):
-    """Twice: a soft split into overlapping patches, each a token, and a transformer over them, whose tokens are the
-    pixels of the next. A last split is projected."""
+    """The tokens-to-token module: three splits into overlapping patches, with a performer after the first two.
+
+    A split makes each patch a token; the next split takes the tokens for pixels. The last split is projected linearly.
+    """
 
     patch_size = (16, 16)
 
@@ -82,7 +84,7 @@ class TokensToToken(nn.Module):
         self.project = nn.Linear(token_dim * 3 * 3, embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, N, D)."""
+        """Return the patches' tokens (B, N, D) of images (B, 3, H, W). Raises ValueError unless 16 divides H and W."""
         height, width = x.shape[2:]
         if height % 16 or width % 16:
             raise ValueError(f"T2T-ViT: images of {height} x {width} pixels; both must be multiples of 16")
@@ -95,8 +97,10 @@ class TokensToToken(nn.Module):
 
 
 class Performer(nn.Module):
-    """One head of attention at a cost linear in the tokens, and an MLP. Tokens get narrower, dim to C channels, so the
-    values are the residual path."""
+    """A transformer block with one head of linear attention (Choromanski et al. 2021, arXiv:2009.14794).
+
+    It narrows tokens from `dim` to C channels, so the residual path starts at the values. M random features.
+    """
 
     w: Tensor  # (M, C) random features, never trained
 
@@ -107,12 +111,12 @@ class Performer(nn.Module):
         # The paper mentions no dropout; the authors' code, and DRLoc's, has it here and nowhere else.
         self.dropout = nn.Dropout(0.1)
         self.mlp = nn.Sequential(nn.Linear(out, out), nn.GELU(), nn.Linear(out, out), nn.Dropout(0.1))
-        # Rows as long as in the authors' code; for an unbiased softmax they would be sqrt(C) long.
+        # Rows have the length of the authors' code; for an unbiased softmax it would be sqrt(C).
         features = int(out * kernel_ratio)
         self.register_buffer("w", nn.init.orthogonal_(torch.empty(features, out)) * math.sqrt(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, dim) to (B, N, C)."""
+        """Return tokens (B, N, C) of tokens x (B, N, dim)."""
         k, q, v = self.kqv(self.norm1(x)).chunk(3, dim=-1)
         x = v + self.dropout(self.proj(linear_attention(q, k, v, self.w)))
         out: Tensor = x + self.mlp(self.norm2(x))
@@ -121,7 +125,7 @@ class Performer(nn.Module):
 
 @torch.autocast("cuda", enabled=False)  # exponentials, and sums of thousands of them
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """About softmax(q k^T) v for (B, N, C): Choromanski et al. 2021, arXiv:2009.14794, positive random features."""
+    """Approximate softmax(q k^T) v, for (B, N, C) each, with the positive random features w (M, C)."""
     q, k, v = (t.to(w.dtype) for t in (q, k, v))
     phi_q, phi_k = (torch.exp(t @ w.T - t.square().sum(-1, keepdim=True) / 2) / len(w) ** 0.5 for t in (q, k))
     total = phi_q @ phi_k.sum(1).unsqueeze(2)  # (B, N, 1)
@@ -129,13 +133,14 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 def sinusoids(n: int, dim: int, device: torch.device) -> Tensor:
-    """(n, dim) fixed positions of a sequence, the class token's first (Vaswani et al. 2017, section 3.5)."""
+    """Return fixed positions (n, dim) for n tokens, the class token's first (Vaswani et al. 2017, section 3.5)."""
     frequency = 10000 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = torch.arange(n, device=device).unsqueeze(1) * frequency
     return torch.stack([angle.sin(), angle.cos()], 2).flatten(1)
 
 
 def init(module: nn.Module) -> None:
+    """Initialise a linear layer: truncated normal weights of deviation 0.02, zero biases."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -143,7 +148,7 @@ def init(module: nn.Module) -> None:
 
 
 def checkpoint_filter_fn(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The authors' weights by our names; their table of fixed positions is left over."""
+    """Rename the authors' weights to the names used here; their table of fixed positions stays unused."""
     return {name.replace("tokens_to_token", "patch_embed"): value for name, value in state.items()}
 
 

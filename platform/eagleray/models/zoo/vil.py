@@ -1,5 +1,7 @@
-"""ViL, multi-scale vision longformer: Zhang et al. 2021, arXiv:2103.15358, with the four stages and relative positions
-that EsViT trains (Li et al. 2021, arXiv:2106.09785, table 6)."""
+"""ViL, a multi-scale vision longformer (Zhang et al. 2021, arXiv:2103.15358), in the form that EsViT trains.
+
+That form has four stages and relative positions (Li et al. 2022, arXiv:2106.09785, table 6).
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -13,15 +15,18 @@ from torch import Tensor, nn
 
 from eagleray.models.pyramid import Pyramid, classifier, drop_rates
 
-# Without weights to load, but timm warns of a model that has no entry.
+# There are no weights to load, but timm warns about a model that has no entry here.
 default_cfgs = generate_default_cfgs({"vil_tiny": {}})
 
 Grid = tuple[int, int]  # rows and columns of patches
 
 
 class ViL(Pyramid):
-    """Stages of a patch embedding and blocks. Tokens are (B, G + N, C): G global ones of the stage, then the N = h * w
-    patches, row-major. At `img_size` the relative positions of full attention are as trained, elsewhere resampled."""
+    """Four stages of a patch embedding and transformer blocks.
+
+    Tokens are (B, G + N, C): the G global tokens of the stage, then its N = h * w patches, row-major, with C channels.
+    The relative positions of full attention are made for `img_size` and resampled for images of another size.
+    """
 
     stage_fmt = "NHWC"
 
@@ -36,7 +41,7 @@ class ViL(Pyramid):
         depths: Sequence[int] = (2, 2, 6, 2),
         # Table 6 has (3, 3, 6, 12); its text says 32 channels a head, and so does the released recipe.
         heads: Sequence[int] = (3, 6, 12, 24),
-        tokens: Sequence[int] = (1, 1, 1, 0),  # global ones; none in the last stage, which is averaged
+        tokens: Sequence[int] = (1, 1, 1, 0),  # global tokens; none in the last stage, whose patches are averaged
         # None: full attention. Table 6 has windows in all four stages, the released recipe in two.
         windows: Sequence[int | None] = (7, 7, None, None),
         drop_path_rate: float = 0.0,
@@ -59,13 +64,13 @@ class ViL(Pyramid):
         self.apply(init)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, h, w, C)."""
+        """Return the last tokens (B, h, w, C) of images (B, 3, H, W)."""
         out: Tensor = self.norm(self.stages(x.permute(0, 2, 3, 1)))
         return out
 
 
 class Stage(nn.Module):
-    """Patches of patches, and blocks that see the stage's own global tokens, dropped at its end."""
+    """A patch embedding, then blocks on the patches and on the stage's own global tokens, which end with the stage."""
 
     def __init__(self, before: int, dim: int, patch: int, tokens: int, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -74,7 +79,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, before) to (B, h, w, dim)."""
+        """Return tokens (B, h, w, dim) of the previous stage's tokens or the image, (B, H, W, before)."""
         x = self.embed(x.permute(0, 3, 1, 2))
         grid = x.shape[2:]
         x = self.norm(x.flatten(2).mT)  # (B, N, C)
@@ -86,6 +91,8 @@ class Stage(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer block on tokens (B, G + N, C), with norms before the attention and before the MLP."""
+
     def __init__(self, dim: int, attn: nn.Module, drop_path: float) -> None:
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(dim, eps=1e-6), attn
@@ -99,13 +106,15 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """H heads. What is added to the score of a query and a key is learned: for two patches by how far apart they lie,
-    for a global token by which it is."""
+    """Multi-head attention with a learned bias on the score of each query and key; H heads.
+
+    The bias of two patches depends on the offset between them, that of a global token on which token it is.
+    """
 
     index: Tensor  # rows of the table, for queries and keys
 
     def __init__(self, dim: int, heads: int, tokens: int, reach: Grid) -> None:
-        """Two patches lie fewer than `reach` rows and columns apart."""
+        """Create the layers and the bias table, for patches fewer than `reach` rows and columns apart."""
         super().__init__()
         self.heads, self.tokens = heads, tokens
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
@@ -115,19 +124,20 @@ class Attention(nn.Module):
             self.among_global = parameter(heads, tokens, tokens)
 
     def bias_from_global(self, patches: int) -> Tensor:
-        """(H, G, G + N)"""
+        """Return the bias (H, G, G + N) of global queries and all keys."""
         return torch.cat([self.among_global, self.from_global.unsqueeze(2).expand(-1, -1, patches)], 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        """Queries (B, ..., Q, C) to the same, for keys and values (B, ..., K, C) and a bias (..., H, Q, K)."""
-        # Windows stand beside heads, not beside images, of which the bias is independent: it is not copied for each.
+        """Attend from queries (B, ..., Q, C) to keys and values (B, ..., K, C), with a bias (..., H, Q, K)."""
+        # The windows join the axis of the heads, not that of the images: the bias is the same for all images and need
+        # not be copied for each.
         heads = [t.unflatten(-1, (self.heads, -1)).transpose(-2, -3).flatten(1, -3) for t in (q, k, v)]
         out = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], bias.flatten(0, -3).unsqueeze(0))
         return out.unflatten(1, (*q.shape[1:-2], self.heads)).transpose(-2, -3).flatten(-2)
 
 
 class FullAttention(Attention):
-    """Every token attends every token."""
+    """Attention of every token to every token."""
 
     def __init__(self, dim: int, heads: int, tokens: int, grid: Grid) -> None:
         super().__init__(dim, heads, tokens, grid)
@@ -140,10 +150,10 @@ class FullAttention(Attention):
         return out
 
     def bias(self, patches: int) -> Tensor:
-        """(H, G + N, G + N)"""
+        """Return the bias (H, G + N, G + N) for a grid of `patches` patches."""
         bias = self.table[self.index].permute(2, 0, 1)  # (H, N, N), N at the size of construction
         if patches != bias.shape[1]:
-            # As if patches lay on a line, which mixes rows up; but so the released model saw its small crops.
+            # This treats the patches as a line, which mixes up rows, but the released model saw small crops this way.
             bias = F.interpolate(bias.unsqueeze(0), size=(patches, patches), mode="bicubic").squeeze(0)
         if self.tokens:
             to_global = self.to_global.unsqueeze(1).expand(-1, patches, -1)
@@ -152,8 +162,10 @@ class FullAttention(Attention):
 
 
 class WindowAttention(Attention):
-    """A patch attends the global tokens, its window of s by s and the 8 windows around it; in training a random one of
-    the 8, another at every call. A global token attends every token."""
+    """Attention of each patch to the global tokens, its own window of s x s patches and the 8 windows around it.
+
+    In training, each call uses a random one of the 8 windows. A global token attends to every token.
+    """
 
     def __init__(self, dim: int, heads: int, tokens: int, window: int) -> None:
         reach = (2 * window, 2 * window)
@@ -179,7 +191,10 @@ class WindowAttention(Attention):
         return out
 
     def bias(self, grid: Grid, near: list[int]) -> Tensor:
-        """(m, n, H, s * s, G + 9 * s * s), minus infinity for what lies outside the image."""
+        """Return the bias (m, n, H, s * s, G + 9 * s * s) of m x n windows: minus infinity outside the image.
+
+        There are as many windows of keys as `near` has entries, 9 where all are used.
+        """
         bias = self.table[self.index[:, near].flatten(1)].permute(2, 0, 1)  # (H, s * s, 9 * s * s)
         inside = torch.ones(1, grid[0] * grid[1], 1, device=bias.device)
         inside = gather(cut(inside, grid, self.window), near).squeeze(0).mT  # (m, n, 1, 9 * s * s)
@@ -189,50 +204,56 @@ class WindowAttention(Attention):
         return bias
 
 
-OWN, AROUND = 4, (0, 1, 2, 3, 5, 6, 7, 8)  # of 3 by 3 windows, row-major
+OWN, AROUND = 4, (0, 1, 2, 3, 5, 6, 7, 8)  # row-major indices of 3 x 3 windows
 
 
 def cut(x: Tensor, grid: Grid, s: int) -> Tensor:
-    """Patches (B, N, C) in windows (B, m, n, s * s, C); zeros at the bottom and the right fill the last ones."""
+    """Cut patches (B, N, C) into windows (B, m, n, s * s, C); zeros fill the last windows at the bottom and right."""
     x = F.pad(x.unflatten(1, grid), (0, 0, 0, -grid[1] % s, 0, -grid[0] % s))
     return x.unflatten(2, (-1, s)).unflatten(1, (-1, s)).transpose(2, 3).flatten(3, 4)
 
 
 def join(x: Tensor, grid: Grid, s: int) -> Tensor:
-    """Windows (B, m, n, s * s, C) to patches (B, N, C)."""
+    """Join windows (B, m, n, s * s, C) to patches (B, N, C), without the zeros that `cut` added."""
     x = x.unflatten(3, (s, s)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return x[:, : grid[0], : grid[1]].flatten(1, 2)
 
 
 def gather(x: Tensor, near: list[int]) -> Tensor:
-    """For each of the windows (B, m, n, L, C) those around it, side by side: (B, m, n, len(near) * L, C)."""
+    """Collect the windows around each of the windows x (B, m, n, L, C), joined to (B, m, n, len(near) * L, C).
+
+    `near` are row-major indices into the 3 x 3 windows around a window, of which 4 is the window itself.
+    """
     m, n = x.shape[1:3]
     x = F.pad(x, (0, 0, 0, 0, 1, 1, 1, 1))
     return torch.cat([x[:, i : i + m, j : j + n] for i, j in (divmod(at, 3) for at in near)], 3)
 
 
 def positions(h: int, w: int) -> Tensor:
-    """Row and column of each patch of a grid: (h * w, 2)."""
+    """Return the row and the column (h * w, 2) of each patch of a grid."""
     return torch.cartesian_prod(torch.arange(h), torch.arange(w))
 
 
 def offsets(q: Tensor, k: Tensor, reach: Grid) -> Tensor:
-    """Rows (Q, K) of the table for queries at (Q, 2) and keys at (K, 2)."""
+    """Return the rows (Q, K) of the bias table for queries at positions q (Q, 2) and keys at positions k (K, 2)."""
     rows, columns = (q.unsqueeze(1) - k + torch.tensor(reach) - 1).unbind(-1)
     return rows * (2 * reach[1] - 1) + columns
 
 
 def attention(dim: int, heads: int, tokens: int, grid: Grid, window: int | None) -> Attention:
+    """Create attention in windows of `window` x `window` patches, or full attention for None."""
     if window is None:
         return FullAttention(dim, heads, tokens, grid)
     return WindowAttention(dim, heads, tokens, window)
 
 
 def parameter(*shape: int) -> nn.Parameter:
+    """Create a parameter of truncated normal numbers with deviation 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
 
 
 def init(module: nn.Module) -> None:
+    """Initialise a linear layer: truncated normal weights of deviation 0.02, zero biases."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
