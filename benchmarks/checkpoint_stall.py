@@ -59,7 +59,7 @@ def main() -> None:
             stack.enter_context(streaming.server(folder / "s3"))
         writer = checkpoint.Writer(args.place or f"{streaming.BUCKET}/run", keep=2, scratch=folder / "scratch")
         result = measure(recipe, writer, args)
-        size = (writer.scratch / f"{checkpoint.manifests(writer.place)[0]}.pt").stat().st_size
+        size = (writer.scratch / f"{checkpoint.manifests(writer.url)[0]}.pt").stat().st_size
     sizes = {"recipe": Path(name).stem, "batch": recipe.optim.batch, "threads": args.threads}
     common.show(result | {"mib": size / 2**20} | sizes, as_json=args.json)
 

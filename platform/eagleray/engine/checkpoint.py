@@ -28,40 +28,38 @@ from eagleray.storage.s3 import MissingFile
 from eagleray.storage.store import is_remote, local_path, store
 
 log = logging.getLogger(__name__)
-LONG = 60.0  # seconds to retry a store in the background
+LONG = 60.0  # seconds for which requests to a store are repeated in the background
 PIECE = 8 * 2**20  # bytes read from a store at a time
 WIDTH = 4  # pieces that are read at once
 
-# A process that ends within torch's C++ would abort, so it waits for the serialisation, but not for the store.
+# A process that ends while torch's C++ code runs would abort, so exit waits for the serialisation, not for the store.
 _in_torch = threading.Lock()
 atexit.register(_in_torch.acquire, timeout=60)
 
 
 class Writer:
-    """Writes checkpoints, one at a time, and keeps the newest `keep` in a folder or under an s3:// URL.
+    """Writes checkpoints, one at a time, to a folder or an s3:// URL, and deletes all but the newest `keep`.
 
     `scratch` is a local folder for files on their way to a store and for a copy of the newest one; checkpoints in a
-    folder need none. A request to a store is repeated for `patience` seconds. `verified` is the newest step that this
-    writer saved and that counts. `first` is called in the background before a checkpoint counts, to bring the files to
-    the store that belong to it.
+    folder need none. A request to a store is repeated for `patience` seconds. `first` is called in the background
+    before a checkpoint counts, to upload the other files of the run that belong to it.
     """
 
     def __init__(
         self,
-        place: str | Path,
+        url: str | Path,
         *,
         keep: int,
         scratch: Path | None = None,
         patience: float = LONG,
         first: Callable[[], None] | None = None,
     ) -> None:
-        self.place, self.keep, self.patience, self.first = _url(place), keep, patience, first
-        self.scratch = _scratch(self.place, scratch)
-        self.verified: int | None = None
+        self.url, self.keep, self.patience, self.first = _url(url), keep, patience, first
+        self.scratch = _scratch(self.url, scratch)
         self._host_copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def busy(self) -> bool:
@@ -71,8 +69,8 @@ class Writer:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy the state and write it in the background. A failure there is a warning, and is raised by `settle`."""
         self.wait()
-        held, self._problem = self._host_copy.update(state), None
-        self._thread = threading.Thread(target=self._run, args=(step, held), name="checkpoint", daemon=True)
+        host_state, self._problem = self._host_copy.update(state), None
+        self._thread = threading.Thread(target=self._run, args=(step, host_state), name="checkpoint", daemon=True)
         self._thread.start()
 
     def settle(self) -> None:
@@ -89,117 +87,118 @@ class Writer:
     def _run(self, step: int, state: dict[str, Any]) -> None:
         name = f"step-{step:09d}"
         try:
-            self._write(name, {"step": step}, state)
+            self._write(name, step, state)
         except Exception as e:
             self._problem = self._named(e)
-            self._warn(f"{name} is not kept: {self._problem}", exc_info=self._problem is e)
+            self._warn(f"{name} was not saved: {self._problem}", exc_info=self._problem is e)
             return
-        self.verified = step
-        log.debug("%s counts", name)
+        log.debug("%s is saved and verified", name)
         try:
             self._drop(name)
         except (OSError, UserError, Outage) as e:
-            self._warn(f"old checkpoints stay: {self._named(e)}")
+            self._warn(f"old checkpoints could not be deleted: {self._named(e)}")
 
-    def _write(self, name: str, said: dict[str, Any], state: dict[str, Any]) -> None:
+    def _write(self, name: str, step: int, state: dict[str, Any]) -> None:
+        """Write and verify the checkpoint, then its manifest, which makes it count."""
         self.scratch.mkdir(parents=True, exist_ok=True)
-        for left in self.scratch.glob("step-*.part"):  # by a writer that was killed; on a full disk it counts
-            left.unlink()
-        part, path, manifest = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
+        for orphan in self.scratch.glob("step-*.part"):  # a killed writer's, which would fill the disk
+            orphan.unlink()
+        part, path, manifest_path = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
         with atomic_path(path, part=part):
-            said |= serialise(state, part)
-            self._verify(part, f"{self.place}/{name}.pt", said)
+            manifest = {"step": step} | serialise(state, part)
+            self._verify(part, f"{self.url}/{name}.pt", manifest)
             if self.first:
                 self.first()
         try:
-            write_atomic(manifest, json.dumps(said))
-            if is_remote(self.place):
-                store(self.place).put(f"{self.place}/{name}.json", manifest, patience=self.patience)
+            write_atomic(manifest_path, json.dumps(manifest))
+            if is_remote(self.url):
+                store(self.url).put(f"{self.url}/{name}.json", manifest_path, patience=self.patience)
         except BaseException:
-            manifest.unlink(missing_ok=True)
+            manifest_path.unlink(missing_ok=True)
             path.unlink()
             raise
 
-    def _verify(self, part: Path, url: str, said: dict[str, Any]) -> None:
+    def _verify(self, part: Path, url: str, manifest: dict[str, Any]) -> None:
         """Upload the file if the checkpoints are in a store, and read it back. Raises OSError when it differs."""
         if is_remote(url):
             store(url).put(url, part, patience=self.patience)
             [blob] = store(url).list(url, patience=self.patience) or [Blob(url, 0)]
-            same = blob.size == said["bytes"] and _sha256(_pieces(blob, self.patience)) == said["sha256"]
+            same = blob.size == manifest["bytes"] and _sha256(_pieces(blob, self.patience)) == manifest["sha256"]
         else:
             _flush(part)
-            same = _agrees(part, said)
+            same = _agrees(part, manifest)
         if not same:
-            raise OSError(f"{url}: what is read back is not what was written")
+            raise OSError(f"{url}: what was read back differs from what was written")
 
     def _drop(self, newest: str) -> None:
-        """Delete checkpoints older than the newest `keep`, later ones, and those that never counted.
+        """Delete all checkpoints but `newest` and the `keep` - 1 before it that count.
 
-        A later one is damaged: the run would have continued from it otherwise.
+        A checkpoint of a later step is damaged, because the run would have continued from it otherwise.
         """
-        blobs = _blobs(self.place, self.patience)
-        kept = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
+        blobs = _blobs(self.url, self.patience)
+        names = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
         for url in sorted(blobs):  # a manifest before its checkpoint
-            if _stem(url) not in kept:
+            if _stem(url) not in names:
                 store(url).delete(url)
-        if is_remote(self.place):
-            _leave(self.scratch, newest)
+        if is_remote(self.url):
+            _delete_others(self.scratch, newest)
 
     def _named(self, e: Exception) -> Exception:
-        """Return an error of one line that names the folder or URL; an error that is a bug stays as it is."""
+        """Return an error of one line that names the folder or URL. An error that is a bug is returned unchanged."""
         if not isinstance(e, OSError | UserError | Outage):
             return e
         line = f"{self.scratch}: {e.strerror}" if isinstance(e, OSError) and e.strerror else str(e)
-        line = line if self.place in line else f"{self.place}: cannot be written: {line}"
+        line = line if self.url in line else f"{self.url}: cannot be written: {line}"
         return Outage(line) if isinstance(e, Outage) else UserError(line)
 
     def _warn(self, line: str, *, exc_info: bool = False) -> None:
         kind = re.sub(r"\d+", "", line)  # the same for any step and number of attempts
-        if kind not in self._told:
+        if kind not in self._warned:
             log.warning("%s", line, exc_info=exc_info)
-        self._told.add(kind)
+        self._warned.add(kind)
 
 
-def save(place: str | Path, step: int, state: dict[str, Any], *, keep: int) -> None:
-    """Write one checkpoint to a folder and wait until it counts. Raises UserError."""
-    writer = Writer(place, keep=keep)
+def save(folder: str | Path, step: int, state: dict[str, Any], *, keep: int) -> None:
+    """Write one checkpoint to a folder and wait until it counts. Raises UserError when it cannot be written."""
+    writer = Writer(folder, keep=keep)
     writer.save(step, state)
     writer.settle()
 
 
-def newest(place: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE) -> dict[str, Any] | None:
+def newest(url: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE) -> dict[str, Any] | None:
     """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
 
     A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
     Raises UserError and Outage when the store cannot be read.
     """
-    place = _url(place)
-    blobs = _blobs(place, patience)
+    url = _url(url)
+    blobs = _blobs(url, patience)
     for name in _names(blobs):
-        path = _fetched(name, place, blobs, _scratch(place, scratch), patience)
+        path = _local_file(name, url, blobs, _scratch(url, scratch), patience)
         if path:
             return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-        log.warning("checkpoint %s/%s.pt is damaged and passed over", place, name)
+        log.warning("checkpoint %s/%s.pt is damaged and was skipped", url, name)
     return None
 
 
-def manifests(place: str | Path) -> list[str]:
-    """Return the names of the checkpoints with a manifest, newest first. Raises UserError and Outage."""
-    return _names(_blobs(_url(place), PATIENCE))
+def manifests(url: str | Path) -> list[str]:
+    """Return the names of the checkpoints with a manifest, newest first.
+
+    Raises UserError and Outage when the store cannot be read.
+    """
+    return _names(_blobs(_url(url), PATIENCE))
 
 
 def intact(path: Path) -> bool:
     """Return whether a checkpoint in a folder has the size and checksum of its manifest."""
     try:
-        said = _parsed(path.with_suffix(".json").read_bytes())
+        manifest = _parsed(path.with_suffix(".json").read_bytes())
     except OSError:
         return False
-    return said is not None and _agrees(path, said)
+    return manifest is not None and _agrees(path, manifest)
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    """Return the SHA-256 of a file, in hexadecimal digits."""
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
@@ -240,22 +239,24 @@ class _Hashed:
         pass
 
 
-def _url(place: str | Path) -> str:
-    return str(place).rstrip("/")
+def _url(url: str | Path) -> str:
+    return str(url).rstrip("/")
 
 
-def _scratch(place: str, scratch: Path | None) -> Path:
-    if not is_remote(place):
-        return local_path(place)  # a file is renamed in the folder where it was written
-    assert scratch is not None, f"{place}: needs a scratch folder"
+def _scratch(url: str, scratch: Path | None) -> Path:
+    """Return the folder that files are written to first."""
+    if not is_remote(url):
+        return local_path(url)  # a file is renamed in the folder where it was written
+    assert scratch is not None, f"{url}: needs a scratch folder"
     return scratch
 
 
-def _blobs(place: str, patience: float) -> dict[str, Blob]:
+def _blobs(url: str, patience: float) -> dict[str, Blob]:
     """Return the files of checkpoints by URL."""
-    if not is_remote(place):
-        return {str(p): Blob(str(p), 0) for p in local_path(place).glob("step-*")}  # sizes would go with deleted files
-    return {b.url: b for b in store(place).list(f"{place}/", "step-", patience=patience)}
+    if not is_remote(url):
+        # Without their sizes: a file may be deleted by another process before its size is read.
+        return {str(p): Blob(str(p), 0) for p in local_path(url).glob("step-*")}
+    return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
 
 
 def _names(blobs: dict[str, Blob]) -> list[str]:
@@ -266,30 +267,31 @@ def _stem(url: str) -> str:
     return url.rpartition("/")[2].partition(".")[0]
 
 
-def _fetched(name: str, place: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
+def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
     """Return the local file of a checkpoint, or None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
-    if not is_remote(place):
+    if not is_remote(url):
         return path if intact(path) else None
     try:
-        manifest = b"".join(_pieces(blobs[f"{place}/{name}.json"], patience))
-        kept, said = blobs[f"{place}/{name}.pt"], _parsed(manifest)
-        if said is None or kept.size != said["bytes"]:
+        manifest = _parsed(b"".join(_pieces(blobs[f"{url}/{name}.json"], patience)))
+        blob = blobs[f"{url}/{name}.pt"]
+        if manifest is None or blob.size != manifest["bytes"]:
             return None
-        if _agrees(path, said):
+        if _agrees(path, manifest):
             return path
         scratch.mkdir(parents=True, exist_ok=True)
         with file_lock(scratch / ".lock"):
-            return path if _agrees(path, said) or _fetch(kept, path, said, patience) else None
+            return path if _agrees(path, manifest) or _fetch(blob, path, manifest, patience) else None
     except (MissingFile, KeyError):
         return None
 
 
-def _parsed(manifest: bytes) -> dict[str, Any] | None:
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a manifest, or None for a text that is none."""
     with contextlib.suppress(ValueError, TypeError):
-        said = json.loads(manifest)
-        if {"bytes", "sha256"} <= set(said):
-            return dict(said)
+        manifest = json.loads(text)
+        if {"bytes", "sha256"} <= set(manifest):
+            return dict(manifest)
     return None
 
 
@@ -297,7 +299,7 @@ class _Damaged(Exception):
     """A checkpoint does not have the checksum of its manifest."""
 
 
-def _fetch(blob: Blob, path: Path, said: dict[str, Any], patience: float) -> bool:
+def _fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
     """Download a checkpoint from its store and return whether it is intact."""
     hashed = hashlib.sha256()
     try:
@@ -306,13 +308,13 @@ def _fetch(blob: Blob, path: Path, said: dict[str, Any], patience: float) -> boo
                 for piece in _pieces(blob, patience):
                     hashed.update(piece)
                     f.write(piece)
-            if hashed.hexdigest() != said["sha256"]:
+            if hashed.hexdigest() != manifest["sha256"]:
                 raise _Damaged
     except _Damaged:
         return False
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror}") from None
-    _leave(path.parent, path.stem)
+    _delete_others(path.parent, path.stem)
     return True
 
 
@@ -330,10 +332,10 @@ def _sha256(pieces: Iterator[memoryview]) -> str:
     return out.hexdigest()
 
 
-def _agrees(path: Path, said: dict[str, Any]) -> bool:
-    """Return whether a local file exists and has this size and checksum."""
+def _agrees(path: Path, manifest: dict[str, Any]) -> bool:
+    """Return whether a local file exists and has the size and checksum of the manifest."""
     try:
-        return path.stat().st_size == said["bytes"] and sha256(path) == said["sha256"]
+        return path.stat().st_size == manifest["bytes"] and sha256(path) == manifest["sha256"]
     except OSError:
         return False
 
@@ -346,8 +348,8 @@ def _flush(path: Path) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _leave(folder: Path, name: str) -> None:
-    """Delete all checkpoints in a folder but this one."""
+def _delete_others(folder: Path, name: str) -> None:
+    """Delete all checkpoints in a folder except the one of this name."""
     for path in folder.glob("step-*"):
         if path.name.partition(".")[0] != name:
             path.unlink(missing_ok=True)

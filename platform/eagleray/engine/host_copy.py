@@ -5,19 +5,15 @@ from typing import Any
 
 import torch
 
-PLAIN = (bool, int, float, str, bytes, type(None))  # the types that a checkpoint may hold beside tensors and load again
+PLAIN = (bool, int, float, str, bytes, type(None))  # the types that a checkpoint may hold besides tensors
 
 
 class HostCopy:
-    """Host buffers for the tensors of a state, which every copy uses again."""
-
-    """Host buffers for the tensors of a state, which every copy uses again."""
-
-    """Host buffers for the tensors of a state, which every copy uses again."""
+    """Copies states to buffers in the host's memory, which are reused by the next copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # by the keys that lead to the tensor
-        self._devices: set[torch.device] = set()  # with copies under way
+        self._devices: set[torch.device] = set()  # with unfinished copies
 
     @torch.no_grad()
     def update(self, state: Any) -> Any:
