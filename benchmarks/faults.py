@@ -121,7 +121,7 @@ def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
         keys += ["optim.batch=64", "monitor.every=10", "evaluate.limit=256", "evaluate.probe_epochs=0"]
         r = recipe.load(fault.method + SMALL, keys + list(fault.keys))
         if fault.factor:
-            value = config.flat(config.plain(r))[fault.factor[0]] * fault.factor[1]
+            value = config.flatten(config.to_plain(r))[fault.factor[0]] * fault.factor[1]
             r = recipe.load(fault.method + SMALL, [*keys, *fault.keys, f"{fault.factor[0]}={value}"])
         r, out = resolve_paths(r), Path(scratch) / "run"
         out.mkdir()

@@ -428,10 +428,10 @@ def test_published_numbers_are_read_from_recipes(name: str, found: dict[str, flo
 def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():
     name, places = "dino_vits16_in1k_ep100", ["data.train=s3://a/b-{0..9}.tar", "data.lanes=8", "workers=3"]
     command = ["eagleray", "pretrain", name, *places]
-    there = results.published(command, config.plain(recipe.load(name, places)))
+    there = results.published(command, config.to_plain(recipe.load(name, places)))
     assert there == {"knn/top1": 69.3, "linear/top1": 74.0}
-    assert not results.published(command, config.plain(recipe.load(name, [*places, "optim.lr.value=1e-3"])))
-    assert not results.published(["eagleray", "pretrain", "own.yaml"], config.plain(recipe.load(name, places)))
+    assert not results.published(command, config.to_plain(recipe.load(name, [*places, "optim.lr.value=1e-3"])))
+    assert not results.published(["eagleray", "pretrain", "own.yaml"], config.to_plain(recipe.load(name, places)))
 
 
 def test_shares_are_put_together_in_order():

@@ -51,10 +51,10 @@ def test_a_file_is_found_in_the_working_folder_and_beside_the_recipe(tmp_path: P
     listed = plugins.resolve(["first.py", "second.py"], folder=tmp_path / "recipes")
     assert [p["name"] for p in listed] == ["first.py", "second.py"]
     assert {"first", "second"} <= register.entries("view").keys()
-    used = plugins.used("second", "view")
+    used = plugins.plugin_of("second", "view")
     assert used
     assert listed[1] == {"name": used.name, "sha256": used.sha256}
-    assert plugins.used("third", "view") is None
+    assert plugins.plugin_of("third", "view") is None
 
 
 def test_a_resolved_recipe_finds_the_copy_with_its_digest(tmp_path: Path):
@@ -104,7 +104,7 @@ def test_a_module_of_a_package(tmp_path: Path, initialised: bool):
     if initialised:
         write(package, "mypackage/__init__.py", "")
     before = plugins.load("mypackage.views", package)
-    used = plugins.used("stripes", "view")
+    used = plugins.plugin_of("stripes", "view")
     assert used == before
     packed = plugins.pack([before])
     assert {"mypackage/views.py", "mypackage/shared.py"} <= packed["mypackage.views"].keys()
@@ -117,7 +117,7 @@ def test_what_a_packages_parts_register_belongs_to_the_package(tmp_path: Path):
     write(tmp_path, "mypackage/__init__.py", "from mypackage import views\n")
     write(tmp_path, "mypackage/views.py")
     whole = plugins.load("mypackage", tmp_path)
-    assert plugins.used("views", "view") == whole
+    assert plugins.plugin_of("views", "view") == whole
 
 
 def test_installed_packages_announce_their_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -129,7 +129,7 @@ def test_installed_packages_announce_their_plugins(tmp_path: Path, monkeypatch: 
     write(info, "entry_points.txt", "[eagleray.plugins]\nviews = announced.views\n")
     monkeypatch.syspath_prepend(str(site))
     plugins.load_installed()
-    plugin = plugins.used("announced", "view")
+    plugin = plugins.plugin_of("announced", "view")
     assert plugin
     assert plugins.pack([plugin]) == {"announced.views": {}}, "an installed package is not sent"
 
@@ -145,7 +145,7 @@ def test_plugins_are_sent_to_another_process(tmp_path: Path):
     (Path("mypackage") / "views.py").write_text("CHANGED = True\n")
     plugins.install(packed)
     assert {"mine", "views"} <= register.entries("view").keys()
-    assert [plugins.used("mine", "view"), plugins.used("views", "view")] == sent
+    assert [plugins.plugin_of("mine", "view"), plugins.plugin_of("views", "view")] == sent
     plugins.install(packed)  # again, which changes nothing
 
 

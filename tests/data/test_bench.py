@@ -10,7 +10,7 @@ from helpers.pictures import sample, spoiled, write_shards, write_tar
 
 from eagleray.base.errors import UserError
 from eagleray.cli import main
-from eagleray.data.bench import Stage, bench, judge, time_stage
+from eagleray.data.bench import Stage, bench, find_bottleneck, time_stage
 
 STAGES = ["store", "read", "decode", "crop", "loader"]
 
@@ -74,7 +74,7 @@ FAST = {"store": 9000.0, "read": 8000.0, "decode": 800.0, "crop": 1200.0, "loade
     ],
 )
 def test_the_slowest_stage_is_named(change: dict[str, float], remote: bool, bottleneck: str, advice: str) -> None:
-    name, text = judge(stages(**(FAST | change)), cores=2, side=500, remote=remote)
+    name, text = find_bottleneck(stages(**(FAST | change)), cores=2, side=500, remote=remote)
     assert name == bottleneck
     assert text.startswith(f"{name}: ")
     assert advice in text
@@ -82,7 +82,7 @@ def test_the_slowest_stage_is_named(change: dict[str, float], remote: bool, bott
 
 
 def test_free_cores_and_large_images_are_mentioned() -> None:
-    _, text = judge(stages(**FAST), cores=16, side=2000, remote=True)
+    _, text = find_bottleneck(stages(**FAST), cores=16, side=2000, remote=True)
     assert "more of the 16 cores (data.workers)" in text
     assert "their longer side is 2000 pixels (`eagleray prepare --max-side`)" in text
 

@@ -255,8 +255,8 @@ def test_no_two_recipes_are_the_same_experiment():
 
 def repeated(over: dict[str, Any], under: dict[str, Any]) -> list[str]:
     """Keys that a tree states although the one below it has the same value there."""
-    flat = config.flat(under)
-    return [k for k, value in config.flat(tables.own_keys(over)).items() if k in flat and flat[k] == value]
+    flat = config.flatten(under)
+    return [k for k, value in config.flatten(tables.own_keys(over)).items() if k in flat and flat[k] == value]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

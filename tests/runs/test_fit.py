@@ -91,4 +91,4 @@ def test_a_queue_longer_than_the_data_is_reported():
     assert "method.queue=65536: is longer than the 2000 images" in said
     assert said.endswith("method.queue=512 would fit")
     assert fit.long_queue(recipe.load("dino_vits16_in1k_ep100"), 10) is None
-    assert config.flat(config.plain(moco))["method.queue"] == 65536
+    assert config.flatten(config.to_plain(moco))["method.queue"] == 65536

@@ -267,4 +267,4 @@ def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_p
     for n in range(min(count(sweep), 12)):
         branch, values = suggest(sweep, n, [])
         assert isinstance(recipe_of(sweep, branch, values, name), Recipe)
-    assert json.dumps(config.plain(sweep))
+    assert json.dumps(config.to_plain(sweep))

@@ -111,7 +111,7 @@ def see_through(name: str, overrides: Sequence[str]) -> Run:
     tracking = tracking_of(out)
     if finished(folder, plan.steps):
         console.print(f"done already: {out} has taken its {plan.steps} steps", markup=False)
-        track.send_missing(folder, tracking, config.flat(config.plain(recipe)))
+        track.send_missing(folder, tracking, config.flatten(config.to_plain(recipe)))
         if (folder / layout.MLFLOW).exists():
             remote.put(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
     else:

@@ -74,7 +74,7 @@ def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
     return _Gather.apply(x, tuple(rows)) if size() > 1 else x  # type: ignore[no-any-return]
 
 
-def objects(x: Any) -> list[Any]:
+def gather_objects(x: Any) -> list[Any]:
     """Gather a picklable object of every rank on all ranks, in rank order; meant for small and rare objects."""
     if size() == 1:
         return [x]

@@ -68,7 +68,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
     trainer = TorchTrainer(
         _rank,  # type: ignore[arg-type]
         train_loop_config={
-            "recipe": config.plain(recipe),
+            "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
             "tracking": tracking,  # not in pieces: Ray records them, and the address may hold a password
             "threads": max(int(cpus), 1),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from eagleray.base.errors import UserError
-from eagleray.config.tables import Shipped, expand, own_keys
+from eagleray.config.tables import ShippedRecipe, expand, own_keys
 from eagleray.config.tree import RecipeError, merge, nearest, read
 
 Kind = Literal["recipe", "sweep"]
@@ -36,9 +36,9 @@ def names(kind: Kind = "recipe") -> list[str]:
 
 
 @functools.cache
-def recipes() -> dict[str, Shipped]:
+def recipes() -> dict[str, ShippedRecipe]:
     """Return every shipped recipe by its name, in alphabetical order. Raises RecipeError for a wrong file."""
-    shipped: dict[str, Shipped] = {}
+    shipped: dict[str, ShippedRecipe] = {}
     for path in sorted(folder(FOLDERS["recipe"]).glob("*/*.yaml")):
         if path.parent.name == SCHEDULES:
             continue
@@ -50,7 +50,7 @@ def recipes() -> dict[str, Shipped]:
     return dict(sorted(shipped.items()))
 
 
-def recipe(name: str) -> Shipped:
+def recipe(name: str) -> ShippedRecipe:
     """Return a shipped recipe. Raises UserError, which names the nearest, for an unknown name."""
     if name not in recipes():
         near = nearest(name, names())

@@ -57,7 +57,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPlugin:
     """A plug-in that this process has imported."""
 
     plugin: Plugin
@@ -65,7 +65,7 @@ class Loaded:
     sources: Sources  # empty where the plug-in is part of an installed package
 
 
-_LOADED: dict[str, Loaded] = {}
+_LOADED: dict[str, LoadedPlugin] = {}
 
 
 def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
@@ -83,7 +83,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
         _unload(module_name)
     module = _import(module_name, copy, plugin.name, is_file=is_file)
     installed = not is_file and "site-packages" in copy.folder.parts
-    _LOADED[plugin.name] = Loaded(plugin, module, {} if installed else copy.sources)
+    _LOADED[plugin.name] = LoadedPlugin(plugin, module, {} if installed else copy.sources)
     return plugin
 
 
@@ -127,12 +127,12 @@ def unload() -> None:
         _unload(loaded_module)
 
 
-def loaded() -> set[str]:
+def loaded_names() -> set[str]:
     """The names of the plug-ins that this process has imported."""
     return set(_LOADED)
 
 
-def used(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
+def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
     """The loaded plug-in that has registered something under this name; backbones are registered with timm."""
     if kind == "backbone":
         timm = sys.modules.get("timm")  # which a plug-in with a backbone has imported

@@ -41,7 +41,7 @@ def entries(kind: Kind) -> dict[str, Entry]:
     return {name: entry for (k, name), entry in _ENTRIES.items() if k == kind}
 
 
-class Known(Mapping[str, T]):
+class Registry(Mapping[str, T]):
     """What eagleray ships of one kind, by name, and whatever plug-ins have registered beside it."""
 
     def __init__(self, kind: Kind, shipped: Mapping[str, T], make: Callable[[Entry], T]) -> None:

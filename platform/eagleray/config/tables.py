@@ -15,7 +15,7 @@ LAYOUT = ("base", "name", "axes", "exceptions", "recipes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shipped:
+class ShippedRecipe:
     """A recipe of pipelines/: what is said about it, and its keys over those of its base."""
 
     name: str
@@ -34,7 +34,7 @@ def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in ABOUT}
 
 
-def expand(path: Path, tree: Mapping[str, Any]) -> list[Shipped]:
+def expand(path: Path, tree: Mapping[str, Any]) -> list[ShippedRecipe]:
     """Return the recipes of a file in their order. Raises RecipeError for a wrong layout."""
     shared = {key: value for key, value in tree.items() if key not in LAYOUT}
     if "axes" in tree:
@@ -117,22 +117,22 @@ def _mapping(path: Path, key: str, value: Any) -> Mapping[str, Any]:
 
 def _shipped(
     path: Path, base: str | None, name: str, row: Mapping[str, Any], defaults: Mapping[str, Any], titles: Any
-) -> Shipped:
+) -> ShippedRecipe:
     titles = titles or {"title": row.get("title", "")}
-    return Shipped(
+    return ShippedRecipe(
         name=name,
         file=path,
         base=base,
         keys=own_keys(row),
         about=str(row.get("about", "")).format(**titles),
         note=" ".join(str(row.get("note") or "").split()),
-        published=tuple(published(path, name, row.get("published"), defaults)),
+        published=tuple(published_entries(path, name, row.get("published"), defaults)),
         cost=row.get("cost") or {},
         ours=row.get("ours") or {},
     )
 
 
-def published(path: Path, name: str, numbers: Any, defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def published_entries(path: Path, name: str, numbers: Any, defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield what was published as mappings of metrics: a number of `metric`, a mapping, or a list of mappings."""
     for one in numbers if isinstance(numbers, list) else [numbers] if numbers not in (None, {}) else []:
         if isinstance(one, int | float) and "metric" in defaults:

@@ -36,21 +36,21 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
         raise RecipeError(f"{source}: " + "; ".join(explain(e, kind))) from None
 
 
-def plain(recipe: object) -> dict[str, Any]:
+def to_plain(recipe: object) -> dict[str, Any]:
     """The resolved recipe as plain values, every default written out."""
     return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
 
 
 def dump(recipe: object) -> str:
     """The resolved recipe as YAML; `load` gives back an equal one."""
-    return yaml.safe_dump(plain(recipe), sort_keys=False)
+    return yaml.safe_dump(to_plain(recipe), sort_keys=False)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys of nested mappings: `{a: {b: 1}}` to `{a.b: 1}`."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return out
 
 
@@ -229,7 +229,7 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
         if isinstance(inner, _PartError):
             yield from (f"{path}{line}" for line in inner.lines)
         elif e["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            yield f"{path}: unknown key{nearest(str(e['loc'][-1]), known(kind, e['loc'][:-1]))}"
+            yield f"{path}: unknown key{nearest(str(e['loc'][-1]), allowed_keys(kind, e['loc'][:-1]))}"
         elif e["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             yield f"{path}: missing, and it has no default"
         else:
@@ -239,7 +239,7 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
             yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
 
 
-def known(kind: Any, path: Sequence[Any]) -> list[str]:
+def allowed_keys(kind: Any, path: Sequence[Any]) -> list[str]:
     """The keys that are allowed at a path below a dataclass or model."""
     for step in path:
         in_list = isinstance(step, int)

@@ -22,7 +22,7 @@ def check_policy(policy: str) -> str:
     return policy
 
 
-def registered(name: str) -> str:
+def check_operation(name: str) -> str:
     names = sorted(register.entries("view"))
     if name not in names:
         raise ValueError(
@@ -31,7 +31,7 @@ def registered(name: str) -> str:
     return name
 
 
-Operation = Annotated[str, AfterValidator(registered)]
+Operation = Annotated[str, AfterValidator(check_operation)]
 Range = Annotated[tuple[float, float], AfterValidator(check_range)]
 Policy = Annotated[str, AfterValidator(check_policy)]
 

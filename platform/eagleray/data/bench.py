@@ -94,7 +94,9 @@ def bench(url: str, *, seconds: float, note: Note) -> Report:
         opened = time.perf_counter()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         stages, side = measure(index, seconds, cores)
-    bottleneck, advice = judge({s.name: s for s in stages}, cores=cores, side=side, remote=url.startswith("s3:"))
+    bottleneck, advice = find_bottleneck(
+        {s.name: s for s in stages}, cores=cores, side=side, remote=url.startswith("s3:")
+    )
     return Report(url, len(index), listed - begin, opened - listed, cores, stages, bottleneck, advice)
 
 
@@ -110,7 +112,9 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
         held = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
         came = time_stage("read", seconds, read_work(stream, kept), least=held)
         images = decode_all(kept, index.shards[0].url)
-        core = [time_stage(n, seconds, f(images), processes=1) for n, f in (("decode", decodes), ("crop", crops))]
+        core = [
+            time_stage(n, seconds, f(images), processes=1) for n, f in (("decode", decode_work), ("crop", crop_work))
+        ]
         processes = min(cores, PROCESSES, stream.lanes)
         steps = loader_work(stream, processes, came.bytes / came.images)
         found = [raw, came, *core, time_stage("loader", seconds, steps, least=held, processes=processes)]
@@ -178,13 +182,13 @@ def decode_all(kept: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
     return images
 
 
-def decodes(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+def decode_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
     for data, _ in itertools.cycle(images):
         decode(data)
         yield 1, len(data)
 
 
-def crops(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+def crop_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
     views = VIEWS.views
     out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in views]
     for number, (data, image) in enumerate(itertools.cycle(images)):
@@ -211,7 +215,7 @@ def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
     return (images for _ in steps)
 
 
-def judge(stages: dict[str, Stage], *, cores: int, side: float, remote: bool) -> tuple[str, str]:
+def find_bottleneck(stages: dict[str, Stage], *, cores: int, side: float, remote: bool) -> tuple[str, str]:
     """The stage that limits the loader, and a sentence on what to do about it."""
     rate, processes = {name: stage.rate for name, stage in stages.items()}, stages["loader"].processes
     core = 1 / (1 / rate["decode"] + 1 / rate["crop"])

@@ -70,27 +70,27 @@ class Block:
         self.first = int(fetcher.index.starts[run.block]) + run.first
         rows = fetcher.index.rows(self.first, self.first + run.last - run.first)
         self.blob = rows.blob
-        self.places = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
+        self.spans = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
         self.labels = rows.label.tolist()
-        self.range = fetcher.pool.submit(
-            lambda: self._checked(fetcher.cached(run) if fetcher.cache else fetcher.read(rows))
+        self.future = fetcher.pool.submit(
+            lambda: self._verify(fetcher.read_through_cache(run) if fetcher.cache else fetcher.read(rows))
         )
 
-    def _checked(self, found: _Bytes) -> tuple[_Bytes, set[int]]:
+    def _verify(self, found: _Bytes) -> tuple[_Bytes, set[int]]:
         """With the offsets of images whose sums differ; done where it is fetched, beside what uses the images."""
         begin, data = found
-        return found, {at for at, size, crc in self.places if crc32(data[at - begin : at - begin + size]) != crc}
+        return found, {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
 
     def label(self, sample: int) -> int:
         return self.labels[sample - self.first]  # type: ignore[no-any-return]
 
     def bytes(self, sample: int) -> memoryview:
         """An image's bytes as they were indexed. Raises BadImage where the store has others by now."""
-        offset, size, crc = self.places[sample - self.first]
-        (begin, data), wrong = self.range.result()
+        offset, size, crc = self.spans[sample - self.first]
+        (begin, data), wrong = self.future.result()
         if offset not in wrong:
             return data[offset - begin : offset - begin + size]
-        data = self.fetcher.again(self.run, self.blob, offset, size)  # it may have happened on the way
+        data = self.fetcher.read_again(self.run, self.blob, offset, size)  # it may have happened on the way
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
@@ -110,7 +110,7 @@ class Fetcher:
         read = store.store(blob.url).read
         return _Bytes(begin, read(blob.url, begin, end - begin, tag=blob.tag, patience=self.patience))
 
-    def cached(self, run: Run) -> _Bytes:
+    def read_through_cache(self, run: Run) -> _Bytes:
         """The whole block, of which a lane may use a part and another lane the rest, by way of the cache."""
         assert self.cache is not None
         rows = self._rows(run)
@@ -120,7 +120,7 @@ class Fetcher:
     def _rows(self, run: Run) -> Rows:
         return self.index.rows(int(self.index.starts[run.block]), int(self.index.starts[run.block + 1]))
 
-    def again(self, run: Run, blob: Blob, offset: int, size: int) -> memoryview:
+    def read_again(self, run: Run, blob: Blob, offset: int, size: int) -> memoryview:
         """Bytes of one image from the store, whatever the cache has."""
         if self.cache:
             self.cache.drop(blob, *byte_range(self._rows(run)))

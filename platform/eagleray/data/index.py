@@ -65,22 +65,22 @@ class Index:
         """Samples per block (B,)."""
         return np.diff(self.starts)
 
-    def place(self, sample: int) -> int:
+    def _shard_of(self, sample: int) -> int:
         """The shard of a sample."""
         return int(np.searchsorted(self.first, sample, "right")) - 1
 
     def rows(self, first: int, last: int) -> Rows:
         """Samples `first` to `last` (excluded), which lie in one shard."""
-        s = self.place(first)
+        s = self._shard_of(first)
         begin, end = first - self.first[s], last - self.first[s]
         numbers = _numbers(self.files[s], self._group(s))
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
     def key(self, sample: int) -> str:
-        s = self.place(sample)
+        s = self._shard_of(sample)
         return str(self.files[s].read(self._group(s), ["key"])["key"][sample - self.first[s]])
 
-    def named(self, sample: int, reason: str) -> BadSample:
+    def bad_sample(self, sample: int, reason: str) -> BadSample:
         """A sample that turned out not to be usable."""
         rows = self.rows(sample, sample + 1)
         return BadSample(rows.blob.url, self.key(sample), int(rows.offset[0]), reason)
@@ -89,11 +89,6 @@ class Index:
     def shard(self) -> NDArray[np.int32]:
         """Position in `shards` (N,)."""
         return np.repeat(np.arange(len(self.shards), dtype=np.int32), np.diff(self.first))
-
-    @functools.cached_property
-    def keys(self) -> pa.ChunkedArray:
-        """(N,)"""
-        return self._column("key")
 
     @functools.cached_property
     def offset(self) -> NDArray[np.int64]:
@@ -181,7 +176,7 @@ def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
     return out
 
 
-Known = list[tuple[Blob, File]]
+ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
@@ -192,7 +187,7 @@ def _folders(
     again: bool = False,
     tick: Tick | None = None,
     patience: float = PATIENCE,
-) -> Iterator[Known]:
+) -> Iterator[ShardFiles]:
     """Each folder's shards with the file that has their rows."""
     given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
     asked = [p for url in given for p in store.patterns(url)]
@@ -204,7 +199,7 @@ def _folders(
         aside = str(spare / f"index-{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet") if spare else None
         known = (load(aside, again) if aside else {}) | load(beside, again)
         names = {name(b) for b in mine}
-        gone = {n for n in known.keys() - names if any(p.folder == folder and p.means(n) for p in asked)}
+        gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in asked)}
         if gone and not again:
             raise UserError(
                 f"{folder}/{min(gone)}: is gone since it was indexed; `eagleray index {folder}` accepts that"

@@ -18,7 +18,7 @@ from eagleray.data.reader import StepPart, Stream
 from eagleray.views import photometric
 
 T = TypeVar("T")
-POLL = 0.5  # seconds between two questions whether it is enough
+POLL = 0.5  # seconds between two questions whether to stop
 LAST = 10.0  # seconds that a step may still take when nobody wants it any more
 
 
@@ -31,11 +31,12 @@ class Loader:
         self.rows = rows(stream.lanes, stream.batch, ranks=ranks, workers=workers)
 
     def batches(
-        self, start: int, stop: int | None = None, *, enough: Callable[[], bool] = lambda: False
+        self, start: int, stop: int | None = None, *, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[Batch, list[BadSample]]]:
-        """From a step on: the batch, and what was found broken on the way to it. Ends before the step `stop`, or when
-        `enough`, which is asked while a batch keeps us waiting. Raises UserError and Outage where a reader could not go
-        on."""
+        """Yield the batch of each step from `start` on, with the broken samples that were met while reading it.
+
+        Ends before the step `stop`, or when `should_stop`, which is called while a batch is waited for, returns true.
+        Raises UserError or Outage when a reader cannot go on."""
         parts = _PartDataset(self.stream, self.rank * max(self.workers, 1), self.readers, start, stop)
         loader: DataLoader[StepPart] = DataLoader(
             parts,
@@ -48,7 +49,7 @@ class Loader:
         if self.workers and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises wherever the main thread happens to be
         parts_in_turn = [readers] * max(self.workers, 1)  # one of each worker makes a step
-        steps = _interruptible(zip(*parts_in_turn, strict=False), enough)
+        steps = _interruptible(zip(*parts_in_turn, strict=False), should_stop)
         yield from _one_batch_ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
@@ -98,8 +99,8 @@ def _ignore_signals(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _interruptible(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T]:
-    """The steps, fetched by a thread of its own, so that `enough` is heard while the store is silent."""
+def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Iterator[T]:
+    """The steps, fetched by a thread of its own, so that `should_stop` is heard while the store is silent."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
     wanted, over = threading.Semaphore(1), threading.Event()
 
@@ -117,7 +118,7 @@ def _interruptible(steps: Iterator[T], enough: Callable[[], bool]) -> Iterator[T
             try:
                 step, error = ready.get(timeout=POLL)
             except queue.Empty:
-                if enough():
+                if should_stop():
                     return
                 continue
             if isinstance(error, StopIteration):

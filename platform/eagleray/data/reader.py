@@ -78,10 +78,10 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.share * self.lanes // self.batch
+        return self.samples_per_lane * self.lanes // self.batch
 
     @functools.cached_property
-    def share(self) -> int:
+    def samples_per_lane(self) -> int:
         """Samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
         try:
             return lane_length(int(self.sizes.sum()), lanes=self.lanes, batch=self.batch)
@@ -106,7 +106,7 @@ class Stream:
         for _ in itertools.count() if stop is None else range(start, stop):
             part = self._empty(rows)
             try:
-                drawn = [self._fill(part, row, place) for row, place in enumerate(next(steps))]
+                drawn = [self._fill(part, row, item) for row, item in enumerate(next(steps))]
                 u, more = (np.array(x) for x in zip(*drawn, strict=True))
                 params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
                 part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
@@ -118,10 +118,10 @@ class Stream:
 
     def samples(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """The lanes' samples and their bytes as they are, in reading order. Raises BadImage."""
-        for places in self._steps(lanes, start, stop):
-            for place in places:
-                sample = int(place.turn.order[place.at])
-                yield sample, place.block.bytes(sample)
+        for items in self._steps(lanes, start, stop):
+            for item in items:
+                sample = int(item.lane_run.order[item.at])
+                yield sample, item.block.bytes(sample)
 
     def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_NextSample"]]:
         """What the lanes read in every step, all of it asked for before any of it is waited for."""
@@ -129,7 +129,7 @@ class Stream:
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
         try:
-            walks = [_LaneReader(fetcher, self._turns(number, start, stop, epochs), each) for number in lanes]
+            walks = [_LaneReader(fetcher, self._lane_runs(number, start, stop, epochs), each) for number in lanes]
             for _ in itertools.count() if stop is None else range(start, stop):
                 yield [next(walk) for walk in walks for _ in range(each)]
                 for walk in walks:
@@ -140,7 +140,9 @@ class Stream:
     def _epoch(self, epoch: int) -> Epoch:
         return Epoch.of(self.sizes, seed=self.seed, epoch=epoch)
 
-    def _turns(self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]) -> Iterator["_LaneRun"]:
+    def _lane_runs(
+        self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]
+    ) -> Iterator["_LaneRun"]:
         """A lane's runs from a step on."""
         epoch, step = divmod(start, self.steps_per_epoch)
         each = self.batch // self.lanes
@@ -169,45 +171,45 @@ class Stream:
             label=torch.empty(rows, dtype=torch.long),
         )
 
-    def _fill(self, part: StepPart, row: int, place: "_NextSample") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _fill(self, part: StepPart, row: int, item: "_NextSample") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Decode one sample, write its crops and its label into a row, and return its random numbers, (V, WIDTH) and
         (V, EXTRA_WIDTH)."""
-        sample, block, image = self._decode(part, place)
-        turn = place.turn
+        sample, block, image = self._decode(part, item)
+        lane_run = item.lane_run
         # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
-        key = int(turn.order[place.at]) + turn.copy * len(self.index)
-        u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=turn.epoch, sample=key)
+        key = int(lane_run.order[item.at]) + lane_run.copy * len(self.index)
+        u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=lane_run.epoch, sample=key)
         boxes = sampling.crops(self.views, u, *image.shape[1:])
         crops = [view[row] for group in part.pixels for view in group]
         crop(image, boxes, self.views.views, crops)
-        more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
+        more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=lane_run.epoch, sample=key)
         for pixels, view, v in zip(crops, self.views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
-        seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=turn.epoch, sample=key)
+        seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=lane_run.epoch, sample=key)
         for pixels, view, row_of_seeds in zip(crops, self.views.views, seeds.tolist(), strict=True):
             for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
                 operate(name, pixels, operation_seed)
         part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 
-    def _decode(self, part: StepPart, place: "_NextSample") -> tuple[int, Block, Tensor]:
+    def _decode(self, part: StepPart, item: "_NextSample") -> tuple[int, Block, Tensor]:
         """The sample, or the next good one of its block, or of the lane's other blocks."""
-        for sample, block in self._candidates(place):
+        for sample, block in self._candidates(item):
             try:
                 return sample, block, decode(block.bytes(sample))
             except BadImage as e:
-                part.bad.append(self.index.named(sample, str(e)))
+                part.bad.append(self.index.bad_sample(sample, str(e)))
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 
-    def _candidates(self, place: "_NextSample") -> Iterator[tuple[int, Block]]:
-        turn = place.turn
-        for i in range(len(turn.order)):
-            yield int(turn.order[(place.at + i) % len(turn.order)]), place.block
-        for i in range(1, len(turn.runs)):
-            run = turn.runs[(turn.run + i) % len(turn.runs)]
-            block = Block(place.block.fetcher, run)
+    def _candidates(self, item: "_NextSample") -> Iterator[tuple[int, Block]]:
+        lane_run = item.lane_run
+        for i in range(len(lane_run.order)):
+            yield int(lane_run.order[(item.at + i) % len(lane_run.order)]), item.block
+        for i in range(1, len(lane_run.runs)):
+            run = lane_run.runs[(lane_run.run + i) % len(lane_run.runs)]
+            block = Block(item.block.fetcher, run)
             for sample in range(run.first, run.last):
                 yield int(self.index.starts[run.block]) + sample, block
 
@@ -226,9 +228,9 @@ class _LaneRun:
 
 @dataclass(frozen=True, slots=True)
 class _NextSample:
-    """One sample to be read: `turn.order[at]`."""
+    """One sample to be read: `lane_run.order[at]`."""
 
-    turn: _LaneRun
+    lane_run: _LaneRun
     at: int
     block: Block
 
@@ -236,31 +238,31 @@ class _NextSample:
 class _LaneReader:
     """A lane's samples, its next block on the way while this one is read."""
 
-    def __init__(self, fetcher: Fetcher, turns: Iterator[_LaneRun], each: int) -> None:
+    def __init__(self, fetcher: Fetcher, lane_runs: Iterator[_LaneRun], each: int) -> None:
         """All lanes ask for what they need for a step, `each` samples, and have it before any looks ahead."""
-        self.fetcher, self.turns = fetcher, turns
+        self.fetcher, self.lane_runs = fetcher, lane_runs
         self.open: deque[tuple[_LaneRun, Block]] = deque()
-        while each > sum(len(turn.order) - turn.at for turn, _ in self.open) and self._ask():
+        while each > sum(len(lane_run.order) - lane_run.at for lane_run, _ in self.open) and self._request_block():
             pass
 
     def look_ahead(self) -> None:
         """Between two steps, when nobody holds what is used up: two blocks at a time, the open one and the next."""
-        while len(self.open) < 2 and self._ask():
+        while len(self.open) < 2 and self._request_block():
             pass
 
-    def _ask(self) -> bool:
+    def _request_block(self) -> bool:
         """Ask for the next block, where there is one."""
-        turn = next(self.turns, None)
-        if turn:
-            self.open.append((turn, Block(self.fetcher, turn.runs[turn.run])))
-        return turn is not None
+        lane_run = next(self.lane_runs, None)
+        if lane_run:
+            self.open.append((lane_run, Block(self.fetcher, lane_run.runs[lane_run.run])))
+        return lane_run is not None
 
     def __next__(self) -> _NextSample:
         if not self.open:  # a step that takes more than two blocks
-            self._ask()
-        turn, block = self.open[0]
-        place = _NextSample(turn, turn.at, block)
-        turn.at += 1
-        if turn.at == len(turn.order):
+            self._request_block()
+        lane_run, block = self.open[0]
+        item = _NextSample(lane_run, lane_run.at, block)
+        lane_run.at += 1
+        if lane_run.at == len(lane_run.order):
             self.open.popleft()
-        return place
+        return item

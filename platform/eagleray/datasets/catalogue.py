@@ -55,7 +55,7 @@ MODULES = (
     parquet,
 )
 SHIPPED: dict[str, Source] = {name: source for module in MODULES for name, source in module.SOURCES.items()}
-SOURCES = register.Known(
+SOURCES = register.Registry(
     "source", SHIPPED, lambda entry: Source(entry.target, **{"licence": OWN, "splits": ("all",)} | entry.details)
 )
 

@@ -308,7 +308,7 @@ def published(one: Target) -> dict[str, float]:
         command = json.loads((remote.view(one.run) / layout.ENVIRONMENT).read_text())["command"]
     except (OSError, ValueError, KeyError):
         return {}
-    return results.published(command, config.plain(one.recipe))
+    return results.published(command, config.to_plain(one.recipe))
 
 
 def tell_mlflow(report: Report, one: Target, note: Note) -> None:

@@ -37,7 +37,7 @@ def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, devi
         hit = best == y.unsqueeze(1)
         ys.append(y.numpy())
         positions.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
-    parts = dist.objects((np.concatenate(ys), np.concatenate(positions)))
+    parts = dist.gather_objects((np.concatenate(ys), np.concatenate(positions)))
     label, position = (np.concatenate(p) for p in zip(*parts, strict=True))
     return accuracies(label, position)
 

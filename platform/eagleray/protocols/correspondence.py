@@ -71,7 +71,7 @@ def correspondence(
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
         parts.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())
-    each = np.concatenate(dist.objects(np.concatenate(parts)))  # (n, 2)
+    each = np.concatenate(dist.gather_objects(np.concatenate(parts)))  # (n, 2)
     if not len(each):
         raise no_image_error(index)
     accuracy, error = each.mean(0).tolist()

@@ -68,7 +68,7 @@ def extract_features(
                 xs[kind].append(value.float().cpu())
         ys.append(torch.from_numpy(index.label[rows]))
         tick(len(rows))
-    parts = dist.objects(({kind: torch.cat(x).numpy() for kind, x in xs.items() if x}, torch.cat(ys).numpy()))
+    parts = dist.gather_objects(({kind: torch.cat(x).numpy() for kind, x in xs.items() if x}, torch.cat(ys).numpy()))
     y = torch.from_numpy(np.concatenate([y for _, y in parts]))
     return {
         kind: LabelledFeatures(torch.from_numpy(np.concatenate([x[kind] for x, _ in parts if x])), y)

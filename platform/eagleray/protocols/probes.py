@@ -83,7 +83,7 @@ def evaluate(
                 continue
             numbers = PROTOCOLS[name].run(train, test, **settings.of(name), **SHORT.get(name, {})).numbers
             out |= {key: value for key, value in numbers.items() if key in RECORDED}
-    return json.loads(dist.objects(json.dumps(out))[0])  # type: ignore[no-any-return]
+    return json.loads(dist.gather_objects(json.dumps(out))[0])  # type: ignore[no-any-return]
 
 
 def renumber(

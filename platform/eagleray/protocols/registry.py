@@ -85,7 +85,7 @@ def _from_plugin(entry: register.Entry) -> Protocol:
     return Protocol(entry.details["about"] or entry.name, function, entry.details["needs"], entry.details["features"])
 
 
-PROTOCOLS = register.Known("protocol", SHIPPED, _from_plugin)
+PROTOCOLS = register.Registry("protocol", SHIPPED, _from_plugin)
 
 
 def select(names: Sequence[str]) -> tuple[list[str], list[str]]:

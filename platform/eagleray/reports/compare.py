@@ -72,7 +72,7 @@ def differences(runs: Mapping[str, Run]) -> list[Table]:
 
 def flattened(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys of a recipe, with the numbers of its views and sources among them."""
-    return config.flat({k: _counted(v) for k, v in recipe.items()})
+    return config.flatten({k: _counted(v) for k, v in recipe.items()})
 
 
 def _counted(value: Any) -> Any:

@@ -18,7 +18,7 @@ EPOCHS = (10, 100, 800)  # the fewest, those for as many images as ImageNet, and
 STEPS = 16  # least steps of an epoch, so that an epoch is more than a few large batches
 PER_GPU = 128  # most images of a batch on one GPU; ViT-S with two crops of 224 pixels fits 40 GB
 SMALL = 160  # pixels of images below which a ViT takes smaller patches
-DEFAULTS = config.plain(View())
+DEFAULTS = config.to_plain(View())
 READERS = 8  # most lanes of a rank that are worth having
 
 
@@ -36,7 +36,7 @@ class Value(NamedTuple):
 def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -> list[Value]:
     """Return what to change in a recipe for so many images of so many pixels on so many GPUs; 0 GPUs mean the CPU of
     one process. Raises UserError when there are too few images."""
-    keys = config.flat(config.plain(recipe))
+    keys = config.flatten(config.to_plain(recipe))
     batches = list(batch_for(recipe, images, ranks=max(gpus, 1)))
     changed = {v.key: v.value for v in batches}
     batch = changed.get("optim.batch", recipe.optim.batch)
@@ -56,7 +56,7 @@ def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -
 
 def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
     """Yield the batch and what depends on it. Raises UserError when the images fill no batch."""
-    keys = config.flat(config.plain(recipe))
+    keys = config.flatten(config.to_plain(recipe))
     old = recipe.optim.batch
     each = _power(min(old / ranks, images / STEPS / ranks, PER_GPU))
     each = max(each, 2 if ranks == 1 else 1)
@@ -88,7 +88,7 @@ def too_small(recipe: Recipe, images: int) -> UserError:
     given = f"data.train: its {images} images do not fill one batch of optim.batch={recipe.optim.batch}"
     try:
         values = batch_for(recipe, images, ranks=max(recipes.span(recipe.workers)[1], 1))
-        keys = config.flat(config.plain(recipe))
+        keys = config.flatten(config.to_plain(recipe))
         fitting = " ".join(str(v) for v in values if keys[v.key] != v.value)
     except UserError as e:
         return UserError(f"{given}: {e}")
@@ -110,7 +110,7 @@ def long_queue(recipe: Recipe, images: int) -> str | None:
 def _schedules(recipe: Recipe, epochs: int, steps: int) -> Iterator[Value]:
     """Yield schedules whose warm-up or drops, in epochs, are those of a longer run, and a faster momentum copy where
     the run is too short for a slow one to leave its random start. Each is whole, as a part of one has no default."""
-    plain = config.plain(recipe)
+    plain = config.to_plain(recipe)
     sections = [("optim", plain["optim"]), ("method", plain["method"])]
     for key, value in ((f"{name}.{k}", v) for name, section in sections for k, v in section.items()):
         if not isinstance(value, dict) or "warmup" not in value:

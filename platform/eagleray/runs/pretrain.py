@@ -45,10 +45,10 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     Returns the summary, or None when the run was asked to stop before. `command` is when the user's command was begun,
     in seconds since 1970. Raises UserError, Outage and Preempted.
     """
-    params = config.flat(config.plain(recipe))
+    params = config.flatten(config.to_plain(recipe))
     keep = recipe.checkpoint.keep
     with RunDir(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
-        dist.objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
+        dist.gather_objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         p = make_plan(recipe, patience=60 * recipe.data.patience)
         state = newest(folder, recipe)
         source = recipe.backbone.weights if state is None else None
@@ -130,7 +130,7 @@ def train(p: Plan, world: World, folder: RunDir, parts: Parts, clock: Clock, *, 
         tell(p, world, folder, meter.flush(p.at(step - 1), lr(p.at(step - 1))))
     if kept < step:
         save(folder, p, parts, step, clock)
-    for problem in (*dist.objects(folder.settle()), meter.problem):  # a rank that ends takes the others with it
+    for problem in (*dist.gather_objects(folder.settle()), meter.problem):  # a rank that ends takes the others with it
         if problem:
             raise problem
     return step
@@ -184,7 +184,7 @@ def save(folder: RunDir, p: Plan, parts: Parts, step: int, clock: Clock) -> None
 def newest(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
     """The newest checkpoint of the run. Raises UserError when it was made with another recipe."""
     state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
-    if len(set(dist.objects(state and state["step"]))) > 1:
+    if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks found different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(recipe):
         raise UserError(f"{folder.out}: its checkpoints were made with another recipe")

@@ -128,7 +128,7 @@ OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
 def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
-    keys = config.flat(recipe if isinstance(recipe, Mapping) else config.plain(recipe))
+    keys = config.flatten(recipe if isinstance(recipe, Mapping) else config.to_plain(recipe))
     free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
     return {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
 
@@ -161,7 +161,7 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None) -> R
     plugins.load_installed()
     listed = plugins.resolve(tree.get("plugins") or [], folder=folder)
     recipe: Recipe = config.check(Recipe, tree | {"plugins": listed}, source)
-    parts = [plugins.used(recipe.method.name)]
-    parts += [plugins.used(name, "view") for view in recipe.views for name in view.operations]
+    parts = [plugins.plugin_of(recipe.method.name)]
+    parts += [plugins.plugin_of(name, "view") for view in recipe.views for name in view.operations]
     extra = {p for p in parts if p} - set(recipe.plugins)  # of installed packages
     return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))

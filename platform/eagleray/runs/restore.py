@@ -42,7 +42,7 @@ def restore(path: str) -> Restored:
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected {', '.join(sorted(KEYS))} in it")
     tree = yaml.safe_load(state["recipe"])
-    missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded()]
+    missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded_names()]
     if missing:
         raise UserError(
             f"{path}: was trained with the plug-in {missing[0]}, which is not loaded: name it with --plugin; a copy of "

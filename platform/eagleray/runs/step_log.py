@@ -62,7 +62,7 @@ class StepLog:
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
         """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
         self.rows = loader.rows
-        batches = loader.batches(start, self.p.steps, enough=self.folder.asked)
+        batches = loader.batches(start, self.p.steps, should_stop=self.folder.asked)
         for step in range(start, self.p.steps):
             asked = time.perf_counter()
             batch, bad = self._next(batches)
@@ -92,9 +92,9 @@ class StepLog:
             stop or self.folder.stopping(), len(bad), self.problem is not None, due
         )
         if failed:
-            self.problem = next(e for e in dist.objects(self.problem) if e)
+            self.problem = next(e for e in dist.gather_objects(self.problem) if e)
         if broken:
-            found = [b for part in dist.objects(bad) for b in part]
+            found = [b for part in dist.gather_objects(bad) for b in part]
             try:
                 self.quarantine.add(found, write=self.world.rank == 0)
             except UserError as e:
@@ -137,7 +137,7 @@ class StepLog:
         for i, skip in enumerate(skipped):
             self.skips = self.skips + 1 if skip > 0.5 else 0
             if skip > 0.5:
-                keys = [k for part in dist.objects(self._keys(self.indices[i - len(skipped)])) for k in part]
+                keys = [k for part in dist.gather_objects(self._keys(self.indices[i - len(skipped)])) for k in part]
                 self.folder.note_skip(first + i + 1, keys)
             if self.skips == SKIPS:
                 raise UserError(

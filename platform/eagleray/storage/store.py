@@ -160,17 +160,17 @@ def put_bytes(url: str, data: bytes) -> None:
 class Pattern:
     """The files that a URL selects in one folder: a file name, a glob, or every .tar when the name is empty."""
 
-    given: str  # by the user
+    url: str  # as the user wrote it
     folder: str
     name: str
 
     @property
-    def glob(self) -> bool:
+    def is_glob(self) -> bool:
         return not self.name or any(c in self.name for c in "*?[")
 
-    def means(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         return name.endswith(".tar") and (
-            name == self.name or (self.glob and fnmatch.fnmatchcase(name, self.name or "*"))
+            name == self.name or (self.is_glob and fnmatch.fnmatchcase(name, self.name or "*"))
         )
 
 
@@ -198,11 +198,13 @@ def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> lis
         start = os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine])  # noqa: RUF071
         listed = {b.url.rpartition("/")[2]: b for b in _list_folder(folder, start, patience)}
         for p in mine:
-            meant = [n for n in listed if p.means(n)] if p.glob else [p.name][: p.name in listed]
+            meant = [n for n in listed if p.matches(n)] if p.is_glob else [p.name][: p.name in listed]
             if not meant:
-                hint = "; `eagleray prepare` makes them from images" if p.glob and not folder.startswith("s3:") else ""
-                what = "no .tar shards there" if p.glob else f"no shard {p.folder}/{p.name}"
-                raise UserError(f"{p.given}: {what}{hint}")
+                hint = (
+                    "; `eagleray prepare` makes them from images" if p.is_glob and not folder.startswith("s3:") else ""
+                )
+                what = "no .tar shards there" if p.is_glob else f"no shard {p.folder}/{p.name}"
+                raise UserError(f"{p.url}: {what}{hint}")
             found |= {listed[n].url: listed[n] for n in meant}
     if not found:
         raise UserError("no shards are given")

@@ -220,7 +220,7 @@ def handed(book: Book, row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": row["id"],
         "folder": str(book.folder),
-        "recipe": config.plain(resolve_paths(recipe)),
+        "recipe": config.to_plain(resolve_paths(recipe)),
         "plugins": plugins.pack(recipe.plugins),
         "values": row["values"],
         "objective": book.sweep.objective.key,

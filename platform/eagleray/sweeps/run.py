@@ -115,7 +115,7 @@ def end(book: Book, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
 def parent(book: Book) -> Tracking:
     """Where the trials' histories go, under a run of the sweep's own where MLflow can be reached."""
     uri = tracking_uri(book.folder, os.environ.get("MLFLOW_TRACKING_URI"))
-    params = {k: v for k, v in config.flat(config.plain(book.sweep)).items() if not k.startswith("alternatives.")}
+    params = {k: v for k, v in config.flatten(config.to_plain(book.sweep)).items() if not k.startswith("alternatives.")}
     try:
         made = track.parent_run(Tracking(uri), book.folder / layout.MLFLOW, book.folder.name, params)
         return Tracking(uri, parent=made)

@@ -97,13 +97,13 @@ def begin(sweep: Sweep, folder: Path) -> None:
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
-    keys = config.flat(config.plain(sweep))
+    keys = config.flatten(config.to_plain(sweep))
     return {k.replace("alternatives..", ""): v for k, v in keys.items() if k not in GROWS}
 
 
 def write_best(book: Book, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
     """The resolved recipe of the best trial, for a run of its own beside the trials."""
-    tree = config.plain(recipe) | {"out": str(book.folder / "best"), "workers": workers}
+    tree = config.to_plain(recipe) | {"out": str(book.folder / "best"), "workers": workers}
     text = f"# Trial {best['id']} of {book.folder.name}: {book.sweep.objective.key} {best['metric']:.6g}.\n"
     path = book.folder / "best.yaml"
     files.write_atomic(path, text + yaml.safe_dump(tree, sort_keys=False))

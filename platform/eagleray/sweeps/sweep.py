@@ -131,7 +131,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
         if key == "out" or key.startswith("sweep."):
             tree = config.merge(tree, config.override(f"{key.removeprefix('sweep.')}={text}"))
         else:
-            pinned |= config.flat(config.override(item))
+            pinned |= config.flatten(config.override(item))
     given = config.check(Sweep, tree, path.name)
     branches = given.alternatives or {"": Branch()}
     whole = {n: _join(given, b, pinned, path, f"alternatives.{n}: " * bool(n)) for n, b in branches.items()}

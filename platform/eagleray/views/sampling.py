@@ -52,7 +52,7 @@ class Views:
     log_ratio: NDArray[np.float64]  # (V, 2)
     strength: NDArray[np.float64]  # (V, 4)
     sigma: NDArray[np.float64]  # (V, 2)
-    chance: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
+    probabilities: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
     size: NDArray[np.int64]  # (V,)
     erasing: NDArray[np.float64]  # (V,)
     needs_extra: bool  # whether some view needs more than `uniforms`
@@ -128,7 +128,9 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """Parameters of the photometric operations (..., V, 18), columns as in COLUMNS, from uniforms (..., V, WIDTH), and
     (..., V, EXTRA_WIDTH) where views are erased; sigma 0 means no blur, and a height of 0 that nothing is erased."""
-    flip, jitter, gray, blur, solarize = np.moveaxis(u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.chance, -1, 0)
+    flip, jitter, gray, blur, solarize = np.moveaxis(
+        u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.probabilities, -1, 0
+    )
     low, high = np.maximum(1 - v.strength[:, :3], 0), 1 + v.strength[:, :3]
     factors = low + (high - low) * u[..., BRIGHTNESS : SATURATION + 1]
     shift = v.strength[:, 3] * (2 * u[..., HUE] - 1)

@@ -46,7 +46,7 @@ def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
     net = build(copy.deepcopy(backbone), len(train.categories), settings)
-    name = digest(weights_digest(backbone), config.plain(settings), tree_digest(coco, times=True))
+    name = digest(weights_digest(backbone), config.to_plain(settings), tree_digest(coco, times=True))
     folder = out / f"detection-{name[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     note(f"detection: {len(train.trainable())} training images, {len(val)} validation images")
@@ -57,7 +57,9 @@ def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule
         results += coco_results(val, i, result)
         pictures += [(i, result)] if i < PICTURES else []
     numbers = scores(val.tree, results)
-    details = {"schedule": schedule} | config.flat(config.plain(settings)) | {"train": len(train), "val": len(val)}
+    details = (
+        {"schedule": schedule} | config.flatten(config.to_plain(settings)) | {"train": len(train), "val": len(val)}
+    )
     return Outcome(numbers, details, (draw(val, pictures, out / "detection.png"),))
 
 
