@@ -42,7 +42,7 @@ recipes:
 """
 
 
-def read(text: str) -> dict[str, tables.Shipped]:
+def read(text: str) -> dict[str, tables.ShippedRecipe]:
     return {one.name: one for one in tables.expand(Path("table.yaml"), yaml.safe_load(text))}
 
 
