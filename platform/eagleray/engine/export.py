@@ -1,6 +1,6 @@
-"""Export of a backbone to a safetensors file, which is loaded and compared before it counts.
+"""Exports a backbone to a safetensors file, which a new process loads and compares before the file is kept.
 
-timm loads it where timm can build the backbone, this package otherwise.
+timm loads the file where timm can build the backbone; otherwise this package does.
 """
 
 import copy

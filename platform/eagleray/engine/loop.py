@@ -43,13 +43,13 @@ def fit(
     model = wrap(method)
     device = next(method.parameters()).device
     params = [p for p in method.parameters() if p.requires_grad]
-    small = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
+    buffers = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
     for at, batch in batches:
         method.train()
         for group in optimizer.param_groups:
             group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
-        before = [b.clone() for b in small]  # such as centres and batch norm statistics
+        before = [b.clone() for b in buffers]  # such as centres and batch norm statistics
         torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path must be the same after a restart
 
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -64,12 +64,12 @@ def fit(
         norms = clip_([params[i].grad for i in live], clip, each=clip_each)  # type: ignore[misc]
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
-        optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # stays on the device, so nothing waits for it
+        optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # stays on the device, which nothing waits for
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         method.after_step(at)
-        for buffer, old in zip(small, before, strict=True):
+        for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(torch.where(skipped, old, buffer))
 
         values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": skipped.float()}

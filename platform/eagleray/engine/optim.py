@@ -1,6 +1,6 @@
 """The optimisers by name, and the parameter groups of the papers.
 
-A step with `found_inf` set to one, as GradScaler sets it, changes nothing, and no step waits for the device.
+With `found_inf` set to one, as GradScaler sets it, a step changes nothing. No step waits for the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ def make(
     """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `lars` is MoCo v3's; `lamb` is that of its paper.
 
     SwAV's LARC is not `lars`: it divides by |g| + wd * |p| and scales and decays vectors too. Raises UserError for a
-    name in `constant` that is no part of the method, and for `layer_decay` where the layers are not known.
+    name in `constant` that is not a part of the method, and for `layer_decay` when timm does not define the layers.
     """
     groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
     if name == "lars":
@@ -53,15 +53,15 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return groups of decayed and undecayed trainable parameters.
 
-    `decay` is `all` for every parameter (MoCo v3); `matrices` for all but biases and other vectors (DINO: its class
-    token, position table and prototype lengths (K, 1) are decayed); `timm` for these less what timm's model names, such
-    as class token and position tables, with Swin's relative ones (DeiT, Swin). The parts of the method in `constant`
-    have two groups of their own with a `constant_lr`. With `layer_decay` each layer of the backbone has two groups with
-    an `lr_scale`, its share of the learning rate. Raises UserError.
+    `decay` is `all` for every parameter (MoCo v3), or `matrices` for all but biases and other vectors (DINO: its class
+    token, position table and prototype lengths (K, 1) are decayed). `timm` is `matrices` without the parameters that
+    timm's model excludes, such as the class token and position tables (DeiT, Swin). The parts of the method named in
+    `constant` have two groups of their own with a `constant_lr`. With `layer_decay` each layer of the backbone has two
+    groups with an `lr_scale`, its share of the learning rate. Raises UserError as `make` does.
     """
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
-            raise UserError(f"optim.constant_lr={list(constant)}: {part} is none of {', '.join(parts)}")
+            raise UserError(f"optim.constant_lr={list(constant)}: expected parts of the method: {', '.join(parts)}")
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
     spared = undecayed_names(method) if decay == "timm" else set()
     decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias") and n not in spared) for n, p in named]
@@ -101,7 +101,7 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
         if isinstance(part, Backbone):
             if not hasattr(part.model, "group_matcher"):
                 name = type(part.model).__name__
-                raise UserError(f"optim.layer_decay={layer_decay}: {name} does not say what its layers are")
+                raise UserError(f"optim.layer_decay={layer_decay}: timm does not define the layers of {name}")
             layers = group_parameters(part.model, part.model.group_matcher(coarse=False), reverse=True)
             top = max(layers.values()) + 1
             out |= {f"{prefix}.model.{name}": layer_decay ** (top - layer) for name, layer in layers.items()}
@@ -111,7 +111,7 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
 class LARS(torch.optim.Optimizer):
     """SGD with momentum whose steps of matrices are scaled by trust * |p| / |g + wd * p| (You et al. 2017).
 
-    Vectors are neither scaled nor decayed. It is that of MoCo v3 and DINO; timm's divides by |g| + wd * |p|.
+    Vectors are neither scaled nor decayed. MoCo v3 and DINO use this form; timm's LARS divides by |g| + wd * |p|.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class LARS(torch.optim.Optimizer):
 class LAMB(torch.optim.Optimizer):
     """Adam whose steps a of matrices are decayed and scaled by |p| / |a + wd * p| (You et al. 2020, arXiv:1904.00962).
 
-    It is algorithm 2; vectors are neither scaled nor decayed. timm's clips the gradient too, and cannot skip a step.
+    It is algorithm 2. Vectors are neither scaled nor decayed. timm's also clips the gradient and cannot skip a step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The world of a rank: its number, its device, and how ranks agree; the training loop does not depend on it."""
+"""The device and the process group of a rank, and what ranks do together outside the training loop."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from eagleray.models.sync_bn import sync_batch_norms
 
 
 class World:
-    """This process alone, or one of several that share a process group."""
+    """One training process: alone, or one of several ranks that share a process group."""
 
-    spot = False  # whether a notice comes before a machine is taken away
+    spot = False  # whether the cluster announces that it will take a machine away
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,11 +24,11 @@ class World:
         self._control: Any = td.new_group(backend="gloo") if self.size > 1 and device.type == "cuda" else None
 
     def synchronise(self, module: nn.Module) -> nn.Module:
-        """Make the batch norms of a module, in place, ones over all ranks."""
+        """Turn the batch norms of a module, in place, into ones over all ranks."""
         return sync_batch_norms(module, self.device) if self.size > 1 else module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module with gradients averaged over ranks."""
+        """Return a module that averages its gradients over ranks."""
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None

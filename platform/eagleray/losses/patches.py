@@ -1,4 +1,4 @@
-"""SelfPatch's loss: a patch of the student predicts what the teacher makes of the patches around it.
+"""SelfPatch's loss: a patch of the student predicts the teacher's output for the patches around it.
 
 Yun et al. 2022, arXiv:2206.07990. B images, V views, N patches, D channels of the backbone, d of a bottleneck, K
 prototypes. A part is the views of one size that share a forward of the backbone: V' of them.

@@ -24,7 +24,7 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.losses.entropy import entropy, usage
 
-CHUNK = {"cpu": 2**24, "cuda": 2**26}  # scores in memory at once, 64 MiB and 256 MiB: smaller chunks are slower
+CHUNK = {"cpu": 2**24, "cuda": 2**26}  # scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
 CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU, so that they stay in its cache
 STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
 
@@ -102,7 +102,7 @@ def mean_scores(z: Tensor, w: Tensor, n: int) -> Tensor:
 def update_center(center: Tensor, t: Scores, rows: Sequence[int], momentum: float) -> None:
     """Move the centre (K,), in place, towards the mean of the teacher's scores over the images of all ranks.
 
-    `rows` are the images of each rank; every image has as many rows in `t` on each of them.
+    `rows` has the number of images of each rank. Every image has the same number of rows in `t`.
     """
     n = len(t.z) // rows[dist.rank()] * sum(rows)
     center.lerp_(mean_scores(t.z, t.w, n), 1 - momentum)
@@ -130,9 +130,9 @@ def cross_entropy(
 ) -> Tensor:
     """Return the weighted sum of H(p, softmax(s W_s^T / tau_s)) over student rows s (n, d) and their teacher rows.
 
-    p is that of the teacher rows t (m, d); prototypes are W (K, d), the centre is (K,). The gradients, of s and W_s
-    alone, are computed together with the loss. Products are in autocast's dtype, sums in float32. `chunk` is the most
-    scores that are in memory at once.
+    p are the probabilities of the teacher rows t (m, d); prototypes are W (K, d), the centre is (K,). Only s and W_s
+    have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in float32.
+    `chunk` is the largest number of scores in memory at once.
     """
     chunk = chunk or CHUNK["cuda" if s.is_cuda else "cpu"]
     rows = max(1, chunk // len(w_s))
@@ -190,7 +190,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_z -= weight.unsqueeze(1) * means[column]
 
         ctx.save_for_backward((grad_z / tau_s).to(s.dtype), None if grad_w is None else grad_w.to(w_s.dtype))
-        # Row by row first: a sum over all K times n numbers at once loses two digits.
+        # Each row is summed first: one sum over all numbers loses two digits.
         return (a * lse).sum() - (means * y).sum(1).sum()
 
     @staticmethod

@@ -14,14 +14,15 @@ from torch import Tensor
 from eagleray.losses.prototypes import H, Match, Scores, match
 from eagleray.models.heads import PrototypeHead
 
-# Of the transport plan. Neither is published: SwAV's epsilon, and iterations until a plan of 49 x 49 changes little.
+# Settings of the transport plan, which the paper does not give: SwAV's epsilon, and enough iterations that a plan of
+# 49 x 49 tokens changes little.
 EPSILON, ITERATIONS = 0.05, 10
 
 RegionLoss = Literal["softmax", "mse"]
 
 
 class Regions(NamedTuple):
-    """The tokens of V views as a student or a teacher sees them."""
+    """The tokens of V views: the features of a student's or a teacher's backbone, and the scores of its head."""
 
     features: list[Tensor]  # V x (B, N_v, D) of the backbone, by which tokens are matched
     scores: Scores  # of all tokens: n rows, view-major, then image, then token
@@ -35,7 +36,7 @@ def project_regions(features: list[Tensor], head: PrototypeHead) -> Regions:
 def sample_tokens(x: Tensor, tokens: int | None) -> Tensor:
     """Return this many tokens of x (B, N, D), the same for every image, drawn uniformly without replacement.
 
-    All N are returned where there are no more, or for None.
+    All N tokens are returned when x has no more than that, or when `tokens` is None.
     """
     if tokens is None or x.shape[1] <= tokens:
         return x
@@ -54,7 +55,7 @@ def region_loss(
 def squared_loss(t: Scores, s: Scores, pairs: Match) -> Tensor:
     """Return the mean of |y_j* - y_i|^2 for scores y (K,) scaled to unit length, which is BYOL's distance.
 
-    No score is formed: products of scores are products of z, through W^T W (d, d).
+    The scores are never computed: their products are products of z with W^T W (d, d).
     """
     with torch.autocast(s.z.device.type, enabled=False):
         x, y = unit_scores(s.z, s.w), unit_scores(t.z, t.w).detach()

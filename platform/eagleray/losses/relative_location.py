@@ -22,7 +22,7 @@ Mode = Literal["l1", "l1_signed", "ce", "ce_signed", "reg", "reg_signed"]
 # raw: in tokens, signed offsets counted from the lowest. normalised: raw ones scaled to 0 to 1. paper: offset / k.
 Targets = Literal["raw", "normalised", "paper"]
 
-Pool = Literal["3x3", "2x2"]  # window of the average, with a stride of two tokens
+Pool = Literal["3x3", "2x2"]  # window of an average pooling with a stride of two tokens
 Pairs = tuple[Tensor, Tensor]  # row-major positions of the first and the second tokens, (B, m) each
 
 
@@ -55,7 +55,10 @@ def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], step: int, d
 
 
 def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
-    """Pair each of n tokens with one partner: a permutation, as in the code; the paper draws each independently."""
+    """Pair each of n tokens with one partner.
+
+    The partners are a permutation of the tokens, as in the authors' code; the paper draws each independently.
+    """
     second = local_rows(
         torch.rand(views, sum(rows), n, generator=step_generator(step, device), device=device).argsort(2), rows
     )
@@ -68,12 +71,15 @@ def step_generator(step: int, device: torch.device) -> torch.Generator:
 
 
 def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Return this rank's part (V * B, m), view-major, of what was drawn for all ranks, (V, sum of rows, m)."""
+    """Return this rank's rows (V * B, m), view-major, of a draw for all ranks (V, sum of rows, m)."""
     return drawn[:, dist.offset(rows) :][:, : rows[dist.rank()]].flatten(0, 1)
 
 
 def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, targets: Targets = "raw") -> Tensor:
-    """Return the mean loss over pairs: for `l1`, which `targets` is for, the mean of both axes, else their sum."""
+    """Return the mean loss over pairs of tokens of a grid (B, D, h, w).
+
+    It is the mean of both axes for `l1` and `l1_signed`, which alone use `targets`, and the sum of both otherwise.
+    """
     h, w = grid.shape[2:]
     tokens = grid.flatten(2).mT  # (B, N, D)
     image = torch.arange(len(tokens), device=grid.device).unsqueeze(1)

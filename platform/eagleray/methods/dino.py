@@ -52,7 +52,7 @@ class DINO(Method):
         pairs, tau_t = match_views(t, s, len(batch.views[0])), self.teacher_temp(at)
         loss = H(t, s, pairs, self.center, tau_t, self.student_temp)
         stats = assignment_stats(t, self.center, tau_t)
-        # After the loss, which uses the old centre; over the images of all ranks, where the paper has the batch.
+        # After the loss, which uses the old centre. The mean is over the images of all ranks, the batch of the paper.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, **stats}
 

@@ -49,7 +49,7 @@ class EsViT(Method):
         # Half of each, as in algorithm 1 and the authors' code; the text adds them up.
         view_weight: Share = 0.5,
         region_weight: Share = 0.5,
-        region_from: float = 0.0,  # epochs in which L_V is learnt alone, at full weight, as in DINO
+        region_from: float = 0.0,  # epochs in which the loss is L_V alone, at full weight, as in DINO
         region_loss: RegionLoss = "softmax",
         matching: Literal["argmax", "sinkhorn"] = "argmax",
         tokens: PositiveInt | None = None,  # to sample from a view that has more (DeiT in the paper); None: all
@@ -83,8 +83,8 @@ class EsViT(Method):
             l_r = torch.zeros_like(l_v)
             loss = l_v + zero_loss(self.student.region_head)  # whose gradients `before_step` drops
         stats = assignment_stats(t, self.center, tau_t)
-        # After the loss, which uses the old centre. The centre is of scores, and each task has its own; algorithm 1 has
-        # one of probabilities of views for both.
+        # After the loss, which uses the old centre. As in the authors' code, a centre is a mean of scores and each loss
+        # has its own; in algorithm 1 both are means of the probabilities of views.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, "view": l_v, "region": l_r, **stats}
 

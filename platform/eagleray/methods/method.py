@@ -57,20 +57,20 @@ class Method(nn.Module):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         """Return scalars by name, each a mean over this rank's rows. `loss` is minimised, the others are logged.
 
-        `batch.views` is V x (B, 3, S, S), `at` is the position of the step in the run. Buffers may be changed here; a
-        step whose gradient is not finite restores them, except those of a `Memory`.
+        `batch.views` is V x (B, 3, S, S), `at` is the position of the step in the run. Buffers may be changed here.
+        When the gradient of the step is not finite, the loop restores them, except those of a `Memory`.
 
         Three names are also used to judge the health of a run. `entropy` and `usage` describe the targets p (B, K) over
-        K prototypes, as shares of ln K: the mean entropy of a row, and the entropy of the mean row. `gain` of a
-        contrastive loss is ln K less the cross-entropy in nats: 0 for a uniform guess among K candidates.
+        K prototypes, as shares of ln K: the mean entropy of a row, and the entropy of the mean row. `gain` describes a
+        contrastive loss: ln K minus the cross-entropy in nats, which is 0 for a uniform guess among K candidates.
         """
         raise NotImplementedError
 
     def before_step(self, at: Progress) -> None:
-        """Change or drop gradients. Called when they are averaged over ranks and clipped, before the optimiser step."""
+        """Change or drop gradients. Called before the optimiser step; they are averaged over ranks and clipped."""
 
     def after_step(self, at: Progress) -> None:
-        """Update momentum encoders and buffers. Called when the optimiser has changed the parameters."""
+        """Update momentum encoders and buffers. Called after the optimiser step."""
 
     def export(self) -> Backbone:
         """Return the backbone that is evaluated and exported."""
@@ -79,7 +79,7 @@ class Method(nn.Module):
     def monitored_backbone(self) -> Backbone:
         """Return the backbone whose features of the training images the monitor reads, inside an `Encoder`.
 
-        It is another one than `export` returns where that one sees no training images, such as an average of weights.
+        It differs from that of `export` where the latter never sees training images, as an average of weights.
         """
         return self.export()
 

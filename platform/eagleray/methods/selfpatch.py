@@ -23,9 +23,10 @@ from eagleray.models.heads import PrototypeHead, drop_gradients
 
 
 class SelfPatch(Method):
-    """DINO on the class attention's output for an image. A patch predicts its output for the patch's neighbours.
+    """DINO on the class attention's output for an image, and the same loss between each patch and its neighbours.
 
-    The first two views are the large crops.
+    A patch of the student predicts the class attention's output for the teacher's neighbouring patches. The first two
+    views are the large crops.
     """
 
     views = (2, 100)
@@ -42,7 +43,7 @@ class SelfPatch(Method):
         bottleneck: PositiveInt = 256,
         heads: PositiveInt = 6,  # of the class attention: as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
-        # A patch at one border has the patches at the opposite border for neighbours: the authors' code, not the paper.
+        # A patch at one border has the patches at the opposite border as neighbours, as in the authors' code only.
         wrap: bool = True,
         # The crops that the teacher sees and whose patches are compared. The code takes all; its comment says large.
         crops: Literal["all", "large"] = "all",
@@ -67,7 +68,7 @@ class SelfPatch(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         images, tau_t, tau_s = len(batch.views[0]), self.teacher_temp(at), self.student_temp
-        f = self.student.features(batch.views)
+        f = self.student.features(batch.views)  # of each part: the views of one size
         with torch.no_grad():
             g = self.teacher.features(batch.views if self.crops == "all" else batch.views[:2])
             t = Scores(self.teacher.images(g), self.teacher.head.last.weight)
@@ -77,7 +78,7 @@ class SelfPatch(Method):
         large = t._replace(z=t.z[: 2 * images])
         loss = H(large, s, match_views(large, s, images), self.center, tau_t, tau_s)
         stats = assignment_stats(large, self.center, tau_t)
-        # After the loss. Unlike DINO's, the centre is over small crops too where the teacher sees them.
+        # After the loss. Unlike in DINO, the mean includes the small crops where the teacher sees them.
         update_center(self.center, t, batch.rows, self.center_momentum)
 
         p_t, p_s = patch_scores(t_parts, self.teacher.patch_head), patch_scores(s_parts, self.student.patch_head)

@@ -55,8 +55,8 @@ class SwAV(Method):
             self.prototypes.weight.copy_(F.normalize(self.prototypes.weight, dim=1))
         z = F.normalize(self.encoder(batch.views), dim=1)  # (V * B, C)
         s = self.prototypes(z).chunk(len(batch.views))  # V x (B, K)
-        z1, z2 = z.chunk(len(batch.views))[:2]
-        q = [self.assign(0, z1, s[0], batch.rows, at), self.assign(1, z2, s[1], batch.rows, at)]
+        z1, z2 = z.chunk(len(batch.views))[:2]  # (B, C)
+        q = [self.assign(0, z1, s[0], batch.rows, at), self.assign(1, z2, s[1], batch.rows, at)]  # 2 x (B, K)
         stats = {"entropy": entropy(torch.cat(q)), "usage": usage(torch.cat(q))}
         return {"loss": swapped_loss(q, s, self.temperature), **stats}
 
@@ -67,7 +67,7 @@ class SwAV(Method):
         if self.queue:
             # As in the authors' code, the queue begins to fill at `queue_start` and is used once it is full.
             if (at.step - self.queue_start * at.steps_per_epoch) * sum(rows) >= self.queue:
-                # All ranks have the same queue, so each passes its share of it to Sinkhorn, which adds them up.
+                # All ranks have the same queue, so each passes its own share to Sinkhorn, which sums over ranks.
                 share = self.queues[i].keys[:, dist.rank() :: dist.size()].T
                 scores = torch.cat([s, self.prototypes(share)])
             self.queues[i].push(dist.gather(z, rows))

@@ -12,9 +12,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def ema_copy(net: M) -> M:
-    """Return a frozen copy of `net`. It stays in training mode, with batch statistics of its own, but drops nothing."""
+    """Return a copy of `net` that is not trained by gradients and has no dropout or drop path.
+
+    It stays in training mode, so its batch norms use the statistics of the batch.
+    """
     out = copy.deepcopy(net).requires_grad_(False)
-    out.follows = weakref.ref(net)  # type: ignore[assignment]  # see momentum_copies
+    out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # see momentum_copies
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0
@@ -25,7 +28,7 @@ def ema_copy(net: M) -> M:
 
 def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Return every momentum copy inside a module, each with the network that it follows."""
-    return [(copy, copy.follows()) for copy in module.modules() if hasattr(copy, "follows")]  # type: ignore[operator]
+    return [(copy, copy.online_ref()) for copy in module.modules() if hasattr(copy, "online_ref")]  # type: ignore[operator]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Shuffling batch norm: statistics over groups of images, and keys encoded in another order than queries.
+"""Shuffling batch norm: statistics over groups of images, with keys encoded in a different order from queries.
 
 He et al. 2019, arXiv:1911.05722, section 3.3. Nothing here depends on the number of ranks. B images, C channels.
 """
@@ -16,7 +16,7 @@ from eagleray.base.errors import UserError
 class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
     """Batch norm over each `group` of consecutive images, which are those of one GPU in the paper.
 
-    It is no subclass of PyTorch's `_BatchNorm`, so that it is never synchronised over ranks.
+    It is not a subclass of PyTorch's `_BatchNorm`, so that it is never synchronised over ranks.
     """
 
     group: int  # images; the last group of a batch may be smaller
@@ -53,9 +53,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
 
 
 def group_batch_norms(module: nn.Module, group: int | None) -> None:
-    """Make every batch norm of the module, in place, one over groups of images; weights and buffers stay.
+    """Turn every batch norm of a module, in place, into one over groups of images, with the same weights and buffers.
 
-    None changes nothing. Raises UserError for a kind of batch norm other than PyTorch's 1d and 2d.
+    `group` is the number of images; None changes nothing. Raises UserError for a kind of batch norm other than
+    PyTorch's 1d and 2d.
     """
     if group is None:
         return
@@ -72,7 +73,8 @@ def shuffle(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return this rank's rows (B, ...) of the shuffled global batch, and a function that restores the order of rows.
 
-    Without groups the order does not matter and stays. Raises UserError when the rows of a rank are not whole groups.
+    With `group` None the order does not matter and is unchanged. Raises UserError when the rows of a rank are not whole
+    groups.
     """
     if group is None:
         return x, lambda y: y

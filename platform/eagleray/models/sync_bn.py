@@ -1,4 +1,4 @@
-"""Batch norm over all ranks: PyTorch's own on GPUs, and its equal for CPUs, which PyTorch lacks."""
+"""Batch norm over the rows of all ranks: PyTorch's layer on GPUs, and an equivalent on CPUs, where PyTorch has none."""
 
 import torch
 from timm.layers import convert_sync_batchnorm
@@ -33,7 +33,10 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
-    """Make every batch norm of the module, in place, one over all ranks; weights and buffers stay. Raises UserError."""
+    """Turn every batch norm of a module, in place, into one over all ranks, with the same weights and buffers.
+
+    Raises UserError on a CPU for a kind of batch norm other than PyTorch's 1d and 2d.
+    """
     if device.type == "cuda":
         return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms
     for child in module.modules():
