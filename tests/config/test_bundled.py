@@ -59,6 +59,12 @@ def test_a_grid_has_a_recipe_for_every_combination():
     assert [entry["knn"] for entry in grid["dino_b_in1k"].published] == [1.5, 2.5]
 
 
+def test_another_value_of_an_axis_is_one_line():
+    more = read(GRID.replace("  method:\n    dino:", "    c: {title: C, backbone: {name: sea}}\n  method:\n    dino:"))
+    assert more.keys() - read(GRID).keys() == {"dino_c_in1k", "esvit_c_in1k"}
+    assert more["esvit_c_in1k"].keys == {"method": {"name": "esvit", "dim": 4}, "backbone": {"name": "sea"}}
+
+
 def test_rows_are_over_the_keys_of_their_file():
     rows = read(ROWS)
     assert rows["moco_a"].keys == {"method": {"name": "moco"}}
@@ -79,6 +85,7 @@ def test_a_plain_file_is_a_recipe_of_its_name():
         ("{method}_{backbone}_in1k", "{methd}", r"table\.yaml: name: expected a pattern of the axes, .* got 'methd'"),
         ("when: {backbone: [a, b]", "when: {bacbone: [a, b]", "exceptions.0.when.bacbone: .*did you mean 'backbone'"),
         ("backbone: [a, b]", "backbone: [a, c]", "exceptions.0.when.backbone: .*known are a, b, got 'c'"),
+        ("on {backbone}.", "on {model}.", "about: expected a sentence with backbone, method in braces, got 'model'"),
         ("a: {title: A}", "a: 3", "axes.backbone.a: expected a mapping, got 3"),
         ("dino: 70.5", "dino: many", "published of dino_a_in1k: expected a mapping, got 'many'"),
         ("  a: {dino", "  c: {dino", "published.c: is not a value of the axis backbone"),

@@ -24,7 +24,7 @@ class ShippedRecipe:
     keys: Mapping[str, Any]
     about: str  # one sentence
     note: str  # what was assumed or differs, in sentences
-    published: tuple[Mapping[str, Any], ...]  # metrics by name, and source, on, epochs or note
+    published: tuple[Mapping[str, Any], ...]  # metrics by name, and source, data, epochs or note
     cost: Mapping[str, Any]  # hours, gpus or tpus, source or note; empty where it was not published
     ours: Mapping[str, Any]  # metrics that were measured here, untrained or note; empty where it was not run
 
@@ -71,7 +71,7 @@ def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterat
             titles[axis] = over.get("title", value)
             row = _over(row, over)
         for one in exceptions:
-            if all(at[axis] in ([v] if isinstance(v, str) else v) for axis, v in one["when"].items()):
+            if all(at[axis] in (v if isinstance(v, list) else [v]) for axis, v in one["when"].items()):
                 row = _over(row, {key: value for key, value in one.items() if key != "when"})
         numbers: Any = printed
         for value in values:
@@ -93,7 +93,7 @@ def _check_exceptions(path: Path, axes: Mapping[str, Any], exceptions: Any) -> N
         for axis, values in when.items():
             if axis not in axes:
                 raise RecipeError(f"{path}: exceptions.{i}.when.{axis}: is not an axis{nearest(axis, [*axes])}")
-            for value in [values] if isinstance(values, str) else values:
+            for value in values if isinstance(values, list) else [values]:
                 if value not in axes[axis]:
                     raise RecipeError(
                         f"{path}: exceptions.{i}.when.{axis}: is not a value of the axis"
@@ -119,12 +119,16 @@ def _shipped(
     path: Path, base: str | None, name: str, row: Mapping[str, Any], defaults: Mapping[str, Any], titles: Any
 ) -> ShippedRecipe:
     titles = titles or {"title": row.get("title", "")}
+    try:
+        about = str(row.get("about", "")).format(**titles)
+    except (KeyError, ValueError) as e:
+        raise RecipeError(f"{path}: about: expected a sentence with {', '.join(titles)} in braces, got {e}") from None
     return ShippedRecipe(
         name=name,
         file=path,
         base=base,
         keys=own_keys(row),
-        about=str(row.get("about", "")).format(**titles),
+        about=about,
         note=" ".join(str(row.get("note") or "").split()),
         published=tuple(published_entries(path, name, row.get("published"), defaults)),
         cost=row.get("cost") or {},
