@@ -101,6 +101,10 @@ def test_a_wrong_grid_is_one_line_with_file_and_key(old: str, new: str, message:
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UserError, match=r"dino_vits16_in1k_ep10: no recipe of this name; did you mean 'dino"):
         bundled.read_recipe("dino_vits16_in1k_ep10")
+    with pytest.raises(
+        UserError, match=r"esvit_swimt: no recipe of this name; did you mean 'esvit_swint_in1k_ep300'\?"
+    ):
+        bundled.read_recipe("esvit_swimt")
     with pytest.raises(UserError, match=r"none\.yaml: no such recipe file"):
         bundled.read_recipe("none.yaml")
 

@@ -1,5 +1,6 @@
 """The recipes and sweeps that eagleray ships, by name."""
 
+import difflib
 import functools
 import importlib.util
 import itertools
@@ -53,7 +54,9 @@ def recipes() -> dict[str, ShippedRecipe]:
 def recipe(name: str) -> ShippedRecipe:
     """Return a shipped recipe. Raises UserError, which names the nearest, for an unknown name."""
     if name not in recipes():
-        near = nearest(name, names())
+        begins = {known[: len(name)]: known for known in reversed(names())}  # a name that is not complete
+        likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
+        near = nearest(name, names()) or "".join(f"; did you mean {known!r}?" for known in likely)
         raise UserError(f"{name}: no recipe of this name{near}; see `eagleray list recipes`")
     return recipes()[name]
 
