@@ -1,16 +1,22 @@
-"""A plug-in as its author would write it: a method, a view operation, a protocol, a source and a callback."""
+"""A plug-in as its author would write it: a method, a backbone, a view operation, a source, a protocol, a callback."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.models import VisionTransformer, register_model
 from torch import Tensor, nn
 
 from eagleray.config import register
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.datasets.sources.files import list_tree, relative_path
+from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Data, SourceFiles, read_ranges
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.protocols.outcome import Outcome
@@ -36,6 +42,14 @@ class CosinePairs(Method):
         return self.encoder.backbone
 
 
+@register_model
+def vit_of_a_plugin(
+    pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, **options: Any
+) -> VisionTransformer:
+    small = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    return VisionTransformer(**small | options)
+
+
 @register.view("stripes")
 def stripes(crop: Tensor, seed: int) -> Tensor:
     """Every other row of a random colour."""
@@ -43,6 +57,27 @@ def stripes(crop: Tensor, seed: int) -> Tensor:
     out = crop.clone()
     out[:, ::2] = torch.randint(256, (3, 1, 1), generator=g, dtype=torch.uint8)
     return out
+
+
+@register.source("drawers", licence="CC0 1.0")
+def drawers(options: PrepareOptions) -> SourceFiles:
+    """Images whose class is the first letter of their name, and whose bytes are stored backwards."""
+    blobs = list_tree(options.origin)
+    classes = sorted({relative_path(b, options.origin)[0] for b in blobs})
+
+    def listing() -> Listing:
+        names = [relative_path(b, options.origin) for b in blobs]
+        items = (
+            Item(n.partition(".")[0], b.url, 0, b.size, "jpg", classes.index(n[0]))
+            for n, b in zip(names, blobs, strict=True)
+        )
+        return Listing(items, classes)
+
+    return SourceFiles(blobs, listing, read_backwards)
+
+
+def read_backwards(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
+    return ((item, bytes(data)[::-1]) for item, data in read_ranges(items))
 
 
 @register.protocol("norms", about="mean norm of the pooled features", needs=("labels",))

@@ -24,7 +24,7 @@ from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs import tracking as track
 from eagleray.runs.build import build_backbone, check_sizes
-from eagleray.runs.environment import environment
+from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
@@ -136,9 +136,10 @@ def fill_backbone(recipe: Recipe, folder: Path) -> None:
 
 
 def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
-    """Write the resolved recipe and the environment into the run folder."""
+    """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder."""
     out = recipe.out or ""
     remote.put(out, layout.RECIPE, config.dump(recipe))
+    write_plugins(out, recipe.plugins)
     remote.put(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
     for left in (layout.STOP, layout.FAILURE):
         remote.drop(out, left)

@@ -1,10 +1,12 @@
 """A map over tasks on Ray, a bounded number of them at once."""
 
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.cluster.session import session
+from eagleray.config import plugins
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,8 +23,10 @@ def ray_map(function: Callable[[T], R], tasks: Iterable[T], *, workers: int | No
 
         try:
             width = workers or max(int(ray.cluster_resources().get("CPU", 1)), 1)
-            remote = ray.remote(num_cpus=1, max_retries=1)(_as_function(function))
-            yield from _results(ray, remote, iter(tasks), width)
+            from ray import cloudpickle
+
+            remote = ray.remote(num_cpus=1, max_retries=1)(_as_function(cloudpickle.dumps(function), plugins.pack()))
+            yield from _results(ray, remote, map(cloudpickle.dumps, tasks), width)
         except RayTaskError as e:
             if isinstance(e.cause, UserError | Outage):
                 raise e.cause from None
@@ -32,16 +36,18 @@ def ray_map(function: Callable[[T], R], tasks: Iterable[T], *, workers: int | No
             raise RuntimeError(f"a Ray worker was lost twice: {said}; the same command continues") from None
 
 
-def _as_function(function: Callable[[T], R]) -> Callable[[T], R]:
-    """Ray takes functions, not objects that can be called."""
+def _as_function(function: bytes, packed: Mapping[str, plugins.Sources]) -> Callable[[bytes], Any]:
+    """The function of pickled tasks that Ray runs. Function and task may be of a plug-in, which has to be imported
+    before they are unpickled."""
 
-    def call(task: T) -> R:
-        return function(task)
+    def call(task: bytes) -> Any:
+        plugins.install(packed)
+        return pickle.loads(function)(pickle.loads(task))
 
     return call
 
 
-def _results(ray: Any, remote: Any, tasks: Iterator[T], width: int) -> Iterator[Any]:
+def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: int) -> Iterator[Any]:
     running: set[Any] = set()
     more = True
     while more or running:

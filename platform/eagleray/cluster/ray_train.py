@@ -140,11 +140,15 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     where the restarted workers and the command find it."""
     from ray.train.torch import get_device
 
-    plugins.install(given["plugins"])
-    recipe = config.check(Recipe, given["recipe"], "recipe")
-    out = recipe.out or ""
+    out = given["recipe"]["out"] or ""
     if remote.get(out, layout.FAILURE):
         return None
+    try:
+        plugins.install(given["plugins"])
+        recipe = config.check(Recipe, given["recipe"], "recipe")
+    except UserError as e:  # such as of a plug-in that imports what this machine has not
+        remote.put(out, layout.FAILURE, json.dumps({"user": True, "why": str(e)}))
+        raise
     device = get_device()
     if device.type == "cpu":
         torch.set_num_threads(given["threads"])

@@ -127,9 +127,9 @@ def unload() -> None:
         _unload(loaded_module)
 
 
-def loaded_names() -> set[str]:
-    """The names of the plug-ins that this process has imported."""
-    return set(_LOADED)
+def loaded_plugins() -> dict[str, Plugin]:
+    """The plug-ins that this process has imported, by name."""
+    return {name: loaded.plugin for name, loaded in _LOADED.items()}
 
 
 def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:

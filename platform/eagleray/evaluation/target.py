@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
+from eagleray.config import plugins
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
@@ -45,7 +46,8 @@ class Target:
     @property
     def architecture(self) -> str:
         """The digest of everything but the weights."""
-        return digest(asdict(replace(self.network, weights=None)))
+        plugin = plugins.plugin_of(self.network.name, "backbone")
+        return digest(asdict(replace(self.network, weights=None)) | ({"plugin": plugin.sha256} if plugin else {}))
 
     @cached_property
     def digest(self) -> str:

@@ -5,13 +5,14 @@ from dataclasses import asdict, replace
 import torch
 from torch import nn
 
-from eagleray.base.errors import PluginError, UserError
+from eagleray.base.errors import UserError
 from eagleray.config import register
 from eagleray.config.schedule import Schedule
 from eagleray.engine import optim
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.weights import Weights, fill
+from eagleray.runs import contract
 from eagleray.runs.recipe import Recipe
 
 
@@ -23,32 +24,8 @@ def build_method(recipe: Recipe, start: Weights | None = None) -> Method:
     if start:
         fill(network, start)
     if recipe.method.name in register.entries("method"):
-        return _from_plugin(recipe, network)
+        return contract.build(recipe.method, network)
     return recipe.method.build(network)  # type: ignore[no-any-return]
-
-
-def _from_plugin(recipe: Recipe, network: Backbone) -> Method:
-    """A method of a plug-in. Raises PluginError where it does not keep the contract of Method."""
-    name, target = recipe.method.name, recipe.method.target
-    where = f"method {name!r} of the plug-in {target.__module__}"
-    if not (isinstance(target, type) and issubclass(target, Method)):
-        raise PluginError(f"{where}: expected a subclass of eagleray.Method, got {target!r}")
-    views = getattr(target, "views", None)
-    if not (isinstance(views, tuple) and len(views) == 2 and all(isinstance(n, int) for n in views)):
-        raise PluginError(f"{where}: expected `views = (fewest, most)`, two numbers of views, got {views!r}")
-    for required in ("forward", "export"):
-        if getattr(target, required) is getattr(Method, required):
-            raise PluginError(f"{where}: does not define {required}()")
-    try:
-        method: Method = recipe.method.build(network)
-        exported = method.export()
-    except UserError:
-        raise
-    except Exception as e:
-        raise PluginError(f"{where}: cannot be built: {type(e).__name__}: {e}") from e
-    if not isinstance(exported, Backbone):
-        raise PluginError(f"{where}: export() returned a {type(exported).__name__}, expected the Backbone")
-    return method
 
 
 def build_backbone(recipe: Recipe) -> Backbone:

@@ -1,18 +1,15 @@
 """What a run was made with: packages, machine and command."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from eagleray import config
 from eagleray.config import plugins
-from eagleray.runs import layout, remote
-from eagleray.runs.recipe import Recipe
 from eagleray.storage import store
 
 
@@ -30,10 +27,8 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
 
 
-def write_sources(out: str, recipe: Recipe) -> None:
-    """Write the resolved recipe, the sources of its plug-ins and the environment into the run's folder."""
-    remote.put(out, layout.RECIPE, config.dump(recipe))
-    for sources in plugins.pack(recipe.plugins).values():
+def write_plugins(out: str, used: Iterable[plugins.Plugin]) -> None:
+    """Write the sources of plug-ins into the folder of a run or a sweep, beside its recipe."""
+    for sources in plugins.pack(used).values():
         for relative, data in sources.items():
             store.put_bytes(f"{out}/{plugins.FOLDER}/{relative}", data)
-    remote.put(out, layout.ENVIRONMENT, json.dumps(environment(), indent=1))

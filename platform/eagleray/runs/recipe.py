@@ -13,7 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import STRICT, Part, bundled, part_of, plugins
+from eagleray.config import STRICT, Part, bundled, part_of, register
+from eagleray.config import plugins as loading
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Sources
@@ -147,21 +148,30 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(identity(recipe), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the resolved recipe of a shipped name or a file, with `out` filled in. Raises UserError."""
+def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Recipe:
+    """Return the resolved recipe of a shipped name or a file, with `out` filled in and `plugins` added to those that it
+    lists. Raises UserError."""
     title, tree = bundled.read_recipe(name)
     for item in overrides:
         tree = config.merge(tree, config.override(item))
+    if plugins:
+        tree["plugins"] = [*(tree.get("plugins") or ()), *plugins]
     tree["out"] = tree.get("out") or f"runs/{title}"
     return check(tree, name.rpartition("/")[2], folder=Path(name).parent if name.endswith((".yaml", ".yml")) else None)
 
 
 def check(tree: dict[str, Any], source: str, *, folder: Path | None = None) -> Recipe:
     """Load the plug-ins that a tree of plain values names, in files below `folder`, and check it. Raises UserError."""
-    plugins.load_installed()
-    listed = plugins.resolve(tree.get("plugins") or [], folder=folder)
+    loading.load_installed()
+    listed = loading.resolve(tree.get("plugins") or [], folder=folder)
+    method = tree.get("method")
+    entry = register.entries("method").get(str(method.get("name") if isinstance(method, Mapping) else method))
+    if entry:
+        from eagleray.runs.contract import check_method_class  # it imports PyTorch, as the plug-in has done
+
+        check_method_class(entry)
     recipe: Recipe = config.check(Recipe, tree | {"plugins": listed}, source)
-    parts = [plugins.plugin_of(recipe.method.name)]
-    parts += [plugins.plugin_of(name, "view") for view in recipe.views for name in view.operations]
+    parts = [loading.plugin_of(recipe.method.name), loading.plugin_of(recipe.backbone.name, "backbone")]
+    parts += [loading.plugin_of(name, "view") for view in recipe.views for name in view.operations]
     extra = {p for p in parts if p} - set(recipe.plugins)  # of installed packages
     return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))

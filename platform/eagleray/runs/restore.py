@@ -42,16 +42,25 @@ def restore(path: str) -> Restored:
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected {', '.join(sorted(KEYS))} in it")
     tree = yaml.safe_load(state["recipe"])
-    missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded_names()]
+    missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded_plugins()]
     if missing:
         raise UserError(
-            f"{path}: was trained with the plug-in {missing[0]}, which is not loaded: name it with --plugin; a copy of "
-            f"its source is {folder / plugins.FOLDER / missing[0]}"
+            f"{path}: was trained with the plug-in {missing[0]}, which is not loaded: name it with --plugin; its "
+            f"source is in {folder / plugins.FOLDER}"
         )
     recipe = config.check(Recipe, tree, path)
     method = build_method(recipe)
     method.allocate(state["images"])
-    method.load_state_dict(state["method"])
+    try:
+        method.load_state_dict(state["method"])
+    except RuntimeError as e:
+        changed = [p.name for p in recipe.plugins if p not in plugins.loaded_plugins().values()]
+        if not changed:
+            raise
+        raise UserError(
+            f"{path}: was trained with another version of the plug-in {changed[0]}, which is in "
+            f"{folder / plugins.FOLDER}: the weights do not fit this one"
+        ) from e
     return Restored(recipe, method, folder)
 
 

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import STRICT, bundled
+from eagleray.config import STRICT, bundled, plugins
 from eagleray.config.types import Share
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
@@ -152,6 +152,9 @@ def _join(sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, wher
     _, tree = bundled.read_recipe(name, beside=path.parent)
     for fixed in (sweep.fixed, own.fixed, pinned):
         tree = put(tree, fixed)
+    if tree.get("plugins"):  # trials find them by their digests
+        beside = (path.parent / name).parent if name.endswith((".yaml", ".yml")) else path.parent
+        tree["plugins"] = plugins.resolve(tree["plugins"], folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
     return Branch(recipe=tree, space=space)
 

@@ -19,6 +19,7 @@ from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
 from eagleray.runs import layout, pretrain
 from eagleray.runs import recipe as recipes
+from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe, span
 from eagleray.runs.run_dir import finished
@@ -40,11 +41,14 @@ class Following:
         self.folder = Path(given["folder"])
         self.out, self.given, self.told = place_of(self.folder, name), given, float(given["after"])
         tree = put(given["recipe"], given["values"]) | {"out": str(self.out)}
-        plugins.install(given["plugins"])
-        self.recipe = config.check(Recipe, tree, f"trial {name}")
         self.tracking = replace(tracking, name=f"{self.folder.name}-{name}")
         self.thread: threading.Thread | None = None
         self.steps, self.box = 0, dict[str, Any]()
+        try:
+            plugins.install(given["plugins"])
+            self.recipe = config.check(Recipe, tree, f"trial {name}")
+        except UserError as e:  # such as of a plug-in that imports what this machine has not
+            self.box["error"] = e
         self.began = time.monotonic()
 
     def begin(self) -> None:
@@ -53,6 +57,7 @@ class Following:
         for left in (layout.STOP, layout.FAILURE, layout.FAILED):
             (self.out / left).unlink(missing_ok=True)
         files.write_atomic(self.out / layout.RECIPE, config.dump(self.recipe))
+        write_plugins(str(self.out), self.recipe.plugins)
         self.box = {}
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
@@ -77,6 +82,9 @@ class Following:
 
     def next(self) -> dict[str, Any]:
         """What Tune is told: the objective when there is a new one, or the end."""
+        if self.thread is None and "error" in self.box:
+            self.out.mkdir(parents=True, exist_ok=True)
+            return self.last()
         if self.thread is None:
             self.begin()
         assert self.thread is not None

@@ -1,0 +1,54 @@
+"""Check that the method of a plug-in keeps the contract of Method, before a run depends on it."""
+
+import inspect
+
+from pydantic import PydanticUserError, create_model
+
+from eagleray.base.errors import PluginError, UserError
+from eagleray.config import Part, register, signature
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
+
+
+def check_method_class(entry: register.Entry) -> None:
+    """Raises PluginError where a registered class cannot be a method, whatever its settings are."""
+    where, target = _name(entry), entry.target
+    if not (isinstance(target, type) and issubclass(target, Method)):
+        raise PluginError(f"{where}: expected a subclass of eagleray.Method, got {target!r}")
+    views = getattr(target, "views", None)
+    if not (isinstance(views, tuple) and len(views) == 2 and all(isinstance(n, int) for n in views)):
+        raise PluginError(f"{where}: expected `views = (fewest, most)`, two numbers of views, got {views!r}")
+    for required in ("forward", "export"):
+        if getattr(target, required) is getattr(Method, required):
+            raise PluginError(f"{where}: does not define {required}()")
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.annotation is parameter.empty:
+            raise PluginError(f"{where}: __init__: expected a type for {parameter.name}, such as {parameter.name}: int")
+    try:
+        create_model(entry.name, **signature.from_import(target))  # type: ignore[call-overload]
+    except (PydanticUserError, NameError) as e:
+        raise PluginError(f"{where}: __init__: a parameter's type cannot be in a recipe: {_said(e)}") from None
+
+
+def build(part: Part, backbone: Backbone) -> Method:
+    """Build the method of a plug-in. Raises PluginError where its own code fails or export() gives no Backbone."""
+    where = _name(register.entries("method")[part.name])
+    try:
+        method: Method = part.build(backbone)
+        exported = method.export()
+    except UserError:
+        raise
+    except Exception as e:
+        raise PluginError(f"{where}: cannot be built: {type(e).__name__}: {_said(e)}") from e
+    if not isinstance(exported, Backbone):
+        raise PluginError(f"{where}: export() returned a {type(exported).__name__}, expected the Backbone")
+    return method
+
+
+def _name(entry: register.Entry) -> str:
+    return f"method {entry.name!r} of the plug-in {entry.module}"
+
+
+def _said(error: Exception) -> str:
+    """The first line of a message."""
+    return (str(error).splitlines() or [""])[0]
