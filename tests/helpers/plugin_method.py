@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.models import VisionTransformer, register_model
+from timm.models import VisionTransformer, build_model_with_cfg, register_model
 from torch import Tensor, nn
 
 from eagleray.config import register
@@ -43,11 +43,9 @@ class CosinePairs(Method):
 
 
 @register_model
-def vit_of_a_plugin(
-    pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, **options: Any
-) -> VisionTransformer:
+def vit_of_a_plugin(pretrained: bool = False, **options: Any) -> nn.Module:
     small = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
-    return VisionTransformer(**small | options)
+    return build_model_with_cfg(VisionTransformer, "vit_of_a_plugin", pretrained, **small | options)
 
 
 @register.view("stripes")

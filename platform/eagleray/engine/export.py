@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import atomic_path, write_atomic
+from eagleray.config import plugins
 from eagleray.models import vit
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
@@ -26,8 +27,12 @@ TOLERANCE = 1e-4  # relative to the largest output
 
 CHECK = """
 import sys, torch
-module, line, probe = sys.argv[1:]
+module, line, probe, *plugin = sys.argv[1:]
 torch.set_num_threads(1)
+if plugin:
+    from pathlib import Path
+    from eagleray.config import plugins
+    plugins.load(plugin[0], Path(plugin[1]))
 exec(f"import {module}")
 model = eval(line).eval()
 x, want = torch.load(probe, weights_only=True)
@@ -97,8 +102,12 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
         # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
         want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
+        plugin = plugins.used(description.get("timm", ""), "backbone")
+        for sources in plugins.pack([plugin] if plugin else []).values():
+            plugins.write(Path(scratch), sources)
+        of_plugin = [plugin.name, scratch] if plugin else []
         done = subprocess.run(
-            [sys.executable, "-c", CHECK, line.partition("(")[0].rpartition(".")[0], line, str(probe)],
+            [sys.executable, "-c", CHECK, line.partition("(")[0].rpartition(".")[0], line, str(probe), *of_plugin],
             capture_output=True,
             text=True,
         )
