@@ -102,7 +102,7 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
         # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
         want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
-        plugin = plugins.used(description.get("timm", ""), "backbone")
+        plugin = plugins.plugin_of(description.get("timm", ""), "backbone")
         for sources in plugins.pack([plugin] if plugin else []).values():
             plugins.write(Path(scratch), sources)
         of_plugin = [plugin.name, scratch] if plugin else []
