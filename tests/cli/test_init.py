@@ -61,7 +61,7 @@ def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Pa
 
 def test_a_recipe_for_two_thousand_images_trains_an_epoch(tmp_path: Path):
     """With a tiny backbone in place of its own."""
-    from eagleray.cli import commands
+    from eagleray.api.pretrain import pretrain
     from eagleray.cli.demo import pictures
     from eagleray.datasets.shards import write_shards
 
@@ -71,7 +71,6 @@ def test_a_recipe_for_two_thousand_images_trains_an_epoch(tmp_path: Path):
     steps = 2_000 // recipe.load(str(path)).optim.batch
     tiny = ["backbone.options={img_size: 32, patch_size: 8, embed_dim: 32, depth: 1, num_heads: 2}"]
     tiny += ["method.dim=16", "method.hidden=32", "data.workers=0", f"max_steps={steps}"]
-    summary = commands.pretrain(
-        str(path), [*tiny, f"out={tmp_path / 'run'}", "evaluate.probe_epochs=0", "evaluate.limit=64"]
-    )
+    keys = [*tiny, f"out={tmp_path / 'run'}", "evaluate.probe_epochs=0", "evaluate.limit=64"]
+    summary = pretrain(path, keys).summary
     assert (summary["steps"], summary["images"]) == (31, 31 * 64)

@@ -37,10 +37,10 @@ def load(source: str | os.PathLike[str], *, architecture: str | None = None) -> 
         file = path / "backbone.safetensors" if path.is_dir() else path
         if file.suffix == ".safetensors" and file.with_suffix(".json").exists():
             return read_export(file)
-    from eagleray.evaluation.target import subject  # not for an export, which is loaded in a moment
+    from eagleray.evaluation.target import load_target  # not for an export, which is loaded in a moment
 
     try:
-        return subject(name, architecture).backbone
+        return load_target(name, architecture).backbone
     except UserError as e:
         raise UserError(str(e).replace("--architecture NAME", "architecture=NAME")) from None
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
-from eagleray.data.blocks import THREADS, byte_range
+from eagleray.data.blocks import THREADS
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.index import Index, Note, open_index
+from eagleray.data.index import Index, Note, open_index, shard_repeats
 from eagleray.data.loader import Loader
 from eagleray.data.reader import StepPart, Stream
-from eagleray.storage import store
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import sampling
 from eagleray.views.crop import crop
@@ -87,7 +86,7 @@ class Report:
 def bench(url: str, *, seconds: float, note: Note) -> Report:
     """Each stage for some seconds. Raises UserError where the shards cannot be read or none of their images decodes."""
     begin = time.perf_counter()
-    store.list_shards(url)
+    shard_repeats(url)
     listed = time.perf_counter()
     with TemporaryDirectory() as spare:
         index = open_index(url, Path(spare), note=note)
@@ -149,10 +148,8 @@ def block_work(index: Index, seconds: float) -> Iterator[Work]:
     end = time.perf_counter() + seconds
 
     def one(block: int) -> Work:
-        rows = index.rows(int(index.starts[block]), int(index.starts[block + 1]))
-        first, last = byte_range(rows)
-        store.store(rows.blob.url).read(rows.blob.url, first, last - first)
-        return len(rows.size), last - first
+        first, last = int(index.starts[block]), int(index.starts[block + 1])
+        return last - first, len(index.read(first, last))
 
     order = itertools.cycle(np.random.default_rng(0).permutation(len(index.block_sizes)).tolist())
     return ordered_map(one, itertools.takewhile(lambda _: time.perf_counter() < end, order), width=THREADS)

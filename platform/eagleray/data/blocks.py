@@ -7,10 +7,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from eagleray.data.decode import BadImage
-from eagleray.data.index import Index, Rows
+from eagleray.data.index import Index, byte_range
 from eagleray.data.order import Run
-from eagleray.storage import store
-from eagleray.storage.blob import Blob
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 
@@ -68,12 +66,12 @@ class Block:
     def __init__(self, fetcher: "Fetcher", run: Run) -> None:
         self.fetcher, self.run = fetcher, run
         self.first = int(fetcher.index.starts[run.block]) + run.first
-        rows = fetcher.index.rows(self.first, self.first + run.last - run.first)
-        self.blob = rows.blob
+        last = self.first + run.last - run.first
+        rows = fetcher.index.rows(self.first, last)
         self.spans = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
         self.labels = rows.label.tolist()
         self.future = fetcher.pool.submit(
-            lambda: self._verify(fetcher.read_through_cache(run) if fetcher.cache else fetcher.read(rows))
+            lambda: self._verify(fetcher.read_through_cache(run) if fetcher.cache else fetcher.read(self.first, last))
         )
 
     def _verify(self, found: _Bytes) -> tuple[_Bytes, set[int]]:
@@ -90,7 +88,7 @@ class Block:
         (begin, data), wrong = self.future.result()
         if offset not in wrong:
             return data[offset - begin : offset - begin + size]
-        data = self.fetcher.read_again(self.run, self.blob, offset, size)  # it may have happened on the way
+        data = self.fetcher.read_again(self.run, sample)  # it may have happened on the way
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
@@ -103,30 +101,25 @@ class Fetcher:
         self.index, self.cache, self.patience = index, cache, patience
         self.pool = Pool(THREADS)
 
-    def read(self, rows: Rows) -> _Bytes:
-        """One request."""
-        begin, end = byte_range(rows)
-        blob = rows.blob
-        read = store.store(blob.url).read
-        return _Bytes(begin, read(blob.url, begin, end - begin, tag=blob.tag, patience=self.patience))
+    def read(self, first: int, last: int) -> _Bytes:
+        """Neighbouring samples `first` to `last` (excluded): of a tar, one request."""
+        begin, _ = byte_range(self.index.rows(first, last))
+        return _Bytes(begin, self.index.read(first, last, patience=self.patience))
 
     def read_through_cache(self, run: Run) -> _Bytes:
         """The whole block, of which a lane may use a part and another lane the rest, by way of the cache."""
         assert self.cache is not None
-        rows = self._rows(run)
+        first, last = self._block(run)
+        rows = self.index.rows(first, last)
         begin, end = byte_range(rows)
-        return _Bytes(begin, self.cache.get(rows.blob, begin, end, lambda: self.read(rows).data))
+        return _Bytes(begin, self.cache.get(rows.blob, begin, end, lambda: self.read(first, last).data))
 
-    def _rows(self, run: Run) -> Rows:
-        return self.index.rows(int(self.index.starts[run.block]), int(self.index.starts[run.block + 1]))
+    def _block(self, run: Run) -> tuple[int, int]:
+        return int(self.index.starts[run.block]), int(self.index.starts[run.block + 1])
 
-    def read_again(self, run: Run, blob: Blob, offset: int, size: int) -> memoryview:
+    def read_again(self, run: Run, sample: int) -> memoryview:
         """Bytes of one image from the store, whatever the cache has."""
         if self.cache:
-            self.cache.drop(blob, *byte_range(self._rows(run)))
-        return store.store(blob.url).read(blob.url, offset, size, tag=blob.tag, patience=self.patience)
-
-
-def byte_range(rows: Rows) -> tuple[int, int]:
-    """From the first byte of the first image to the last of the last."""
-    return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])
+            rows = self.index.rows(*self._block(run))
+            self.cache.drop(rows.blob, *byte_range(rows))
+        return self.index.read(sample, sample + 1, patience=self.patience)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
-from eagleray.data import index_file
+from eagleray.data import image_folder, index_file
 from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
@@ -43,6 +43,11 @@ class Rows(NamedTuple):
 def _numbers(file: File, group: int) -> dict[str, NDArray[Any]]:
     table = file.read(group, Rows._fields[1:]).slice(0, file.shards[group].usable)
     return {name: table[name].to_numpy() for name in table.column_names}
+
+
+@functools.lru_cache(maxsize=CACHED_SHARDS)
+def _keys(file: File, group: int) -> pa.ChunkedArray:
+    return file.read(group, ["key"])["key"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,17 @@ class Index:
         numbers = _numbers(self.files[s], self._group(s))
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
+    def read(self, first: int, last: int, *, patience: float = PATIENCE) -> memoryview:
+        """Return the bytes from the first image to the end of the last: samples `first` to `last` (excluded), which lie
+        in one shard. Raises UserError and Outage."""
+        rows = self.rows(first, last)
+        if image_folder.is_folder_blob(rows.blob):
+            s = self._shard_of(first)
+            paths = _keys(self.files[s], self._group(s)).slice(first - self.first[s], last - first).to_pylist()
+            return image_folder.read_files(image_folder.address(rows.blob), paths, rows.size.tolist(), patience)
+        begin, end = byte_range(rows)
+        return store.store(rows.blob.url).read(rows.blob.url, begin, end - begin, tag=rows.blob.tag, patience=patience)
+
     def key(self, sample: int) -> str:
         s = self._shard_of(sample)
         return str(self.files[s].read(self._group(s), ["key"])["key"][sample - self.first[s]])
@@ -83,7 +99,7 @@ class Index:
     def bad_sample(self, sample: int, reason: str) -> BadSample:
         """A sample that turned out not to be usable."""
         rows = self.rows(sample, sample + 1)
-        return BadSample(rows.blob.url, self.key(sample), int(rows.offset[0]), reason)
+        return BadSample(image_folder.address(rows.blob), self.key(sample), int(rows.offset[0]), reason)
 
     @functools.cached_property
     def shard(self) -> NDArray[np.int32]:
@@ -120,8 +136,14 @@ class Index:
         return pa.chunked_array(chunks, SCHEMA.field(name).type)
 
 
+def byte_range(rows: Rows) -> tuple[int, int]:
+    """From the first byte of the first image to the last of the last."""
+    return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])
+
+
 def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, patience: float = PATIENCE) -> Index:
-    """The index of some shards; what is not indexed yet is indexed first, and `note` is told.
+    """The index of some shards, or of local folders of images; what is not indexed yet is indexed first, and `note` is
+    told.
 
     The file is kept beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
     when a shard is not the one that was indexed or is gone, and when there is no image at all.
@@ -170,9 +192,11 @@ def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
     out: dict[str, int] = {}
     for source in [urls] if isinstance(urls, str) else urls:
         one = Source(url=source) if isinstance(source, str) else source
-        for blob in store.list_shards(one.url, patience=patience):
-            if out.setdefault(blob.url, one.repeat) != one.repeat:
-                raise UserError(f"{one.url}: repeat={one.repeat}, and {blob.url} is given with another number before")
+        tars, folders = _split([one.url])
+        urls_of_one = [b.url for b in store.list_shards(tars, patience=patience)] if tars else []
+        for url in urls_of_one + [f"{folder}/{image_folder.NAME}" for folder in folders]:
+            if out.setdefault(url, one.repeat) != one.repeat:
+                raise UserError(f"{one.url}: repeat={one.repeat}, and {url} is given with another number before")
     return out
 
 
@@ -190,13 +214,18 @@ def _folders(
 ) -> Iterator[ShardFiles]:
     """Each folder's shards with the file that has their rows."""
     given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
-    asked = [p for url in given for p in store.patterns(url)]
-    blobs = store.list_shards(given, patience=patience)
+    tars, folders = _split(given)
+    for folder in folders:
+        yield [_folder_of_images(folder, spare, note=note, again=again, tick=tick)]
+    if folders and not tars:
+        return
+    asked = [p for url in tars for p in store.patterns(url)]
+    blobs = store.list_shards(tars, patience=patience)
     by_folder = sorted(blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
         mine = [replace(b, tag=store.store(b.url).tag(b)) for b in group]
         beside = f"{folder}/{NAME}"
-        aside = str(spare / f"index-{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet") if spare else None
+        aside = _aside(folder, spare)
         known = (load(aside, again) if aside else {}) | load(beside, again)
         names = {name(b) for b in mine}
         gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in asked)}
@@ -212,6 +241,47 @@ def _folders(
             index_file.save(itertools.chain(kept, same, _scan_all(new, tick)), [u for u in (beside, aside) if u])
             known = (load(aside, again) if aside else {}) | load(beside, again)
         yield [(b, known[name(b)]) for b in mine]
+
+
+def _split(urls: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the URLs of tars, and the local folders of images."""
+    tars: list[str] = []
+    folders: list[str] = []
+    for url in urls:
+        wholes = [p.folder for p in store.patterns(url) if not p.name]
+        images = [folder for folder in wholes if image_folder.holds_images(folder)]
+        folders += [folder for folder in images if folder not in folders]
+        tars += (
+            [p for p in store.expand_braces(store.absolute(url)) if p.rstrip("/") not in images] if images else [url]
+        )
+    return tars, folders
+
+
+def _folder_of_images(
+    folder: str, spare: Path | None, *, note: Note, again: bool, tick: Tick | None
+) -> tuple[Blob, File]:
+    """Return the one shard that a folder of images is, and the file that has its rows. New images are indexed. Raises
+    UserError when an indexed one is gone or has another size."""
+    beside, aside = f"{folder}/{NAME}", _aside(folder, spare)
+    listing = image_folder.list_images(folder)
+    blob = image_folder.blob_of(folder, listing)
+    known = (load(aside, again) if aside else {}) | load(beside, again)
+    if again or name(blob) not in known or _old_blob(name(blob), known[name(blob)], folder).tag != blob.tag:
+        old = _rows(blob, known) if name(blob) in known and not again else None
+        if old is not None and (what := image_folder.difference(old, listing)):
+            raise UserError(f"{folder}/{what} since it was indexed; `eagleray index {folder}` accepts that")
+        others = f"; {listing.others} files there are not images" if listing.others else ""
+        note(f"indexing {len(listing.sizes)} images of {folder}{others}")
+        rows = image_folder.scan_folder(folder, listing, old)
+        total = len(listing.sizes)
+        counted = (row for n, row in enumerate(rows, 1) if tick is None or tick(n, total) is None)
+        index_file.save([(blob, image_folder.table_of(counted))], [u for u in (beside, aside) if u])
+        known = (load(aside, again) if aside else {}) | load(beside, again)
+    return blob, known[name(blob)]
+
+
+def _aside(folder: str, spare: Path | None) -> str | None:
+    return str(spare / f"index-{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet") if spare else None
 
 
 def _rows(blob: Blob, known: dict[str, File]) -> pa.Table:
@@ -241,7 +311,7 @@ def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
 def _unusable(blob: Blob, file: File) -> Iterator[BadSample]:
     group = file.groups[name(blob)]
     rows = file.read(group, ["key", "offset", "reason"]).slice(file.shards[group].usable)
-    return (BadSample(blob.url, row["key"], row["offset"], row["reason"]) for row in rows.to_pylist())
+    return (BadSample(image_folder.address(blob), row["key"], row["offset"], row["reason"]) for row in rows.to_pylist())
 
 
 def _scan_all(blobs: list[Blob], tick: Tick | None) -> Iterator[tuple[Blob, pa.Table]]:

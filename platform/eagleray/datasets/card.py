@@ -127,10 +127,8 @@ def _sample(
     """Return the statistics of some samples and the first of their images (H, W, 3)."""
     stats = ImageStats()
     images: list[NDArray[np.uint8]] = []
-    shard, offset, size = index.shard, index.offset, index.size
     for sample in samples.tolist():
-        url = index.shards[shard[sample]].url
-        data = store.store(url).read(url, int(offset[sample]), int(size[sample]))
+        data = index.read(sample, sample + 1)
         try:
             image = decode(data)
         except BadImage as e:

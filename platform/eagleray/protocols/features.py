@@ -18,7 +18,6 @@ from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.feature_types import read
-from eagleray.storage import store
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise
 
@@ -101,8 +100,7 @@ def batches(
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
     """Read the centre crop (3, size, size), uint8, of a sample; None if it does not decode."""
-    rows = index.rows(sample, sample + 1)
-    data = store.store(rows.blob.url).read(rows.blob.url, int(rows.offset[0]), int(rows.size[0]))
+    data = index.read(sample, sample + 1)
     try:
         return centre_crop(decode(data), resize=resize, size=size)
     except BadImage:

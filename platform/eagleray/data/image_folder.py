@@ -1,0 +1,152 @@
+"""A local folder of images, indexed as it is: one shard whose bytes are those of its files, one after the other.
+
+Files follow each other in the order of a hash of their paths. Neighbours are read together, and in the order of names
+they would mostly be of one class.
+"""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from eagleray.base.errors import UserError
+from eagleray.data.index_file import SCHEMA
+from eagleray.data.tar_scan import Row, image_extensions
+from eagleray.storage import store
+from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.ordered_map import ordered_map
+
+NAME = "."  # of the shard in the index of its folder
+
+
+class Listing(NamedTuple):
+    """The images in a folder and in all folders below it."""
+
+    sizes: dict[str, int]  # bytes, by relative path, in reading order
+    others: int  # files that are not images by their names; hidden ones are not counted
+
+
+def is_folder_blob(blob: Blob) -> bool:
+    return blob.url.endswith(f"/{NAME}")
+
+
+def address(blob: Blob) -> str:
+    """Return what a person calls a shard: for a folder of images the folder."""
+    return blob.url.removesuffix(f"/{NAME}")
+
+
+def holds_images(folder: str) -> bool:
+    """Return whether this is a local folder with images in it or below it, and without tars."""
+    if store.is_remote(folder) or not store.local_path(folder).is_dir():
+        return False
+    if any(entry.name.endswith(".tar") for entry in os.scandir(store.local_path(folder))):
+        return False
+    return any(_is_image(path) for path in _paths(folder))
+
+
+def list_images(folder: str) -> Listing:
+    """Raises UserError when the folder cannot be listed."""
+    root, sizes, others = store.local_path(folder), {}, 0
+    for path in _paths(folder):
+        if not _is_image(path):
+            others += path != "index.parquet"
+            continue
+        try:
+            sizes[path] = os.path.getsize(root / path)
+        except OSError:  # a broken link, or a file that went away meanwhile
+            others += 1
+    return Listing({path: sizes[path] for path in sorted(sizes, key=_order)}, others)
+
+
+def blob_of(folder: str, listing: Listing) -> Blob:
+    """Return the shard that a folder is; its tag says which files of which sizes are in it."""
+    digest = hashlib.sha256()
+    for path, size in listing.sizes.items():
+        digest.update(f"{size} {path}\n".encode(errors="surrogateescape"))
+    return Blob(f"{folder}/{NAME}", sum(listing.sizes.values()), f"files:{digest.hexdigest()[:16]}")
+
+
+def difference(table: pa.Table, listing: Listing) -> str:
+    """Return which indexed file is gone or has another size, in words, or nothing. New files are no difference."""
+    for path, size in _sizes(table).items():
+        if path not in listing.sizes:
+            return f"{path}: is gone"
+        if listing.sizes[path] != size:
+            return f"{path}: has changed"
+    return ""
+
+
+def scan_folder(folder: str, listing: Listing, known: pa.Table | None) -> Iterator[Row]:
+    """Read every image once for its checksum, but those that are known already."""
+    labels = class_labels(listing.sizes)
+    rows = {row["key"]: row for row in known.to_pylist()} if known is not None else {}
+    end = 0
+    for path, (crc, reason) in ordered_map(
+        lambda path: (path, _known(rows.get(path)) or _checksum(folder, path, listing.sizes[path])), listing.sizes
+    ):
+        size, label = listing.sizes[path], labels.get(path.partition("/")[0], -1)
+        yield Row(path, -1 if reason else end, size, label, crc, reason)
+        end += 0 if reason else size
+
+
+def table_of(rows: Iterator[Row]) -> pa.Table:
+    return pa.Table.from_pylist([asdict(row) for row in rows], SCHEMA)
+
+
+def class_labels(paths: Mapping[str, int]) -> dict[str, int]:
+    """Return a number for each folder directly below, if there are at least two and every image is in one of them."""
+    tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
+    return {top: number for number, top in enumerate(sorted(tops))} if "" not in tops and len(tops) > 1 else {}
+
+
+def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float) -> memoryview:
+    """Return the bytes of some files, one after the other. One that is gone or too short by now leaves zeros, whose
+    checksum is wrong, so that it counts as a broken sample and does not stop the run."""
+    data, at = new_buffer(sum(sizes)), 0
+    for path, size in zip(paths, sizes, strict=True):
+        url = f"{folder}/{path}"
+        try:
+            data[at : at + size] = store.store(url).read(url, 0, size, patience=patience)
+        except UserError:
+            data[at : at + size] = bytes(size)
+        at += size
+    return data
+
+
+def _paths(folder: str) -> Iterator[str]:
+    """Yield the relative path of every file that is not hidden, in no order."""
+    root = str(store.local_path(folder))
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        below = "" if parent == root else os.path.relpath(parent, root) + "/"
+        yield from (below + name for name in names if not name.startswith("."))
+
+
+def _is_image(path: str) -> bool:
+    return path.rpartition("/")[2].rpartition(".")[2].lower() in image_extensions()
+
+
+def _order(path: str) -> tuple[bytes, str]:
+    return hashlib.md5(path.encode(errors="surrogateescape"), usedforsecurity=False).digest(), path
+
+
+def _sizes(table: pa.Table) -> dict[str, int]:
+    return dict(zip(table["key"].to_pylist(), table["size"].to_pylist(), strict=True))
+
+
+def _known(row: Mapping[str, int] | None) -> tuple[int, None] | None:
+    return (row["crc"], None) if row and row["reason"] is None else None
+
+
+def _checksum(folder: str, path: str, size: int) -> tuple[int | None, str | None]:
+    """Return the checksum of a file, or why it cannot be used."""
+    if size == 0:
+        return None, "the image has no bytes"
+    try:
+        return zlib.crc32(store.store(folder).read(f"{folder}/{path}", 0, size)), None
+    except UserError as e:
+        return None, str(e).removeprefix(f"{folder}/{path}: ")
