@@ -88,7 +88,7 @@ def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace)
     world = local()
     method = build_method(recipe).to(world.device)
     optimizer = build_optimizer(recipe, method)
-    steps = pretrain.training(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
+    steps = pretrain.optimizer_steps(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
 
     def one() -> Pair:
         return timed(lambda: (next(steps), common.wait(world.device)))

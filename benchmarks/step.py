@@ -78,7 +78,7 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(world.device)
     with patched(clock, method, optimizer):
         batches = itertools.islice(feed, args.warmup + args.steps)
-        steps = pretrain.training(r, world, method, optimizer, batches)
+        steps = pretrain.optimizer_steps(r, world, method, optimizer, batches)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
     result = {

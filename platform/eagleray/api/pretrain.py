@@ -16,7 +16,6 @@ from eagleray.base import files
 from eagleray.base.console import out as console
 from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
-from eagleray.base.progress import FollowRun
 from eagleray.engine import world
 from eagleray.models import weights as pretrained_weights
 from eagleray.runs import layout, remote
@@ -25,6 +24,7 @@ from eagleray.runs import recipe as recipes
 from eagleray.runs import tracking as track
 from eagleray.runs.build import build_backbone, check_sizes
 from eagleray.runs.environment import environment, write_plugins
+from eagleray.runs.follow import FollowRun
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained

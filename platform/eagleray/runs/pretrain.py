@@ -1,4 +1,4 @@
-"""A pretraining run: the one place where data, method, optimiser, checkpoints, tracking and evaluation meet."""
+"""Pretrain: data, method, optimiser, checkpoints, tracking and evaluation meet here and nowhere else."""
 
 import logging
 import time
@@ -24,6 +24,7 @@ from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
+from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
@@ -39,6 +40,28 @@ log = logging.getLogger(__name__)
 BANK = 2**17  # features of the kNN monitor at most, unless a recipe says so: a tenth of ImageNet-1k, the paper's
 
 
+class Stateful(NamedTuple):
+    """The objects whose state a checkpoint holds, each under its name here."""
+
+    method: Method
+    optimizer: torch.optim.Optimizer
+    monitor: Monitor
+
+
+class RankRun(NamedTuple):
+    """One rank's side of a run."""
+
+    plan: Plan
+    world: World
+    folder: RunDir
+    stateful: Stateful
+    clock: Clock
+
+    @property
+    def method(self) -> Method:
+        return self.stateful.method
+
+
 def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
     """Train, or continue, until the planned steps are taken, then evaluate and export.
 
@@ -49,101 +72,104 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     keep = recipe.checkpoint.keep
     with RunDir(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
         dist.gather_objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
-        p = make_plan(recipe, patience=60 * recipe.data.patience)
-        state = newest(folder, recipe)
-        source = recipe.backbone.weights if state is None else None
-        method = build_method(recipe, pretrained(source) if source else None)
-        method.allocate(len(p.index))
-        method.to(world.device)
-        world.synchronise(method)
-        optimizer = build_optimizer(recipe, method)
-        parts = Parts(method, optimizer, watching(p, method, optimizer))
-        state = restore(state, parts)
+        plan = make_plan(recipe, patience=60 * recipe.data.patience)
+        state = newest_checkpoint(folder, recipe)
+        stateful = build_stateful(plan, world, pretrained_weights=state is None)
+        state = load_checkpoint(state, stateful)
         step = folder.begin(state["step"], world.size)
-        run = RunView(recipe, method, recipe.out or "", world.rank, world.size, world.device, p.steps)
-        folder.callbacks = Callbacks(run)
+        view = RunView(recipe, stateful.method, recipe.out or "", world.rank, world.size, world.device, plan.steps)
+        folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
-        log.info("%s", describe(p, method, world))
-        clock = Clock(time.monotonic() - state["seconds"], state["useful"])
-        if step < p.steps:
-            step = train(p, world, folder, parts, clock, step=step)
-        if step < p.steps:
-            log.info("stopped at step %d of %d; the same command continues", step, p.steps)
+        run = RankRun(plan, world, folder, stateful, Clock(time.monotonic() - state["seconds"], state["useful"]))
+        log.info("%s", describe(run))
+        if step < plan.steps:
+            step = train(run, step)
+        if step < plan.steps:
+            log.info("stopped at step %d of %d; the same command continues", step, plan.steps)
             return None
-        summary = finish(p, world, folder, method, step) | {"wall_seconds": round(clock.seconds, 1)}
-        folder.end(summary, clock.useful)
-        folder.callbacks("end", summary)
-        return summary
+        return finish(run, step)
 
 
-class Parts(NamedTuple):
-    """What a checkpoint holds beside numbers."""
-
-    method: Method
-    optimizer: torch.optim.Optimizer
-    monitor: Monitor
-
-
-def watching(p: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
-    m = p.recipe.monitor
-    bank = m.bank or min(len(p.index) // 10, BANK)
-    labelled = p.index.labelled and not isinstance(method, Classifier)  # whose images are mixed, and their labels
-    return Monitor(method, optimizer, every=m.every, bank=bank, labelled=labelled, k=m.k, temperature=m.temperature)
+def build_stateful(plan: Plan, world: World, *, pretrained_weights: bool) -> Stateful:
+    """Build method, optimiser and monitor on the rank's device, the backbone with `backbone.weights` if asked for."""
+    source = plan.recipe.backbone.weights if pretrained_weights else None
+    method = build_method(plan.recipe, pretrained(source) if source else None)
+    method.allocate(len(plan.index))
+    method.to(world.device)
+    world.synchronise(method)
+    optimizer = build_optimizer(plan.recipe, method)
+    return Stateful(method, optimizer, build_monitor(plan, method, optimizer))
 
 
-def train(p: Plan, world: World, folder: RunDir, parts: Parts, clock: Clock, *, step: int) -> int:
-    """Steps from `step` on; returns how many have been taken when the run is through or was asked to stop.
+def build_monitor(plan: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
+    settings = plan.recipe.monitor
+    return Monitor(
+        method,
+        optimizer,
+        every=settings.every,
+        bank=settings.bank or min(len(plan.index) // 10, BANK),
+        labelled=plan.index.labelled and not method.supervised,  # its images are mixed, and so are their labels
+        k=settings.k,
+        temperature=settings.temperature,
+    )
+
+
+def train(run: RankRun, start: int) -> int:
+    """Take the steps from `start` on; return the number of steps of the run so far, when all are taken or it stops.
 
     Raises, after a checkpoint, UserError or Outage when the data cannot be read any more, and Preempted.
     """
-    recipe = p.recipe
-    loader = Loader(p.stream, rank=world.rank, ranks=world.size, workers=recipe.data.workers, device=world.device)
-    samples = len(p.index) + len(p.index.bad)
-    quarantine = Quarantine(folder.path / layout.QUARANTINE, samples=samples, limit=recipe.data.bad_limit)
-    quarantine.add(p.index.bad, write=world.rank == 0)
-    method, optimizer, monitor = parts
-    monitor.step = step
-    meter = StepLog(p, world, folder, quarantine, monitor, clock)
-    lr = p.lr
-    saved, kept = time.monotonic(), step
-    for taken in training(recipe, world, method, optimizer, meter.feed(loader, step)):
-        at, step = taken.at, taken.at.step + 1
-        meter.add(taken)
+    plan, world, folder, stateful, clock = run
+    loader = Loader(
+        plan.stream, rank=world.rank, ranks=world.size, workers=plan.recipe.data.workers, device=world.device
+    )
+    stateful.monitor.step = step = start
+    step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
+    cadence = Cadence(plan, start)
+    batches = step_log.feed(loader, start)
+    for taken in optimizer_steps(plan.recipe, world, stateful.method, stateful.optimizer, batches):
+        step = taken.at.step + 1
+        step_log.add(taken)
         folder.callbacks("step", taken)
-        every = recipe.evaluate.every * p.stream.steps_per_epoch
-        look = bool(every) and step % every == 0 and step < p.steps
-        if step % recipe.log_steps == 0 or look or step == p.steps:
-            record = meter.flush(at, lr(at))
-            if look:
-                scores = between(p, method)
-                folder.callbacks("evaluation", scores)
-                record |= scores
-                meter.since = time.perf_counter()
-            tell(p, world, folder, record)
-        minutes = (time.monotonic() - saved) / 60
-        due = step - kept >= (recipe.checkpoint.steps or step + 1) or minutes > recipe.checkpoint.minutes
-        if due and not folder.saving():
-            save(folder, p, parts, step, clock)
-            saved, kept = time.monotonic(), step
-        meter.mark = time.perf_counter()
-    if meter.values:  # the steps ended early
-        tell(p, world, folder, meter.flush(p.at(step - 1), lr(p.at(step - 1))))
-    if kept < step:
-        save(folder, p, parts, step, clock)
-    for problem in (*dist.gather_objects(folder.settle()), meter.problem):  # a rank that ends takes the others with it
+        if cadence.records(step):
+            write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
+        if cadence.saves(step) and not folder.saving():
+            save_checkpoint(run, step)
+            cadence.saved(step)
+        step_log.mark = time.perf_counter()
+    if step_log.values:  # the steps ended early
+        write_record(run, step_log, plan.at(step - 1), evaluation=False)
+    if cadence.saved_step < step:
+        save_checkpoint(run, step)
+    for problem in (
+        *dist.gather_objects(folder.settle()),
+        step_log.problem,
+    ):  # a rank that ends takes the others with it
         if problem:
             raise problem
     return step
 
 
-def training(
+def open_quarantine(run: RankRun) -> Quarantine:
+    """Return the list of bad samples, which holds those that the index knows."""
+    index = run.plan.index
+    quarantine = Quarantine(
+        run.folder.path / layout.QUARANTINE,
+        samples=len(index) + len(index.bad),
+        limit=run.plan.recipe.data.bad_limit,
+    )
+    quarantine.add(index.bad, write=run.world.rank == 0)
+    return quarantine
+
+
+def optimizer_steps(
     recipe: Recipe,
     world: World,
     method: Method,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Progress, Batch]],
 ) -> Iterator[Step]:
-    """The recipe's steps on these batches."""
+    """Take the recipe's optimiser steps on these batches."""
     o = recipe.optim
     return fit(
         method,
@@ -158,98 +184,122 @@ def training(
     )
 
 
-def tell(p: Plan, world: World, folder: RunDir, record: dict[str, Any]) -> None:
-    folder.log(record)
-    folder.callbacks("log", record)
-    if world.rank == 0:
-        world.show(record, p.steps)
+def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
+    """Write a line of metrics.jsonl for the steps since the last one, after an `evaluation` with its scores."""
+    record = step_log.flush(at, run.plan.lr(at))
+    if evaluation:
+        scores = evaluate_online(run)
+        run.folder.callbacks("evaluation", scores)
+        record |= scores
+        step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
+    run.folder.log(record)
+    run.folder.callbacks("log", record)
+    if run.world.rank == 0:
+        run.world.show(record, run.plan.steps)
 
 
-def save(folder: RunDir, p: Plan, parts: Parts, step: int, clock: Clock) -> None:
-    """Rank 0 saves for all: every rank holds the same weights, centres and moments."""
-    if dist.rank() == 0:
-        state = {
-            "step": step,
-            "seconds": clock.seconds,
-            "useful": clock.useful,
-            "digest": recipes.digest(p.recipe),
-            "recipe": config.dump(p.recipe),
-            "images": len(p.index),
-        } | {name: part.state_dict() for name, part in parts._asdict().items()}
-        folder.save(step, state)
-        log.debug("saving step %d", step)
-    folder.callbacks("checkpoint", step)
-
-
-def newest(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
-    """The newest checkpoint of the run. Raises UserError when it was made with another recipe."""
+def newest_checkpoint(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
+    """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
     state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
-        raise RuntimeError("ranks found different checkpoints")  # of a disk that fails; a restart may mend it
+        raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(recipe):
         raise UserError(f"{folder.out}: its checkpoints were made with another recipe")
     return state
 
 
-def restore(state: dict[str, Any] | None, parts: Parts) -> dict[str, Any]:
-    """Put a checkpoint back. Returns step and seconds so far, zero for a new run."""
+def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful) -> dict[str, Any]:
+    """Load a checkpoint. Returns it, or for a new run the step and the seconds of one that has not begun."""
     if state is None:
         return {"step": 0, "seconds": 0.0, "useful": 0.0}
-    for name, part in parts._asdict().items():
+    for name, part in stateful._asdict().items():
         part.load_state_dict(state[name])
     return state
 
 
-def finish(p: Plan, world: World, folder: RunDir, method: Method, step: int) -> dict[str, Any]:
-    """Evaluate and export. Ranks share the work of the features."""
-    scores = classified(p, method) if isinstance(method, Classifier) else compared(p, world, method)
-    folder.callbacks("evaluation", scores)
-    if world.rank == 0:
-        if isinstance(method, Classifier):
-            log.info(
-                "%s", ", ".join(f"{n} {value:.2f} %" for n, value in scores.items()) or "no data.test: no accuracy"
-            )
-        to_timm(method.export(), p.recipe.backbone, folder.path / "export")
-    return scores | {"steps": step, "epochs": round(p.at(step).epoch, 3), "images": step * p.stream.batch}
+def save_checkpoint(run: RankRun, step: int) -> None:
+    """Save a checkpoint in the background. Rank 0 saves for all: every rank holds the same weights and moments."""
+    if dist.rank() == 0:
+        state = {
+            "step": step,
+            "seconds": run.clock.seconds,
+            "useful": run.clock.useful,
+            "digest": recipes.digest(run.plan.recipe),
+            "recipe": config.dump(run.plan.recipe),
+            "images": len(run.plan.index),
+        } | {name: part.state_dict() for name, part in run.stateful._asdict().items()}
+        run.folder.save(step, state)
+        log.debug("saving step %d", step)
+    run.folder.callbacks("checkpoint", step)
 
 
-def between(p: Plan, method: Method) -> dict[str, float]:
-    """What is evaluated while training goes on."""
-    if isinstance(method, Classifier):
-        return classified(p, method)
-    sets = ProbeSets.of(p.index, p.test, p.recipe.evaluate.limit)
-    return evaluate(method.export(), sets, p.recipe.evaluate, protocols=("knn",))
+def finish(run: RankRun, step: int) -> dict[str, Any]:
+    """Evaluate and export the backbone, and return the run's summary, which is written too."""
+    plan = run.plan
+    scores = evaluate_final(run)
+    run.folder.callbacks("evaluation", scores)
+    if run.world.rank == 0:
+        to_timm(run.method.export(), plan.recipe.backbone, run.folder.path / layout.EXPORT)
+    summary = scores | {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
+    summary |= {"wall_seconds": round(run.clock.seconds, 1)}
+    run.folder.end(summary, run.clock.useful)
+    run.folder.callbacks("end", summary)
+    return summary
 
 
-def classified(p: Plan, method: Classifier) -> dict[str, float]:
-    """How the classifier does on the test set, if there is one."""
-    if p.test is None:
-        return {}
-    e, device = p.recipe.evaluate, next(method.parameters()).device
-    return classifier(method, p.test, size=e.size, resize=e.resize, device=device)
+def evaluate_online(run: RankRun) -> dict[str, float]:
+    """Evaluate while training goes on: a classifier on the test set, every other backbone by kNN."""
+    if isinstance(run.method, Classifier):
+        return evaluate_classifier(run.plan, run.method)
+    plan = run.plan
+    sets = ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit)
+    return evaluate(run.method.export(), sets, plan.recipe.evaluate, protocols=("knn",))
 
 
-def compared(p: Plan, world: World, method: Method) -> dict[str, float]:
-    """What frozen features are worth, beside those of an untrained backbone."""
-    sets = ProbeSets.of(p.index, p.test, p.recipe.evaluate.limit)
-    if not sets:
-        log.info("no labels: nothing to evaluate")
-    scores = evaluate(method.export(), sets, p.recipe.evaluate)
-    fresh = evaluate(build_method(p.recipe).export().to(world.device), sets, p.recipe.evaluate)
-    scores |= {name + UNTRAINED: fresh[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in fresh}
-    if world.rank == 0:
-        for protocol in ("knn", "linear"):
-            if sets and f"{protocol}/top1" in scores:
-                top1, before = scores[f"{protocol}/top1"], scores[f"{protocol}/top1{UNTRAINED}"]
-                how = sets.describe(p.recipe.evaluate, protocol)
-                log.info("%s top-1 %.1f %%, untrained %.1f %% (%s)", protocol, top1, before, how)
+def evaluate_final(run: RankRun) -> dict[str, float]:
+    """Evaluate at the end of the run, and log the scores. Ranks share the work of extracting features."""
+    if not isinstance(run.method, Classifier):
+        return compare_with_untrained(run)
+    scores = evaluate_classifier(run.plan, run.method)
+    if run.world.rank == 0:
+        line = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items())
+        log.info("%s", line or "no data.test: no accuracy")
     return scores
 
 
-def describe(p: Plan, method: Method, world: World) -> str:
-    trained = sum(x.numel() for x in method.export().parameters()) / 1e6
+def evaluate_classifier(plan: Plan, method: Classifier) -> dict[str, float]:
+    """Return the classifier's scores on the test set, if there is one."""
+    if plan.test is None:
+        return {}
+    e, device = plan.recipe.evaluate, next(method.parameters()).device
+    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device)
+
+
+def compare_with_untrained(run: RankRun) -> dict[str, float]:
+    """Return the scores of the frozen features, and those of an untrained backbone beside them."""
+    recipe = run.plan.recipe
+    sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
+    if not sets:
+        log.info("no labels: nothing to evaluate")
+    scores = evaluate(run.method.export(), sets, recipe.evaluate)
+    untrained = evaluate(build_method(recipe).export().to(run.world.device), sets, recipe.evaluate)
+    scores |= {name + UNTRAINED: untrained[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in untrained}
+    for protocol, key in ("knn", KNN_TOP1), ("linear", LINEAR_TOP1):
+        if run.world.rank == 0 and sets and key in scores:
+            settings = sets.describe(recipe.evaluate, protocol)
+            log.info(
+                "%s top-1 %.1f %%, untrained %.1f %% (%s)", protocol, scores[key], scores[key + UNTRAINED], settings
+            )
+    return scores
+
+
+def describe(run: RankRun) -> str:
+    """Return the first line of a run's log: method, backbone, ranks, data and steps."""
+    plan, world = run.plan, run.world
+    millions = sum(x.numel() for x in run.method.export().parameters()) / 1e6
     return (
-        f"{p.recipe.method.name} on {p.recipe.backbone.name} ({trained:.2f} M parameters), {world.size} rank"
-        f"{'s' * (world.size > 1)} on {world.device.type}; {len(p.index)} images in {len(p.index.shards)} shards, "
-        f"{p.steps} steps of {p.stream.batch} ({p.stream.steps_per_epoch} an epoch)"
+        f"{plan.recipe.method.name} on {plan.recipe.backbone.name} ({millions:.2f} M parameters), {world.size} rank"
+        f"{'s' * (world.size > 1)} on {world.device.type}; "
+        f"{len(plan.index)} images in {len(plan.index.shards)} shards, "
+        f"{plan.steps} steps of {plan.stream.batch} ({plan.stream.steps_per_epoch} an epoch)"
     )

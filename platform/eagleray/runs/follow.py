@@ -1,0 +1,109 @@
+"""Follow a run from outside: its log and its progress, read from its folder while it trains."""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from eagleray.base.console import out, shows_live
+from eagleray.base.files import read_lines
+from eagleray.base.progress import progress_bar, seconds_left
+from eagleray.runs import layout
+from eagleray.runs.metrics import BAD_SAMPLES, CLASSIFIER_TOP1, DATA_WAIT, IMAGES_PER_S, KNN_TOP1, LOSS
+
+LINES = 10  # progress lines of a run whose output is not a terminal
+LONG = 600.0  # seconds without a progress line after which a run prints another
+
+
+class FollowRun:
+    """Shows the log and the progress of a run until it ends. A thread reads them from the run folder."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps = folder, steps
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
+        self.log = Tail(folder / layout.LOG)
+        self.metrics, self.began = folder / layout.METRICS, time.monotonic()
+        self.next_step, self.printed = 0, self.began  # of the lines where the output is no terminal
+        lines = read_lines(self.metrics)
+        self.start = lines[-1]["step"] if lines else 0
+        self.size = 0  # bytes of metrics.jsonl that have been read
+        self.bar = progress_bar("steps")
+        self.task = self.bar.add_task("pretrain", total=steps, rate="")
+
+    def __enter__(self) -> "FollowRun":
+        self.bar.start()
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.bar.stop()
+
+    def _work(self) -> None:
+        last = False
+        while not last:
+            last = self.ended.wait(0.5)
+            for line in self.log.lines():
+                self._print(line)
+            size = self.metrics.stat().st_size if self.metrics.exists() else 0
+            if size != self.size:
+                self.size = size
+                records = read_lines(self.metrics)
+                if records:
+                    self._show_progress(records[-1])
+
+    def _print(self, line: str) -> None:
+        """Print a line of train.log without its time and rank. Debug lines and tracebacks are not printed."""
+        parts = line.split(" ", 4)
+        if len(parts) == 5 and parts[3] in ("INFO", "WARNING", "ERROR"):
+            out.print(("" if parts[3] == "INFO" else f"{parts[3].lower()}: ") + parts[4], markup=False)
+
+    def _show_progress(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        text = progress_text(record)
+        self.bar.update(self.task, completed=step, rate=text)
+        if not shows_live(out) and (step >= self.next_step or time.monotonic() - self.printed > LONG):
+            left = seconds_left(step, self.steps, start=self.start, seconds=time.monotonic() - self.began)
+            out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}  ETA {left:.0f} s", markup=False)
+            self.next_step, self.printed = step + max(self.steps // LINES, 1), time.monotonic()
+
+
+def progress_text(record: Mapping[str, Any]) -> str:
+    """Return the numbers of a line of metrics.jsonl that are shown beside the bar."""
+    parts = [
+        f"loss {record[LOSS]:.3f}",
+        f"{record[IMAGES_PER_S]:.0f} images/s",
+        f"data wait {100 * record[DATA_WAIT]:.0f} %",
+        f"bad {record[BAD_SAMPLES]}",
+    ]
+    scores = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1}
+    parts += [f"{name} {record[key]:.1f} %" for name, key in scores.items() if key in record]
+    return "  ".join(parts)
+
+
+class Tail:
+    """Reads the complete lines that are appended to a file after this object was made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = path.stat().st_size if path.exists() else 0
+        self.file: IO[str] | None = None
+
+    def lines(self) -> list[str]:
+        """Return the lines that are complete since the last call."""
+        if self.file is None and self.path.exists():
+            self.file = self.path.open(errors="replace")
+            self.file.seek(self.offset)
+        lines: list[str] = []
+        while self.file and (line := self.file.readline()):
+            if not line.endswith("\n"):
+                self.file.seek(self.file.tell() - len(line.encode()))
+                break
+            lines.append(line.rstrip("\n"))
+        return lines
