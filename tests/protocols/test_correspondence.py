@@ -205,5 +205,5 @@ def test_the_command_needs_no_labels(
     assert found(labelled, unlabelled, "correspondence").results[0].numbers == perfect  # the images to test on
     both = found(unlabelled, None, "knn", "correspondence")
     assert both.results[0].numbers == perfect
-    assert both.refused == [f"knn: --train {unlabelled}: no labels there, and this protocol needs them"]
+    assert both.refused == [f"knn: --train {unlabelled}: these shards have no labels, and this protocol needs them"]
     assert capsys.readouterr().err == f"error: {both.refused[0]}\n"

@@ -45,8 +45,10 @@ def test_what_is_not_there_is_listed_and_the_rest_is_scored(tmp_path: Path):
     assert found.settings["missing"] == ", ".join(n for n in SUITE if n not in ("cifar-10", "pets"))
     missing = found.settings["reasons"]
     assert missing.keys() == SUITE.keys() - {"cifar-10", "pets"}
-    assert missing["mnist"] == f"{root}/mnist/test: no shards there"
-    assert [n for n in notes if n.startswith("mnist")] == [f"mnist: left out: {root}/mnist/test: no shards there"]
+    assert missing["mnist"] == f"{root}/mnist/test: no shards in this folder"
+    assert [n for n in notes if n.startswith("mnist")] == [
+        f"mnist: left out: {root}/mnist/test: no shards in this folder"
+    ]
     assert found.settings["pets"]["metric"] == "mean_per_class"
     assert found.settings["cifar-10"]["of"] == [50_000, 10_000]
 
@@ -57,7 +59,7 @@ def test_a_validation_split_that_is_there_finds_lambda(tmp_path: Path):
     (tmp_path / "flowers-102" / "val" / "shard-000000.tar").unlink()
     make(tmp_path, "mnist/train", "mnist/test")
     missing = suite(features, root, {}).settings["reasons"]
-    assert missing["flowers-102"].endswith("/trainval: no shards there, nor in both train and val beside it")
+    assert missing["flowers-102"].endswith("/trainval: no shards in this folder, nor in both train and val beside it")
 
 
 def test_several_classes_are_read_from_one_label(tmp_path: Path):
@@ -78,7 +80,7 @@ def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
 
 
 def test_nothing_there_is_one_line(tmp_path: Path):
-    with pytest.raises(UserError, match=r"none of the 18 datasets can be used; .*food-101/test: no shards there"):
+    with pytest.raises(UserError, match=r"none of the 18 datasets can be used; .*food-101/test: no shards"):
         suite(features, str(tmp_path))
 
 

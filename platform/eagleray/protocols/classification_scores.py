@@ -1,4 +1,4 @@
-"""The metrics of EsViT's suite of 18 datasets: Li et al. 2021, arXiv:2106.09785, table 10."""
+"""Compute the metrics of EsViT's suite of 18 datasets: Li et al. 2021, arXiv:2106.09785, table 10."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

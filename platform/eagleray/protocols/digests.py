@@ -1,4 +1,4 @@
-"""Compute short digests of backbones, data and settings; they are equal where the results are."""
+"""Compute short digests of backbones, data and settings, by which equal evaluations are recognised."""
 
 import hashlib
 import json

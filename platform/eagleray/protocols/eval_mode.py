@@ -14,7 +14,7 @@ NOT_FINITE = "its features are not finite numbers"
 
 
 class Net(Protocol):
-    """What has a training mode: a module of ours or of a library."""
+    """An object with a training mode, such as a PyTorch module or a model of another library."""
 
     training: bool
 
@@ -45,7 +45,7 @@ def in_eval_mode(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P
 @contextlib.contextmanager
 def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
     """Turn any error of the backbone's model into a UserError that says what the backbone lacks: every architecture
-    fails in its own words."""
+    fails with its own message."""
     try:
         yield
     except UserError:
@@ -57,7 +57,7 @@ def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def check_images(backbone: Backbone, size: int) -> None:
-    """Raises UserError when the backbone cannot take images of this size."""
+    """Raise UserError when the backbone cannot take images of this size."""
     with explain_failure(backbone, f"cannot take images of --size {size}"):
         pooled = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
         if not pooled.isfinite().all():
@@ -66,7 +66,7 @@ def check_images(backbone: Backbone, size: int) -> None:
 
 @torch.inference_mode()
 def check_patches(backbone: Backbone, size: int) -> None:
-    """Raises UserError when the backbone has no patch tokens on a grid."""
+    """Raise UserError when the backbone has no patch tokens on a grid."""
     with explain_failure(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
         features = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
         if features.patches.shape[1] != features.grid[0] * features.grid[1]:

@@ -1,5 +1,5 @@
-"""Read feature maps from any backbone, for detection and segmentation: the stages of a pyramid, or blocks of a ViT,
-which all have one grid."""
+"""Read feature maps from any backbone, for detection and segmentation: from the stages of a pyramid, or from blocks of
+a ViT, which all have the same grid."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 
 SIZE = 224  # pixels; a multiple of patches of 7, 8, 14, 16 and 32
-SHARES = (0.25, 0.5, 1.0, 2.0)  # cells of a ViT's rescaled maps, as shares of its patch
+SHARES = (0.25, 0.5, 1.0, 2.0)  # sides of the cells of a ViT's rescaled maps, as shares of the side of a patch
 COARSEST = 32  # pixels from cell to cell of the last map of a pyramid
 
 

@@ -37,7 +37,7 @@ def read(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, 
 
 
 def check(backbone: Backbone, kind: str, size: int) -> None:
-    """Raises UserError when the backbone has no features of this type for images of this size."""
+    """Raise UserError when the backbone has no features of this type for images of this size."""
     if kind not in KINDS:
         raise UserError(f"--features {kind}: unknown{config.nearest(kind, list(KINDS))}")
     x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)

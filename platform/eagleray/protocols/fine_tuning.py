@@ -13,12 +13,12 @@ from eagleray.data.index import Note
 from eagleray.engine import checkpoint, loop, optim
 
 LINES = 20  # progress lines of a training
-SILENCE = 60.0, 0.1  # one more line after so many seconds without one, or after this share of the time so far
+SILENCE = 60.0, 0.1  # another line is due after so many seconds, and after this share of the time so far
 SAVE_SECONDS = 300.0  # between checkpoints
 
 
 class Trainee(nn.Module):
-    """A network that the training loop `loop.fit` can train: it has no teacher to update after a step."""
+    """A network that the training loop `loop.fit` can train. It has no teacher to update after a step."""
 
     def before_step(self, at: Progress) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The result of a protocol of evaluation."""
+"""Define the result that an evaluation protocol returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

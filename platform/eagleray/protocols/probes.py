@@ -17,7 +17,7 @@ from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
 RUN_PROTOCOLS = ("knn", "linear")  # the protocols that a run measures; they need labels
-RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # the numbers of theirs that a run records
+RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # the numbers of these protocols that a run records
 SHORT = {"knn": {"ks": ()}}  # settings that spare a run the numbers that it does not record
 ONE_IN = 10  # without a test set, one labelled sample in so many is held out
 
@@ -44,7 +44,7 @@ class ProbeSets:
         return cls(train, subset(np.setdiff1d(samples, held_out), limit), train, held_out)
 
     def check(self) -> None:
-        """Raises UserError when a classifier of the training set cannot be tested on the test set."""
+        """Raise UserError when a classifier of the training set cannot be tested on the test set."""
         train, test = np.unique(self.train.label[self.train_samples]), np.unique(self.test.label[self.test_samples])
         if not len(test):
             raise UserError("--test: these shards have no labels, and this protocol needs them")

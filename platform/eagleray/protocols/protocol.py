@@ -1,4 +1,4 @@
-"""Describe a protocol of evaluation: the function that computes its numbers, the data it needs and its settings."""
+"""Describe an evaluation protocol: the function that computes its numbers, the data it needs and its settings."""
 
 import importlib
 import inspect
@@ -14,7 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import signature
 from eagleray.protocols.outcome import Outcome
 
-# The data that a protocol may need, and the options of `eagleray evaluate` that give it.
+# The data that a protocol may need, and the options of `eagleray evaluate` that name it.
 DATA_OPTIONS = {
     "labels": "--train URL of labelled shards",
     "images": "--train or --test URL",
@@ -29,7 +29,7 @@ EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "featu
 
 @dataclass(frozen=True)
 class Protocol:
-    """A function that returns an Outcome, and what it is called with.
+    """An evaluation protocol: a function that returns an Outcome, and the arguments that it is called with.
 
     * With "labels" among its needs it takes the features of a training and of a test set; with "suite" a function that
       returns the features of the shards at a URL, and their root; all others take the backbone, then the images as an
@@ -51,7 +51,7 @@ class Protocol:
 
     @property
     def frozen(self) -> bool:
-        """Whether it works on frozen features, which are extracted once for all such protocols."""
+        """Whether the protocol works on frozen features, which are extracted once for all such protocols."""
         return not {"labels", "suite"}.isdisjoint(self.needs)
 
     @property
@@ -61,14 +61,14 @@ class Protocol:
 
     @property
     def keywords(self) -> signature.Fields:
-        """The types and defaults of the function's own settings. The function is not imported for them."""
+        """The types and defaults of the function's own settings, which are read without importing the function."""
         module, _, name = self.function.partition(":")
         own = signature.fields(module, name, skip=("out", "note"))
         return {name: field for name, field in own.items() if is_text(field[0])}
 
     @property
     def settings(self) -> list[str]:
-        """The names of its settings."""
+        """The names of all settings of the protocol."""
         own = list(self.keywords)
         return own + [name for name in EXTRACTION if self.frozen and name not in own]
 
@@ -93,7 +93,7 @@ class Protocol:
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a value of this type can be written on the command line: no function and no tensor."""
+    """Whether a value of this type can be written on the command line, which a function or a tensor cannot."""
     try:
         TypeAdapter(hint).json_schema()
     except PydanticUserError:

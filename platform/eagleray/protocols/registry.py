@@ -1,4 +1,6 @@
-"""List every protocol of evaluation by name. A new one is a module with a function, and a line here."""
+"""List all evaluation protocols by name.
+
+A new protocol is a module with a function, and a line in this file."""
 
 from collections.abc import Sequence
 
@@ -81,6 +83,7 @@ SHIPPED = {
 
 
 def _from_plugin(entry: register.Entry) -> Protocol:
+    """Describe a protocol that a plug-in registered."""
     function = f"{entry.module}:{entry.target.__name__}"
     return Protocol(entry.details["about"] or entry.name, function, entry.details["needs"], entry.details["features"])
 

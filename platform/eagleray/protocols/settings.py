@@ -24,7 +24,7 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         if self.resize < self.size:
-            raise ValueError(f"resize={self.resize} leaves no room for a crop of size={self.size}")
+            raise ValueError(f"resize={self.resize} is smaller than the crop of size={self.size}")
 
     def of(self, protocol: str) -> dict[str, Any]:
         """The settings of a protocol that this section sets."""

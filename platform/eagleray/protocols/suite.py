@@ -55,8 +55,8 @@ def suite(
     seed: NonNegativeInt = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Run the logistic probe on every dataset that is there as shards ROOT/NAME/SPLIT; `features` returns the features
-    of the shards at a URL.
+    """Run the logistic probe on every dataset of the suite that has shards in ROOT/NAME/SPLIT; `features` returns the
+    features of the shards at a URL.
 
     The numbers are the metric of each dataset in percent, their mean, the mean of the reference on the same datasets,
     and the number of datasets on which the backbone is better. Datasets that are missing or cannot be used are listed
@@ -99,12 +99,12 @@ def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
     whole, test = known[:2]
     available = {s for s in known if any(b.url.endswith(".tar") for b in files.list_folder(f"{folder}/{s}/"))}
     if test not in available:
-        raise UserError(f"{folder}/{test}: no shards there")
+        raise UserError(f"{folder}/{test}: no shards in this folder")
     if {"train", "val"} <= available:
         return ("train", "val"), test
     if whole not in available:
         either = ", nor in both train and val beside it" if "val" in known else ""
-        raise UserError(f"{folder}/{whole}: no shards there{either}")
+        raise UserError(f"{folder}/{whole}: no shards in this folder{either}")
     return (whole,), test
 
 

@@ -256,7 +256,7 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 WRONG = {
     "no file": (lambda f: (f / "annotations" / "instances_train.json").unlink(), "neither annotations/instances_train"),
-    "no JSON": (lambda f: (f / "annotations" / "instances_train.json").write_text("{"), "is not JSON"),
+    "no JSON": (lambda f: (f / "annotations" / "instances_train.json").write_text("{"), "cannot be read as JSON"),
     "a list": (lambda f: (f / "annotations" / "instances_train.json").write_text("[]"), "no list of images"),
     "no image": (lambda f: (f / "images" / "11.png").unlink(), "11.png: no such image; 1 of the 3"),
     "no key": (broken(lambda t: t["annotations"][1].pop("bbox")), r"annotations\[1\] has no bbox"),
@@ -290,7 +290,7 @@ def test_an_image_that_is_broken_or_of_another_size_is_named(coco: Path):
     with pytest.raises(UserError, match="has 10 x 10 pixels"):
         split[0]
     (coco / "images" / "10.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"10.png: is not an image"):
+    with pytest.raises(UserError, match=r"10.png: does not decode"):
         split[0]
 
 

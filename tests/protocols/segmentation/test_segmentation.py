@@ -244,10 +244,10 @@ def read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("no mask", r"s0.png: has no mask of its name in .*masks/train"),
-        ("no images", r"images/train: has no images"),
-        ("other size", r"masks/train/s0.png: 10 x 10 pixels; its image has 56 x 40"),
-        ("other value", r"masks/train/s0.png: has the value 9; there are 2 classes"),
+        ("no mask", r"s0.png: no mask in .*masks/train has the same name"),
+        ("no images", r"images/train: expected images, found none"),
+        ("other size", r"masks/train/s0.png: has 10 x 10 pixels, its image has 56 x 40"),
+        ("other value", r"masks/train/s0.png: has the value 9, which is none of the 2 classes"),
         ("colours", r"masks/train/s0.png: has 3 channels; expected one"),
         ("broken image", r"images/train/s0.png: "),
         ("broken mask", r"masks/train/s0.png: "),

@@ -186,16 +186,16 @@ def test_colours_follow_coloured_squares(tmp_path: Path, year: str, palette: boo
     assert Image.open(found.pictures[0]).width > 300
     assert "davis squares: J&F" in capsys.readouterr().out
     [video] = videos(root, "val")
-    scores, _ = module.follow(colours, video, **SETTINGS)
+    scores, _ = module.evaluate_video(colours, video, **SETTINGS)
     assert scores.shape == (objects, 2)
 
 
 def test_the_first_and_the_last_frame_do_not_count(tmp_path: Path):
     root = davis_folder(tmp_path, year="2017", palette=True)
-    whole, _ = module.follow(colours, *videos(root, "val"), **SETTINGS)
+    whole, _ = module.evaluate_video(colours, *videos(root, "val"), **SETTINGS)
     for at, counts in ((4, False), (2, True)):
         Image.fromarray(np.zeros((96, 128), np.uint8)).save(root / "Annotations/480p/squares" / f"{at:05d}.png")
-        found, _ = module.follow(colours, *videos(root, "val"), **SETTINGS)
+        found, _ = module.evaluate_video(colours, *videos(root, "val"), **SETTINGS)
         assert (found < whole).all() if counts else (found == whole).all()
 
 
@@ -203,7 +203,7 @@ def test_only_the_first_frame_and_the_last_few_are_remembered(tmp_path: Path, mo
     root = davis_folder(tmp_path, year="2017", frames=7)
     frames = []
     monkeypatch.setattr(module, "propagate", lambda x, c, *a, **k: frames.append(len(c)) or propagate(x, c, *a, **k))
-    module.follow(colours, *videos(root, "val"), n_last_frames=2, topk=5, size_mask_neighborhood=12)
+    module.evaluate_video(colours, *videos(root, "val"), n_last_frames=2, topk=5, size_mask_neighborhood=12)
     assert frames == [1, 2, 3, 3, 3, 3]
 
 
@@ -218,23 +218,23 @@ def test_what_is_not_there(tmp_path: Path):
     with pytest.raises(UserError, match="no such folder"):
         videos(tmp_path / "none", "val")
     root = davis_folder(tmp_path / "davis", year="2017")
-    with pytest.raises(UserError, match=r"no ImageSets/\*/test.txt; there are: 2017/val"):
+    with pytest.raises(UserError, match=r"no ImageSets/\*/test.txt; its splits are 2017/val"):
         videos(root, "test")
     mask = root / "Annotations/480p/squares/00003.png"
     mask.unlink()
-    with pytest.raises(UserError, match=r"00003.png: no such mask \(1 of 5 are missing\)"):
+    with pytest.raises(UserError, match=r"00003.png: no such file; 1 of 5 masks are missing"):
         videos(root, "val")
     first = root / "Annotations/480p/squares/00000.png"
     Image.fromarray(np.full((10, 10), 255, np.uint8)).save(mask)
     with pytest.raises(UserError, match="have 10 x 10 and 128 x 96 pixels"):
-        module.follow(colours, *videos(root, "val"), **SETTINGS)
+        module.evaluate_video(colours, *videos(root, "val"), **SETTINGS)
     Image.fromarray(np.zeros((96, 128), np.uint8)).save(first)
-    with pytest.raises(UserError, match="no object to follow in the first frame"):
-        module.follow(colours, *videos(root, "val"), **SETTINGS)
+    with pytest.raises(UserError, match="the mask of the first frame has no object"):
+        module.evaluate_video(colours, *videos(root, "val"), **SETTINGS)
     frame = root / "JPEGImages/480p/squares/00000.jpg"
     frame.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"00000\.jpg: cannot be read"):
         module.read_frame(frame)
     (root / "ImageSets/2017/val.txt").write_text("squares\ncircles\n")
-    with pytest.raises(UserError, match="circles: 0 frames"):
+    with pytest.raises(UserError, match="circles: expected three frames or more, found 0"):
         videos(root, "val")

@@ -17,7 +17,7 @@ from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.models.backbone import Backbone, Features
 from eagleray.protocols.visual import attention as module
 from eagleray.protocols.visual import explore
-from eagleray.protocols.visual.attention import attention, entropy, maps, smallest
+from eagleray.protocols.visual.attention import attention, entropy, fewest_patches, maps
 from eagleray.protocols.visual.explore import (
     components,
     nearest,
@@ -110,14 +110,14 @@ def test_other_models_are_named():
 def test_the_kept_patches_are_the_fewest_that_hold_the_mass():
     rows = torch.randn(40, 9, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
     for mass in (0.1, 0.6, 0.95, 1.0):
-        kept = smallest(rows, mass)
+        kept = fewest_patches(rows, mass)
         held = (rows * kept).sum(-1)
         assert (held >= mass - 1e-6).all()
         for row, mask in zip(rows, kept, strict=True):
             if mask.sum() > 1:  # the likest ones, one less, are too few
                 assert row.sort(descending=True).values[: mask.sum() - 1].sum() < mass
             assert row[mask].min() >= row[~mask].max() if (~mask).any() else True
-    assert smallest(torch.full((10,), 0.1), 0.6).sum() in (6, 7)
+    assert fewest_patches(torch.full((10,), 0.1), 0.6).sum() in (6, 7)
 
 
 def test_entropy_in_bits():
@@ -141,8 +141,8 @@ def test_pictures_of_attention(index: Index, tmp_path: Path, name: str, capsys):
 
 
 def test_the_patch_under_a_point():
-    assert module.patch((0.5, 0.5), (4, 6)) == 2 * 6 + 3
-    assert module.patch((0, 0.99), (4, 6)) == 3 * 6
+    assert module.patch_at((0.5, 0.5), (4, 6)) == 2 * 6 + 3
+    assert module.patch_at((0, 0.99), (4, 6)) == 3 * 6
 
 
 def test_components_of_a_field_of_rank_three():

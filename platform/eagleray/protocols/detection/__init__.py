@@ -1,1 +1,1 @@
-"""Object detection with Mask R-CNN, fine-tuned on COCO annotations."""
+"""Fine-tune a backbone for object detection on COCO annotations, with Mask R-CNN."""

@@ -1,5 +1,6 @@
-"""Read images with boxes and masks in COCO's layout, file by file and in any order. Shards are made for images with one
-label; here an image has many objects, of some kilobytes each, and there are few images."""
+"""Read images with boxes and masks in COCO's layout, file by file and in any order.
+
+Shards are made for images with one label; here an image has many objects, and there are few images."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ class Coco(Dataset[Example]):
     background."""
 
     file: Path
-    tree: dict[str, list[dict[str, Any]]]  # the content of the file; each annotation has `id`, `area` and `iscrowd`
+    tree: dict[str, list[dict[str, Any]]]  # the content of the file; every annotation has `id`, `area` and `iscrowd`
     paths: list[Path]  # of each image
     objects: list[list[dict[str, Any]]]  # annotations of each image, crowds included
     categories: dict[int, str]  # names by id, in order of ids
@@ -123,7 +124,7 @@ def read_image(path: Path) -> Tensor:
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
     except BadImage as e:
-        raise UserError(f"{path}: is not an image: {e}") from None
+        raise UserError(f"{path}: does not decode: {e}") from None
 
 
 def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -133,7 +134,7 @@ def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         tree = json.loads(file.read_text())
     except (OSError, ValueError) as e:
-        raise UserError(f"{file}: is not JSON: {' '.join(str(e).split())}") from None
+        raise UserError(f"{file}: cannot be read as JSON: {' '.join(str(e).split())}") from None
     for problem in problems(tree):
         raise UserError(f"{file}: {problem}")
     sizes = {i["id"]: (i["height"], i["width"]) for i in tree["images"]}

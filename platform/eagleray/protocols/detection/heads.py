@@ -1,5 +1,7 @@
-"""Mask R-CNN (He et al. 2017, arXiv:1703.06870) and Cascade Mask R-CNN (Cai and Vasconcelos 2018, arXiv:1712.00726)
-built from torchvision's parts. R regions, C classes, of which class 0 is the background."""
+"""Build Mask R-CNN (He et al. 2017, arXiv:1703.06870) and Cascade Mask R-CNN (Cai and Vasconcelos 2018,
+arXiv:1712.00726) from torchvision's parts.
+
+There are R regions and C classes, of which class 0 is the background."""
 
 from collections.abc import Sequence
 from typing import Any

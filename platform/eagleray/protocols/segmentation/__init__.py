@@ -1,1 +1,1 @@
-"""Semantic segmentation, fine-tuned on masks."""
+"""Fine-tune a backbone for semantic segmentation, and score the predicted class of every pixel."""

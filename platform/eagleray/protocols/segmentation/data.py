@@ -1,5 +1,6 @@
-"""Read images with a class for every pixel, from folders in the layout of ADE20K, of SegNet's CamVid, or of any pairs
-of image and mask, and crop them as mmsegmentation does."""
+"""Read images with a class for every pixel from folders in one of three layouts, and crop them as mmsegmentation does.
+
+The layouts are those of ADE20K, of CamVid as in SegNet, and of any pairs of an image and a mask."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,12 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
 IGNORED = 255  # pixels of no class
-UNNAMED = ("unlabelled", "unlabeled", "void", "ignore")  # lines of classes.txt that are no class
+NO_CLASS = ("unlabelled", "unlabeled", "void", "ignore")  # lines of classes.txt that do not name a class
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
-WIDEST = 4  # a long side is at most this many times `size`: (2048, 512)
-RATIOS = (0.5, 2.0)  # of an image's size in training
-LARGEST, TRIES = 0.75, 10  # share of a crop that one class may have, and how often another crop is tried
-# One half of the images each, factors of brightness, saturation and contrast, and turns of the hue.
+WIDEST = 4  # the long side is at most so many times `size`, as in mmsegmentation's (2048, 512)
+RATIOS = (0.5, 2.0)  # range of the factor by which the short side differs from `size` in training
+LARGEST, TRIES = 0.75, 10  # largest share of a crop that one class may have, and the number of crops that are tried
+# Ranges of the factors of brightness and saturation and of the turn of the hue; each applies to half of the images.
 JITTER = (
     (photometric.brightness, 0.875, 1.125),
     (photometric.saturation, 0.5, 1.5),
@@ -36,12 +37,12 @@ JITTER = (
 
 
 class Layout(NamedTuple):
-    """Folders of images and masks."""
+    """The folders of images and of masks for training and validation, and how masks number the classes."""
 
     train: tuple[str, str]
     val: tuple[str, str]
     first: int = 0  # the value of the first class; a smaller one is ignored
-    classes: int | None = None  # where no file names them; None: as many as the training masks show
+    classes: int | None = None  # if no file names them; None: the highest class in the training masks counts
 
 
 LAYOUTS = (
@@ -52,22 +53,26 @@ LAYOUTS = (
 
 
 class Pair(NamedTuple):
+    """The files of an image and of its mask."""
+
     image: Path
     mask: Path
 
 
 @dataclass(frozen=True)
 class Masks:
-    """A dataset with C classes."""
+    """A segmentation dataset with C classes."""
 
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
     classes: tuple[str, ...]
-    table: NDArray[np.int16]  # (256,) the class of a mask's value, IGNORED, or -1 for one that must not be
+    table: NDArray[np.int16]  # (256,) the class of each value in a mask, IGNORED, or -1 for a value that must not occur
 
     @classmethod
     def of(cls, folder: Path) -> "Masks":
-        """Raises UserError for a folder of another layout, and for an image without a mask."""
+        """Open a dataset in one of the three layouts.
+
+        Raises UserError when the folder has another layout or an image has no mask."""
         layout = next((lay for lay in LAYOUTS if all((folder / f).is_dir() for f in (*lay.train, *lay.val))), None)
         if layout is None:
             known = "; or ".join(", ".join((*lay.train, *lay.val)) for lay in LAYOUTS)
@@ -76,16 +81,18 @@ class Masks:
         names = class_names(folder) or [str(i) for i in range(layout.classes or highest(train) + 1)]
         table = np.full(256, -1, np.int16)
         table[: layout.first] = table[IGNORED] = IGNORED
-        kept = [name for name in names if name.lower() not in UNNAMED]
-        if not 2 <= len(kept) < IGNORED:
-            raise UserError(f"--masks {folder}: {len(kept)} classes; expected 2 to {IGNORED - 1}")
+        classes = [name for name in names if name.lower() not in NO_CLASS]
+        if not 2 <= len(classes) < IGNORED:
+            raise UserError(f"--masks {folder}: {len(classes)} classes; expected 2 to {IGNORED - 1}")
         numbers = itertools.count()
         for value, name in enumerate(names, layout.first):
-            table[value] = IGNORED if name.lower() in UNNAMED else next(numbers)
-        return cls(train, val, tuple(kept), table)
+            table[value] = IGNORED if name.lower() in NO_CLASS else next(numbers)
+        return cls(train, val, tuple(classes), table)
 
     def read(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """uint8 image (3, H, W) and classes (H, W). Raises UserError."""
+        """Read an image (3, H, W), uint8, and its classes (H, W), uint8.
+
+        Raises UserError when a file does not decode, their sizes differ or the mask has an unknown value."""
         try:
             image = decode(pair.image.read_bytes())
         except BadImage as e:
@@ -93,24 +100,26 @@ class Masks:
         values = read_mask(pair.mask)
         if values.shape != image.shape[1:]:
             (h, w), (_, height, width) = values.shape, image.shape
-            raise UserError(f"{pair.mask}: {w} x {h} pixels; its image has {width} x {height}")
+            raise UserError(f"{pair.mask}: has {w} x {h} pixels, its image has {width} x {height}")
         classes = self.table[np.minimum(values, IGNORED)]
         if (classes < 0).any():
             worst = int(values[classes < 0].max())
-            raise UserError(f"{pair.mask}: has the value {worst}; there are {len(self.classes)} classes")
+            raise UserError(f"{pair.mask}: has the value {worst}, which is none of the {len(self.classes)} classes")
         return image, torch.from_numpy(classes.astype(np.uint8))
 
 
 def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
-    """By name. Raises UserError."""
-    found = {p.stem: p for p in sorted((folder / masks).iterdir()) if p.suffix.lower() in SUFFIXES}
+    """Pair the images of a folder with the masks of the same names.
+
+    Raises UserError when there is no image, or an image without a mask."""
+    by_name = {p.stem: p for p in sorted((folder / masks).iterdir()) if p.suffix.lower() in SUFFIXES}
     out = []
     for image in sorted(p for p in (folder / images).iterdir() if p.suffix.lower() in SUFFIXES):
-        if image.stem not in found:
-            raise UserError(f"{image}: has no mask of its name in {folder / masks}")
-        out.append(Pair(image, found[image.stem]))
+        if image.stem not in by_name:
+            raise UserError(f"{image}: no mask in {folder / masks} has the same name")
+        out.append(Pair(image, by_name[image.stem]))
     if not out:
-        raise UserError(f"{folder / images}: has no images")
+        raise UserError(f"{folder / images}: expected images, found none")
     return tuple(out)
 
 
@@ -124,16 +133,18 @@ def class_names(folder: Path) -> list[str]:
 
 
 def highest(train: Sequence[Pair]) -> int:
-    """The largest class in the masks."""
+    """Return the highest class in the masks."""
     return max(int(np.where(v == IGNORED, 0, v).max()) for v in ordered_map(read_mask, [p.mask for p in train]))
 
 
 def read_mask(path: Path) -> NDArray[np.int64]:
-    """The values (H, W) of a mask. Raises UserError."""
+    """Read the values (H, W) of a mask.
+
+    Raises UserError when the file does not decode or has several channels."""
     try:
         with Image.open(path) as mask:
             values = np.asarray(mask)
-    except Exception as e:  # PIL has many
+    except Exception as e:  # PIL raises errors of many types for broken files
         raise UserError(f"{path}: {reason(e)}") from None
     if values.ndim != 2:
         raise UserError(f"{path}: has {values.shape[2]} channels; expected one, the class of each pixel")
@@ -141,16 +152,17 @@ def read_mask(path: Path) -> NDArray[np.int64]:
 
 
 def resized_shape(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
-    """Height and width of an image (..., H, W) whose short side becomes `ratio` times `size`, unless the long one would
-    be more than WIDEST times as long."""
+    """Return the height and width to which an image (..., H, W) is resized: its short side becomes `ratio` times
+    `size`, or less, so that the long side is at most WIDEST times as long as that."""
     short, long = sorted(image.shape[-2:])
     scale = ratio * size * min(1 / short, WIDEST / long)
     return max(round(image.shape[-2] * scale), 1), max(round(image.shape[-1] * scale), 1)
 
 
 def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) -> tuple[Tensor, Tensor]:
-    """A part of a uint8 image (3, H, W) and its classes (H, W), resized, mirrored and distorted at random: normalised
-    (3, size, size) and (size, size), padded at the bottom and the right with zeros and IGNORED."""
+    """Return a random crop of an image (3, H, W), uint8, and of its classes (H, W), for training. Both are resized and
+    mirrored at random, and the colours distorted. The results are a normalised image (3, size, size) and classes (size,
+    size), padded at the bottom and the right with zeros and IGNORED."""
     shape = list(resized_shape(image, size, rng.uniform(*RATIOS)))
     image = resize(image, shape, InterpolationMode.BILINEAR, antialias=True)
     mask = resize(mask[None], shape, InterpolationMode.NEAREST_EXACT)[0]
@@ -169,7 +181,8 @@ def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) ->
 
 
 def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Colours of (1, 3, h, w) in [0, 1], contrast before saturation and hue or after them."""
+    """Distort the colours of an image (1, 3, h, w), from 0 to 1, at random; contrast changes before saturation and hue,
+    or after them."""
     contrast = (photometric.contrast, 0.5, 1.5)
     order = (JITTER[0], contrast, *JITTER[1:]) if rng.integers(2) else (*JITTER, contrast)
     for function, low, high in order:
@@ -179,8 +192,10 @@ def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def crops(masks: Masks, *, start: int, stop: int, batch: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches `start` to `stop` of crops (B, 3, size, size) and classes (B, size, size), int64: epochs of all training
-    images, each in an order of its own. A batch is the same wherever one starts. Raises UserError."""
+    """Yield the training batches `start` to `stop`: crops (B, 3, size, size) and classes (B, size, size), int64. Every
+    epoch has all training images in a new order. A batch does not depend on `start`.
+
+    Raises UserError when an image or a mask cannot be read."""
     n = len(masks.train)
 
     def load(k: int) -> tuple[Tensor, Tensor]:

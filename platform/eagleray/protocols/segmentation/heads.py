@@ -1,8 +1,8 @@
-"""The heads that predict the class of every pixel from a pyramid of maps: Semantic FPN (Kirillov et al. 2019,
-arXiv:1901.02446) and UPerNet (Xiao et al. 2018, arXiv:1807.10221), as mmsegmentation has them, whose results the papers
-print.
+"""Define the heads that predict the class of every pixel from feature maps: Semantic FPN (Kirillov et al. 2019,
+arXiv:1901.02446) and UPerNet (Xiao et al. 2018, arXiv:1807.10221).
 
-Maps are (B, C, h, w), the finest first; K classes."""
+Both follow mmsegmentation, which the papers' results were computed with. Maps are (B, C, h, w), the finest first; there
+are K classes."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,12 @@ DROPOUT = 0.1
 
 
 def conv(inside: int, outside: int, kernel: int = 3) -> nn.Module:
-    """A convolution of stride 1, batch norm and ReLU."""
+    """Build a convolution of stride 1, followed by batch norm and ReLU."""
     return Conv2dNormActivation(inside, outside, kernel)
 
 
 def classify(inside: int, classes: int) -> nn.Module:
+    """Build dropout and the last convolution, which predicts the scores of the classes."""
     last = nn.Conv2d(inside, classes, 1)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)  # type: ignore[arg-type]
@@ -27,12 +28,13 @@ def classify(inside: int, classes: int) -> nn.Module:
 
 
 def resized(x: Tensor, like: Tensor) -> Tensor:
+    """Resize a map to the height and width of another."""
     return F.interpolate(x, like.shape[2:], mode="bilinear")
 
 
 class SemanticFPN(nn.Module):
-    """An FPN of `width` channels whose level i is doubled i times on its way to the finest map, with half as many, and
-    the sum of them all."""
+    """The head of Semantic FPN. A feature pyramid has `width` channels; its level i passes i convolutions with half as
+    many channels, each followed by an upsampling by 2, and the class scores are computed from the sum of all levels."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 256) -> None:
         super().__init__()
@@ -47,16 +49,17 @@ class SemanticFPN(nn.Module):
         self.classify = classify(narrow, classes)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Scores (B, K, h, w) of the finest map's size."""
-        found = self.fpn({str(i): x for i, x in enumerate(maps)}).values()
-        enlarged = [level(x) for level, x in zip(self.levels, found, strict=True)]
-        # Maps of one size, those of a ViT as SelfPatch takes them, are enlarged like any others, and shrunk again.
+        """Return one list entry: scores (B, K, h, w) with the size of the finest map."""
+        pyramid = self.fpn({str(i): x for i, x in enumerate(maps)}).values()
+        enlarged = [level(x) for level, x in zip(self.levels, pyramid, strict=True)]
+        # A ViT's maps all have one size; as in SelfPatch's code they are enlarged like others, then shrunk again.
         return [self.classify(sum(resized(x, maps[0]) for x in enlarged))]
 
 
 class UPerNet(nn.Module):
-    """Means of the coarsest map over 1, 4, 9 and 36 parts of the image, an FPN below them, and all its levels side by
-    side. In training a second classifier, of half the width, reads the last map but one."""
+    """The head of UPerNet. The coarsest map is averaged over 1, 4, 9 and 36 parts of the image, a feature pyramid is
+    built on it, and the class scores are computed from all its levels, concatenated. In training a second classifier,
+    of half the width, reads the last map but one."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 512) -> None:
         super().__init__()
@@ -71,11 +74,12 @@ class UPerNet(nn.Module):
         self.helper = nn.Sequential(conv(fine[-1], width // 2), classify(width // 2, classes))
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Scores (B, K, h, w) of the finest map's size, and in training those of the helper."""
+        """Return scores (B, K, h, w) with the size of the finest map, and in training also those of the second
+        classifier."""
         coarse = maps[-1]
-        found = [self.pooled(torch.cat([coarse, *(resized(pool(coarse), coarse) for pool in self.pools)], 1))]
+        levels = [self.pooled(torch.cat([coarse, *(resized(pool(coarse), coarse) for pool in self.pools)], 1))]
         for lateral, x in zip(self.lateral[::-1], maps[-2::-1], strict=True):
-            found.append(lateral(x) + resized(found[-1], x))
-        smooth = [found[0], *(s(x) for s, x in zip(self.smooth[::-1], found[1:], strict=True))]
+            levels.append(lateral(x) + resized(levels[-1], x))
+        smooth = [levels[0], *(s(x) for s, x in zip(self.smooth[::-1], levels[1:], strict=True))]
         out = self.fuse(torch.cat([resized(x, maps[0]) for x in smooth[::-1]], 1))
         return [out, self.helper(maps[-2])] if self.training else [out]

@@ -1,4 +1,4 @@
-"""Classes of pixels: beside the images and the truth in one picture, and by class in one table. K classes."""
+"""Draw images beside their true and predicted classes, and write the scores of each of the K classes to a table."""
 
 import colorsys
 import csv
@@ -15,20 +15,22 @@ from eagleray.base.plotting import DPI
 from eagleray.protocols.segmentation.data import IGNORED
 from eagleray.protocols.segmentation.scores import class_scores
 
-GOLDEN = 0.618034  # of the circle of hues between one class and the next, so that neighbours differ
+GOLDEN = 0.618034  # of the circle of hues from one class to the next, so that consecutive classes differ
 NONE = (32, 32, 32)  # pixels of no class
 WIDTH = 3.2  # inches of an image
 NAMES = 40  # in a legend at most
 
 
 class Comparison(NamedTuple):
+    """An image with its true and its predicted classes."""
+
     image: Tensor  # (3, H, W) uint8
     truth: Tensor  # (H, W) classes, IGNORED where there is none
-    found: Tensor  # (H, W)
+    prediction: Tensor  # (H, W) classes
 
 
 def colours(classes: int) -> NDArray[np.uint8]:
-    """(256, 3), one for each class and one for pixels of none."""
+    """Return a table (256, 3) with a colour for each class; all other values have the colour of pixels without one."""
     out = np.full((256, 3), NONE, np.uint8)
     for i in range(classes):
         r, g, b = colorsys.hsv_to_rgb(i * GOLDEN % 1, (0.75, 0.45)[i % 2], (0.95, 0.75, 0.55)[i % 3])
@@ -36,38 +38,39 @@ def colours(classes: int) -> NDArray[np.uint8]:
     return out
 
 
-def draw(path: Path, shown: Sequence[Comparison], classes: Sequence[str]) -> None:
-    """A row for each image: it, its truth and what was found, above the names of the classes in them."""
+def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> None:
+    """Draw a row for each image: the image, its true and its predicted classes; a legend names the classes in them."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     paint = colours(len(classes))
-    high = max(s.image.shape[1] / s.image.shape[2] for s in shown) * WIDTH
-    there = torch.cat([x.flatten() for s in shown for x in (s.truth, s.found)]).unique().tolist()
-    known = [c for c in there if c != IGNORED][:NAMES]
+    high = max(s.image.shape[1] / s.image.shape[2] for s in samples) * WIDTH
+    values = torch.cat([x.flatten() for s in samples for x in (s.truth, s.prediction)]).unique().tolist()
+    known = [c for c in values if c != IGNORED][:NAMES]
     handles = [Patch(color=paint[c] / 255, label=classes[c]) for c in known]
-    if IGNORED in there:
+    if IGNORED in values:
         handles.append(Patch(color=paint[IGNORED] / 255, label="not counted"))
     columns = 6
     legend = 0.3 + 0.22 * -(-len(handles) // columns)
-    figure = Figure(figsize=(3 * WIDTH, high * len(shown) + legend + 0.3), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(3 * WIDTH, high * len(samples) + legend + 0.3), dpi=DPI, layout="constrained")
     below = legend / figure.get_figheight()
     figure.set_layout_engine("constrained", rect=(0, below, 1, 1 - below))
-    axes = figure.subplots(len(shown), 3, squeeze=False)
-    for row, s in zip(axes, shown, strict=True):
+    axes = figure.subplots(len(samples), 3, squeeze=False)
+    for row, s in zip(axes, samples, strict=True):
         row[0].imshow(s.image.permute(1, 2, 0).numpy())
         row[1].imshow(paint[s.truth.numpy()])
-        row[2].imshow(paint[np.where(s.truth == IGNORED, IGNORED, s.found)])
+        row[2].imshow(paint[np.where(s.truth == IGNORED, IGNORED, s.prediction)])
         for cell in row:
             cell.set_axis_off()
-    for cell, title in zip(axes[0], ("image", "truth", "found"), strict=True):
+    for cell, title in zip(axes[0], ("image", "truth", "prediction"), strict=True):
         cell.set_title(title, fontsize=10)
     figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=8)
     figure.savefig(path)
 
 
 def table(path: Path, classes: Sequence[str], counts: Tensor) -> None:
-    """IoU and accuracy in percent, and pixels, of each class, from a confusion (K, K); empty where a class has none."""
+    """Write a CSV with the IoU and accuracy in percent and the number of pixels of each class, from a confusion matrix
+    (K, K). Scores of a class without pixels are empty."""
     iou, accuracy = class_scores(counts)
     with path.open("w", newline="") as f:
         writer = csv.writer(f)

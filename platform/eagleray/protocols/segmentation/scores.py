@@ -12,22 +12,23 @@ from torchvision.transforms.v2.functional import resize
 from eagleray.protocols.segmentation.data import IGNORED, resized_shape
 from eagleray.views.photometric import normalise
 
-SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # of DRLoc's and Swin's numbers, each of them mirrored too
+SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # of the images behind DRLoc's and Swin's numbers; each is also mirrored
 Net = Callable[[Tensor], Tensor]  # normalised images (B, 3, H, W) to scores (B, C, H, W)
 
 
 def confusion(truth: Tensor, prediction: Tensor, classes: int) -> Tensor:
-    """Count the pixels (C, C) of each true class, by row, with each predicted class; IGNORED ones do not count."""
+    """Return the confusion matrix (C, C): the number of pixels of each true class (rows) with each predicted class
+    (columns). IGNORED pixels do not count."""
     known = truth != IGNORED
     pairs = truth[known].long() * classes + prediction[known].long()
     return torch.bincount(pairs, minlength=classes**2).view(classes, classes)
 
 
 def class_scores(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Intersection over union and accuracy (C,) of each class, NaN for one that no pixel has: of the union, or of the
-    truth."""
-    hit, truth, found = counts.diag().double(), counts.sum(1), counts.sum(0)
-    return hit / (truth + found - hit), hit / truth
+    """Return the intersection over union and the accuracy (C,) of each class from a confusion matrix. The first is NaN
+    for a class that is neither true nor predicted anywhere, the second for one that is nowhere true."""
+    hit, truth, prediction = counts.diag().double(), counts.sum(1), counts.sum(0)
+    return hit / (truth + prediction - hit), hit / truth
 
 
 def scores(counts: Tensor) -> dict[str, float]:
@@ -41,8 +42,9 @@ def scores(counts: Tensor) -> dict[str, float]:
 def probabilities(
     net: Net, image: Tensor, *, size: int, scales: Sequence[float] = (1.0,), mirror: bool = False
 ) -> Tensor:
-    """Probabilities (C, H, W) of the pixels of a uint8 image (3, H, W) on the net's device: means over sizes, the short
-    side so many times `size`, and over its mirror image."""
+    """Return the class probabilities (C, H, W) of an image (3, H, W), uint8, on the device of the network. They are
+    means over the image resized so that its short side is each of `scales` times `size`, and with `mirror` over the
+    mirrored images too."""
     total = image.new_zeros((), dtype=torch.float)
     for scale in scales:
         x = resize(image[None], list(resized_shape(image, size, scale)), InterpolationMode.BILINEAR, antialias=True)

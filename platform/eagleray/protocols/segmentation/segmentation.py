@@ -1,8 +1,8 @@
 """Fine-tune a backbone for semantic segmentation, with a head that predicts the class of every pixel.
 
 Semantic FPN as in SelfPatch (Yun et al. 2022, arXiv:2206.07990, supplement A and its code) and UPerNet as in Swin (Liu
-et al. 2021, arXiv:2103.14030, appendix A2.3), whose settings for ADE20K SelfPatch (supplement C) and DRLoc (Liu et al.
-2021, arXiv:2106.03746, appendix B.2) take. K classes."""
+et al. 2021, arXiv:2103.14030, appendix A2.3), whose settings for ADE20K are also used by SelfPatch (supplement C) and
+by DRLoc (Liu et al. 2021, arXiv:2106.03746, appendix B.2). There are K classes."""
 
 import copy
 from collections.abc import Iterator
@@ -32,21 +32,21 @@ from eagleray.protocols.segmentation.heads import SemanticFPN, UPerNet
 from eagleray.protocols.segmentation.picture import Comparison, draw, table
 from eagleray.storage.ordered_map import ordered_map
 
-WARMUP, RATIO = 1500, 1e-6  # steps, of the rate at the first
-SHORT = 10  # a run shorter than ADE20K's warms up in one of so many steps
+WARMUP, RATIO = 1500, 1e-6  # steps of warm-up, and the share of the rate that it begins with
+SHORT = 10  # a run of few steps warms up in one of so many of them
 HELPER = 0.4  # weight of UPerNet's second classifier
-PICTURES = 4
+PICTURES = 4  # images in the picture
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """A head, and the settings that the papers train it with."""
+    """A type of head, and the settings that the papers train it with."""
 
     make: type[SemanticFPN] | type[UPerNet]
     width: int  # channels
     steps: int
     drop_path: float
-    taps: tuple[int, ...]  # of twelve blocks of a ViT
+    taps: tuple[int, ...]  # blocks of a ViT with twelve whose output is read
     rescale: bool  # whether a ViT's maps become a pyramid
 
 
@@ -72,10 +72,12 @@ def segmentation(
     multi_scale: bool = False,
     seed: NonNegativeInt = 0,
 ) -> Outcome:
-    """Fine-tune a copy of the backbone on the training images of `folder` and score it on the validation images: mIoU,
-    mAcc and aAcc in percent, with `multi_scale` also as means over six sizes and mirrored images. `size` is that of the
-    crops and the images' short side; `width` channels of the head, where None stands for the paper's. The same call
-    continues a training that was stopped. Raises UserError."""
+    """Fine-tune a copy of the backbone on the training images of `folder`, and measure mIoU, mAcc and aAcc in percent
+    on the validation images. With `multi_scale` they are also measured on means over six sizes and mirrored images.
+    `size` is the side of crops and the short side of images in pixels, and `width` the number of channels of the head;
+    None stands for the paper's `steps` and `width`. The same call continues a training that was stopped.
+
+    Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
     if head not in HEADS:
         raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
     if steps is not None and steps < 1:
@@ -122,7 +124,7 @@ def segmentation(
 
 
 class Segmenter(Trainee):
-    """A backbone, its feature maps and a head."""
+    """A network that predicts the class of every pixel: a backbone, its feature maps and a head."""
 
     def __init__(self, backbone: Backbone, kind: HeadSettings, classes: int, width: int) -> None:
         super().__init__()
@@ -130,29 +132,31 @@ class Segmenter(Trainee):
         self.head = kind.make(self.maps.dims, classes, width=width)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """The loss of normalised crops (B, 3, H, W) with classes (B, H, W); a mean over the pixels that have one."""
+        """Return the loss of normalised crops (B, 3, H, W) with classes (B, H, W), a mean over the pixels with a
+        class."""
         [x] = batch.views
         losses = [self.loss(z, batch.label) for z in self.raw(x)]
         return {"loss": losses[0] + HELPER * sum(losses[1:])}
 
     def raw(self, x: Tensor) -> list[Tensor]:
-        """Scores (B, K, H, W), those of a second classifier too while training."""
+        """Return scores (B, K, H, W) of the head, and in training also those of UPerNet's second classifier."""
         h, w = x.shape[2:]
         x = F.pad(x, (0, -w % self.maps.cell, 0, -h % self.maps.cell))
-        found = self.head(self.maps(x))
-        return [F.interpolate(z.float(), x.shape[2:], mode="bilinear")[..., :h, :w] for z in found]
+        scores = self.head(self.maps(x))
+        return [F.interpolate(z.float(), x.shape[2:], mode="bilinear")[..., :h, :w] for z in scores]
 
     def scores(self, x: Tensor) -> Tensor:
-        """Normalised images (B, 3, H, W) to scores (B, K, H, W)."""
+        """Return scores (B, K, H, W) for normalised images (B, 3, H, W)."""
         return self.raw(x)[0]
 
     @staticmethod
     def loss(z: Tensor, y: Tensor) -> Tensor:
+        """Return the mean cross-entropy of scores (B, K, H, W) for classes (B, H, W), without IGNORED pixels."""
         return F.cross_entropy(z, y, ignore_index=IGNORED)
 
     @torch.no_grad()
     def try_size(self, size: int, shape: tuple[int, int]) -> None:
-        """Raises UserError where the backbone cannot take crops of `size` or images of `shape`."""
+        """Raise UserError when the backbone cannot take crops of `size` or images of `shape` (H, W)."""
         self.eval()
         for h, w in ((size, size), shape):
             with explain_failure(
@@ -164,18 +168,18 @@ class Segmenter(Trainee):
 def batches(
     masks: Masks, settings: dict[str, Any], start: int, device: torch.device
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Steps from `start` on; an epoch counts as one step, as all schedules are in steps."""
+    """Yield the batches from step `start` on. Every step counts as an epoch, as all schedules are in steps."""
     steps, batch = settings["steps"], settings["batch"]
-    drawn = crops(masks, start=start, stop=steps, batch=batch, size=settings["size"], seed=settings["seed"])
-    for step, (x, y) in enumerate(drawn, start):
+    stream = crops(masks, start=start, stop=steps, batch=batch, size=settings["size"], seed=settings["seed"])
+    for step, (x, y) in enumerate(stream, start):
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         index = torch.arange(step * batch, (step + 1) * batch)
         yield Progress(step, 1, steps), Batch([x], index, y, (batch,))
 
 
 def poly(step: int, steps: int, lr: float) -> float:
-    """A straight line from `lr` to zero, below it by a straight line while it warms up: mmcv's poly of power 1 with a
-    linear warm-up, of which SelfPatch's and Swin's ADE20K settings have 1500 steps."""
+    """Return the learning rate of a step: it falls linearly from `lr` to zero, times a factor that rises linearly to 1
+    during the warm-up. This is mmcv's poly schedule of power 1; SelfPatch and Swin warm up for 1500 steps on ADE20K."""
     warm = min(WARMUP, steps // SHORT)
     up = 1 - (1 - step / warm) * (1 - RATIO) if step < warm else 1.0
     return lr * up * (1 - step / steps)
@@ -190,25 +194,25 @@ def report(
     *,
     multi_scale: bool,
 ) -> Outcome:
-    """Numbers, the table of classes and a picture of some of the validation images."""
+    """Score the network on the validation images, write the table of classes, and draw some of the images."""
     device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
-    shown: list[Any] = []
+    samples: list[Any] = []
     every = max(len(masks.val) // PICTURES, 1)
     for i, (image, truth) in enumerate(ordered_map(masks.read, masks.val)):
         x = image.to(device)
-        found = scoring.probabilities(net.scores, x, size=settings["size"]).argmax(0).cpu()
-        single += scoring.confusion(truth, found, classes)
+        prediction = scoring.probabilities(net.scores, x, size=settings["size"]).argmax(0).cpu()
+        single += scoring.confusion(truth, prediction, classes)
         if multi_scale:
             mean = scoring.probabilities(net.scores, x, size=settings["size"], scales=scoring.SCALES, mirror=True)
             several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
-        if i % every == 0 and len(shown) < PICTURES:
-            shown.append(Comparison(image, truth, found))
+        if i % every == 0 and len(samples) < PICTURES:
+            samples.append(Comparison(image, truth, prediction))
     numbers = {f"segmentation/{n}": v for n, v in scoring.scores(single).items()}
     if multi_scale:
         numbers |= {f"segmentation/{n}_multi_scale": v for n, v in scoring.scores(several).items()}
         settings = {**settings, "scales": list(scoring.SCALES), "mirrored": True}
     table(out / f"{name}.csv", masks.classes, single)
-    draw(out / f"{name}.png", shown, masks.classes)
+    draw(out / f"{name}.png", samples, masks.classes)
     note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
     return Outcome(numbers, settings, (out / f"{name}.png",))

@@ -1,1 +1,1 @@
-"""Objects followed through videos, by nearest patches."""
+"""Propagate object masks through videos by the similarity of patches, and score them."""

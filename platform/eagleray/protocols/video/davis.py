@@ -1,6 +1,8 @@
-"""Propagate the masks of a video's first frame from frame to frame by the similarity of patches alone, on DAVIS 2017
-and 2016. Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020; with the last block's
-tokens before the norm, as in SelfPatch, Yun et al. 2022."""
+"""Propagate the masks of a video's first frame to all other frames by the similarity of patches alone, on DAVIS 2017
+and 2016.
+
+The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020. Patches are
+the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
 
 import functools
 from collections import deque
@@ -26,19 +28,20 @@ from eagleray.protocols.video.measures import boundary, region
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise_
 
-LISTS = ("2017", "2016", "480p")  # folders of ImageSets; what is not 2017's has one object, the foreground
-MULTIPLE = 64  # the long side is cut down to one, in pixels
+LISTS = ("2017", "2016", "480p")  # folders of ImageSets; all but 2017 have one object, the foreground
+MULTIPLE = 64  # pixels; the long side is rounded down to a multiple of so many
 TEMPERATURE = 0.1
-CHUNK = 512  # patches whose likeness to all others is in memory at a time
-ROWS, BINS = 30, 4  # of the colour histograms: cells from top to bottom, as of a ViT/16 at 480p; bins of each colour
-SHOWN = 5  # frames of a picture
+CHUNK = 512  # patches whose cosines with all others are in memory at a time
+ROWS, BINS = 30, 4  # colour histograms: cells from top to bottom, as many as patches of a ViT/16; bins of each colour
+COLUMNS = 5  # frames in a picture
 
 Masks = NDArray[np.uint8]  # (H, W) numbers of objects, 0 for the background
-Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]  # a frame (3, H, W), uint8, to (N, D) and its grid
+# From a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid.
+Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 
 
 class Video(NamedTuple):
-    """T frames and a mask of each; with `binary`, all objects are one."""
+    """The files of T frames and of their true masks. If `binary`, all objects of a mask count as one."""
 
     name: str
     frames: list[Path]
@@ -60,86 +63,100 @@ def davis(
     topk: PositiveInt = 5,
     size_mask_neighborhood: NonNegativeInt = 12,
 ) -> Outcome:
-    """J, F and J&F in percent, per sequence and as means over objects, beside those of colour histograms in the
-    backbone's place, and a picture of each sequence. `size` is the frames' short side in pixels. Raises UserError."""
-    found = videos(Path(data), split)
-    described: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
-    walk = {"n_last_frames": n_last_frames, "topk": topk, "size_mask_neighborhood": size_mask_neighborhood}
-    scores: dict[str, list[NDArray[np.float64]]] = {prefix: [] for prefix in described}
+    """Measure J, F and J&F in percent for each sequence and as means over all objects, for the backbone's patches and,
+    as a baseline, for colour histograms. Each sequence has a picture. `size` is the short side of the frames in pixels.
+
+    Raises UserError when the data or the backbone do not fit."""
+    sequences = videos(Path(data), split)
+    descriptors: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
+    settings: dict[str, int] = {
+        "n_last_frames": n_last_frames,
+        "topk": topk,
+        "size_mask_neighborhood": size_mask_neighborhood,
+    }
+    scores: dict[str, list[NDArray[np.float64]]] = {prefix: [] for prefix in descriptors}
     numbers: dict[str, float] = {}
     pictures = []
     out.mkdir(parents=True, exist_ok=True)
-    for video in found:
+    for video in sequences:
         rows: dict[str, list[draw.Tile]] = {}
-        for prefix, describe in described.items():
-            each, rows[prefix] = follow(describe, video, **walk)
+        for prefix, describe in descriptors.items():
+            each, rows[prefix] = evaluate_video(describe, video, **settings)
             scores[prefix].append(each)
             numbers |= percent(f"davis/{video.name}/{prefix}", each)
-        ours, plain = (numbers[f"davis/{video.name}/{prefix}J&F"] for prefix in described)
+        ours, plain = (numbers[f"davis/{video.name}/{prefix}J&F"] for prefix in descriptors)
         note(f"davis {video.name}: J&F {ours:.1f}, colour histograms {plain:.1f}")
         labels = {"": f"backbone\nJ&F {ours:.1f}", "colours_": f"colours\nJ&F {plain:.1f}"}
-        title = f"{video.name}: objects followed from the first frame on; the white line is the truth"
+        title = f"{video.name}: masks propagated from the first frame; the white line is the truth"
         pictures.append(draw.sheet({labels[p]: row for p, row in rows.items()}, out / f"davis-{video.name}.png", title))
     means = {
         k: v for prefix, parts in scores.items() for k, v in percent(f"davis/{prefix}", np.concatenate(parts)).items()
     }
-    frames = sum(len(video.frames) for video in found)
-    settings = {**walk, "temperature": TEMPERATURE, "size": size, "split": split}
-    return Outcome(means | numbers, {**settings, "sequences": len(found), "frames": frames}, tuple(pictures))
+    frames = sum(len(video.frames) for video in sequences)
+    details = {**settings, "temperature": TEMPERATURE, "size": size, "split": split}
+    return Outcome(means | numbers, {**details, "sequences": len(sequences), "frames": frames}, tuple(pictures))
 
 
 def percent(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:
-    """Means in percent over objects (n, 2), J before F."""
+    """Return the mean J, F and J&F in percent from the J and F of objects (n, 2)."""
     j, f = (100 * scores.mean(0)).tolist()
     return {f"{prefix}J&F": (j + f) / 2, f"{prefix}J": j, f"{prefix}F": f}
 
 
 def videos(data: Path, split: str) -> list[Video]:
-    """The sequences that a list names, such as val, or 2016/val where several have that name. Raises UserError."""
+    """Find the sequences of a split: those in the list of this name, such as val, or 2016/val if several lists have it.
+
+    Raises UserError when the list, frames or masks are missing."""
     if not data.is_dir():
-        raise UserError(f"{data}: no such folder; expected DAVIS's, with JPEGImages/, Annotations/ and ImageSets/")
-    places = [data / "ImageSets" / part / f"{split}.txt" for part in ("", *LISTS)]
-    path = next((p for p in places if p.is_file()), None)
+        raise UserError(f"--davis {data}: no such folder; expected DAVIS with JPEGImages/, Annotations/ and ImageSets/")
+    lists = [data / "ImageSets" / part / f"{split}.txt" for part in ("", *LISTS)]
+    path = next((p for p in lists if p.is_file()), None)
     if path is None:
         known = sorted(str(p.relative_to(data / "ImageSets").with_suffix("")) for p in data.glob("ImageSets/*/*.txt"))
-        raise UserError(f"{data}: no ImageSets/*/{split}.txt; there are: {', '.join(known) or 'none'}")
+        raise UserError(
+            f"--split {split}: {data} has no ImageSets/*/{split}.txt; its splits are {', '.join(known) or 'none'}"
+        )
     lines = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
     names = dict.fromkeys(Path(x).parent.name if "/" in x else x for x in lines)  # 2016's own list names every frame
     if not names:
-        raise UserError(f"{path}: names no sequence")
+        raise UserError(f"{path}: expected names of sequences, found none")
     return [video(data, name, binary=path.parent.name != "2017") for name in names]
 
 
 def video(data: Path, name: str, *, binary: bool) -> Video:
-    """Raises UserError when frames or masks are not all there."""
+    """Find the frames and masks of a sequence.
+
+    Raises UserError when it has fewer than three frames or a mask is missing."""
     frames = sorted((data / "JPEGImages" / "480p" / name).glob("*.jpg"))
     masks = [data / "Annotations" / "480p" / name / f"{frame.stem}.png" for frame in frames]
     if len(frames) < 3:
-        raise UserError(f"{data}/JPEGImages/480p/{name}: {len(frames)} frames; the first and last do not count")
+        raise UserError(f"{data}/JPEGImages/480p/{name}: expected three frames or more, found {len(frames)}")
     if missing := [m for m in masks if not m.is_file()]:
-        raise UserError(f"{missing[0]}: no such mask ({len(missing)} of {len(masks)} are missing)")
+        raise UserError(f"{missing[0]}: no such file; {len(missing)} of {len(masks)} masks are missing")
     return Video(name, frames, masks, binary)
 
 
-def follow(describe: Describe, video: Video, **settings: int) -> tuple[NDArray[np.float64], list[draw.Tile]]:
-    """J and F of each object (n, 2), means over all frames but the first, which is given, and the last; and some frames
-    with what was found there. Raises UserError."""
+def evaluate_video(describe: Describe, video: Video, **settings: int) -> tuple[NDArray[np.float64], list[draw.Tile]]:
+    """Return J and F of each object (n, 2), means over all frames but the first and the last, and tiles of some frames
+    with the predicted masks.
+
+    Raises UserError when the first frame has no object, or a mask and its frame differ in size."""
     truth = read_mask(video.masks[0], video.binary)
     objects = np.unique(truth[truth > 0])
     if not len(objects):
-        raise UserError(f"{video.masks[0]}: no object to follow in the first frame")
-    shown = np.linspace(0, len(video.frames) - 1, SHOWN).round().astype(int)
+        raise UserError(f"{video.masks[0]}: the mask of the first frame has no object")
+    drawn = np.linspace(0, len(video.frames) - 1, COLUMNS).round().astype(int)
     scores, tiles = [], []
-    found = propagate_masks(describe, video, truth, objects, **settings)
-    for at, mask in enumerate(found):
+    masks = propagate_masks(describe, video, truth, objects, **settings)
+    for at, mask in enumerate(masks):
         truth = read_mask(video.masks[at], video.binary)
         if mask.shape != truth.shape:
             sizes = " and ".join(f"{w} x {h}" for h, w in (truth.shape, mask.shape))
-            raise UserError(f"{video.masks[at]}: the mask and its frame have {sizes} pixels; expected the same")
+            raise UserError(f"{video.masks[at]}: the mask and its frame have {sizes} pixels; expected equal sizes")
         if 0 < at < len(video.frames) - 1:
             pairs = [(mask == o, truth == o) for o in objects]
             scores.append([(region(*pair), boundary(*pair)) for pair in pairs])
-        if at in shown:
+        if at in drawn:
             tiles.append(
                 draw.Tile(draw.paint_objects(read_frame(video.frames[at]), mask), f"frame {at}", outline=truth > 0)
             )
@@ -156,7 +173,10 @@ def propagate_masks(
     topk: int,
     size_mask_neighborhood: int,
 ) -> Iterator[Masks]:
-    """Masks of all frames, the given one first. The first frame and the last n are kept, and no others."""
+    """Yield the mask of every frame, beginning with that of the first, which is the input. In memory are the first
+    frame and the last n, and no others.
+
+    Raises UserError when the frames differ in size."""
     numbers = np.concatenate([[0], objects]).astype(np.uint8)
     x, grid = describe(read_frame(video.frames[0]))
     near = neighbourhood(grid, size_mask_neighborhood).to(x.device)
@@ -168,11 +188,11 @@ def propagate_masks(
         image = read_frame(path)
         x, now = describe(image)
         if now != grid:
-            raise UserError(f"{path}: is of another size than the first frame of {video.name}")
+            raise UserError(f"{path}: differs in size from the first frame of {video.name}")
         context, labels = (torch.stack(part) for part in zip(start, *last, strict=True))
         soft = propagate(x, context, labels, near, topk=topk)
         last.append((x, soft))
-        # The protocol enlarges to the resized frame, and to the frame itself by the nearest pixel: less than one apart.
+        # The protocol enlarges to the resized frame, then to the frame by the nearest pixel: less than a pixel apart.
         large = F.interpolate(soft[None], image.shape[1:], mode="bilinear")[0]
         yield numbers[min_max(large).argmax(0).cpu().numpy()]
 
@@ -180,9 +200,10 @@ def propagate_masks(
 def propagate(
     target: Tensor, context: Tensor, labels: Tensor, near: Tensor, *, topk: int, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Soft labels (C, h, w) of a frame of tokens (N, D), from T others' tokens (T, N, D) and labels (T, C, h, w): each
-    patch takes the mean of its `topk` likest in all of them together, weighed by exp(cosine / temperature), among those
-    that `near` (N, N) allows. Ties with the last of them are kept."""
+    """Return soft labels (C, h, w) for a frame with tokens (N, D), from the tokens (T, N, D) and soft labels (T, C, h,
+    w) of T other frames. The label of a patch is the mean over the `topk` most similar patches of all T frames
+    together, weighted by exp(cosine / temperature), among those that `near` (N, N) allows. Patches with the same cosine
+    as the last of them count too."""
     frames, classes, h, w = labels.shape
     known = labels.transpose(0, 1).reshape(classes, -1)  # (C, T * N)
     bank = F.normalize(context, dim=-1).flatten(0, 1)  # (T * N, D)
@@ -197,22 +218,24 @@ def propagate(
 
 
 def neighbourhood(grid: tuple[int, int], reach: int) -> Tensor:
-    """Which patches (N, N) lie at most `reach` rows and columns apart; all do where it is 0."""
+    """Return which pairs of patches (N, N) lie at most `reach` rows and columns apart; all pairs if `reach` is 0."""
     rows, columns = (x.flatten() for x in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
     apart = torch.maximum((rows[:, None] - rows).abs(), (columns[:, None] - columns).abs())
     return apart <= reach if reach else torch.ones_like(apart, dtype=torch.bool)
 
 
 def min_max(soft: Tensor) -> Tensor:
-    """Labels (C, H, W), each class from 0 to 1; a class that is nowhere stays so."""
+    """Scale the soft labels (C, H, W) of each class to the range from 0 to 1; a class that is 0 everywhere stays 0."""
     low, high = soft.amin((1, 2), keepdim=True), soft.amax((1, 2), keepdim=True)
     scaled = (soft - low) / (high - low).where(high > low, 1.0)
     return torch.where(high > 0, scaled, soft)
 
 
 def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tuple[int, int]]:
-    """Patches (N, D) of a frame resized as the protocol says: a ViT's last block's before the norm, others' as they
-    are."""
+    """Return the patch tokens (N, D) of a frame (3, H, W), uint8, resized as the protocol says, and their grid. The
+    tokens of a ViT are those of the last block before the norm.
+
+    Raises UserError when the backbone cannot take frames of this size."""
     device = next(backbone.parameters()).device
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     h, w = frame.shape[1:]
@@ -225,15 +248,16 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
 
 
 def frame_shape(height: int, width: int, size: int, step: int) -> tuple[int, int]:
-    """Height and width: the short side `size`, the long one cut down to a multiple of 64; both to one of the patch
-    size `step`, in pixels."""
+    """Return the height and width of a resized frame in pixels: the short side becomes `size`, the long one is rounded
+    down to a multiple of 64, and then both to a multiple of the patch size `step`."""
     long = max(size * max(height, width) // min(height, width) // MULTIPLE * MULTIPLE, size)
     short, long = (x // step * step for x in (size, long))
     return (short, long) if height <= width else (long, short)
 
 
 def colours(frame: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Square roots of the colour histograms (N, D) of a frame's cells: their cosine is Bhattacharyya's coefficient."""
+    """Return the square roots of the colour histograms (N, D) of a frame's cells, and their grid. The cosine of two of
+    them is the Bhattacharyya coefficient of the histograms."""
     _, height, width = frame.shape
     grid = ROWS, round(ROWS * width / height)
     red, green, blue = (frame.long() * BINS) >> 8
@@ -245,7 +269,9 @@ def colours(frame: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 
 def read_frame(path: Path) -> Tensor:
-    """(3, H, W), uint8. Raises UserError."""
+    """Read a frame (3, H, W), uint8.
+
+    Raises UserError when it does not decode."""
     try:
         return decode(path.read_bytes())
     except BadImage as e:
@@ -253,7 +279,10 @@ def read_frame(path: Path) -> Tensor:
 
 
 def read_mask(path: Path, binary: bool) -> Masks:
-    """Numbers of objects: a palette's, or grey values. Raises UserError."""
+    """Read the numbers of objects (H, W), uint8, from the palette or the grey values of a mask. If `binary`, all pixels
+    that are not 0 become 1.
+
+    Raises UserError when it does not decode."""
     try:
         with Image.open(path) as image:
             mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))

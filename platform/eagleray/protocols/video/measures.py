@@ -9,7 +9,7 @@ from scipy.ndimage import distance_transform_edt, find_objects
 
 Mask = NDArray[np.bool_]  # (H, W)
 
-TOLERANCE = 0.008  # of the image's diagonal: how far apart contours may lie and still match
+TOLERANCE = 0.008  # share of the image's diagonal: contours match if they are at most so far apart
 
 
 def region(prediction: Mask, truth: Mask) -> float:
@@ -25,7 +25,7 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
     if not one.any() or not other.any():
         return float(one.any() == other.any())
     reach = math.ceil(tolerance * math.hypot(*prediction.shape))
-    [box] = find_objects((one | other).astype(np.uint8))  # all that matters lies there, and distances cost time
+    [box] = find_objects((one | other).astype(np.uint8))  # both contours lie in it, and distances take time
     one, other = one[box], other[box]
     # A pixel lies in the other contour, widened by a disk, exactly when its distance is at most the disk's radius.
     precision = np.mean(distance_transform_edt(~other)[one] <= reach)
@@ -34,7 +34,8 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
 
 
 def contour(mask: Mask) -> Mask:
-    """Pixels that differ from the one to the right, below or across; beyond the image lies the same as at its edge."""
+    """Return the contour (H, W) of a mask: the pixels that differ from their right, lower or lower right neighbour.
+    Beyond the image, the mask continues as at its edge."""
     wide = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
     out: Mask = (mask != wide[:-1, 1:]) | (mask != wide[1:, :-1]) | (mask != wide[1:, 1:])
     return out

@@ -1,1 +1,1 @@
-"""Pictures of what a backbone sees: attention, components, nearest images."""
+"""Draw attention maps, principal components, nearest images and matching patches of a backbone."""

@@ -24,17 +24,17 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise
 
-MASS = 0.6  # share of the attention in the patches that are kept
+MASS = 0.6  # share of the attention that the fewest patches are selected to hold
 IMAGES = 64  # over which entropies are averaged
-SHOWN, HEADS = 4, 6  # images and heads of a picture
+PICTURES, HEADS = 4, 6  # images and heads in a picture
 QUERIES = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # x and y, shares of the image's sides
 
 
 class Maps(NamedTuple):
-    """The attention of B images with N patches; every row sums to one."""
+    """The attention maps of B images with N patches. Every row sums to one."""
 
-    patches: Tensor  # (B, heads, N, N) queries before keys
-    token: Tensor | None  # (B, heads, N) the class token's; None where the model has none
+    patches: Tensor  # (B, heads, N, N) of each patch as query (row) to each as key (column)
+    token: Tensor | None  # (B, heads, N) of the class token as query; None if the model has none
     grid: tuple[int, int]
 
 
@@ -50,54 +50,59 @@ def attention(
     limit: PositiveInt = IMAGES,
     mass: Share = MASS,
 ) -> Outcome:
-    """Entropy in bits of every head, means over patches as queries and over images, and the share of patches that hold
-    `mass` of the attention; pictures of heads, of what they keep and of query points. Raises UserError."""
-    readable(backbone)
+    """Measure the entropy of each head's attention in bits, a mean over the query patches and the images, and the
+    percentage of patches that hold `mass` of the attention. Draw the map of each head, the fewest patches that hold
+    `mass` of it, and the attention of five query points.
+
+    Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
+    check_attention(backbone)
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
-    shown: list[Any] = []
+    samples: list[Any] = []
     for _, crops in batches(index, subset(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
-        found = maps(backbone, normalise(crops, device))
-        entropies.append(entropy(found.patches).mean(-1)[0].cpu())  # (heads,)
-        shares.append(smallest(seen(found)[0], mass).float().mean().item())
-        if len(shown) < SHOWN:
-            shown.append((crops[0], found))
-    if not shown:
+        attended = maps(backbone, normalise(crops, device))
+        entropies.append(entropy(attended.patches).mean(-1)[0].cpu())  # (heads,)
+        shares.append(fewest_patches(head_maps(attended)[0], mass).float().mean().item())
+        if len(samples) < PICTURES:
+            samples.append((crops[0], attended))
+    if not samples:
         raise no_image_error(index)
     bits = torch.stack(entropies).mean(0)  # (heads,)
     numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
     numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}
-    grid = shown[0][1].grid
+    grid = samples[0][1].grid
     note(f"attention: {len(entropies)} images, entropy {bits.min():.2f} to {bits.max():.2f} bits by head")
     settings = {"size": size, "images": len(entropies), "mass": mass, "grid": f"{grid[0]} x {grid[1]}"}
     out.mkdir(parents=True, exist_ok=True)
-    return Outcome(numbers, settings, pictures(shown, bits, mass, out))
+    return Outcome(numbers, settings, pictures(samples, bits, mass, out))
 
 
-def pictures(shown: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: Path) -> tuple[Path, ...]:
+def pictures(samples: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: Path) -> tuple[Path, ...]:
+    """Draw the three pictures of some images (3, H, W) and their maps; `bits` (heads,) are the entropies of the
+    heads."""
     order = bits.argsort(descending=True)
     picked = order[torch.linspace(0, len(order) - 1, min(HEADS, len(order))).round().long()].tolist()
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
     heads: dict[str, list[draw.Tile]] = {}
-    kept: dict[str, list[draw.Tile]] = {}
+    masked: dict[str, list[draw.Tile]] = {}
     points: dict[str, list[draw.Tile]] = {}
-    for i, (image, found) in enumerate(shown):
-        row, point = seen(found)[0], () if found.token is not None else QUERIES[:1]
+    for i, (image, attended) in enumerate(samples):
+        row, point = head_maps(attended)[0], () if attended.token is not None else QUERIES[:1]
         start = draw.Tile(draw.pixels(image), "", point)
-        each = [(name, row[h].view(found.grid)) for name, h in zip(names, picked, strict=True)]
+        each = [(name, row[h].view(attended.grid)) for name, h in zip(names, picked, strict=True)]
         heads[f"image {i}"] = [start, *(draw.Tile(draw.heat_overlay(image, m), n, point) for n, m in each)]
-        chosen = [(n, smallest(m.flatten(), mass).view(found.grid)) for n, m in each]
-        kept[f"image {i}"] = [start, *(draw.Tile(draw.darken(image, k), n) for n, k in chosen)]
-        tiles = [(q, found.patches[0, :, patch(q, found.grid)].mean(0).view(found.grid)) for q in QUERIES]
+        masks = [(n, fewest_patches(m.flatten(), mass).view(attended.grid)) for n, m in each]
+        masked[f"image {i}"] = [start, *(draw.Tile(draw.darken(image, k), n) for n, k in masks)]
+        tiles = [(q, attended.patches[0, :, patch_at(q, attended.grid)].mean(0).view(attended.grid)) for q in QUERIES]
         points[f"image {i}"] = [
             draw.Tile(draw.pixels(image), "query points", QUERIES),
             *(draw.Tile(draw.heat_overlay(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
         ]
-    who = "the class token" if shown[0][1].token is not None else "the patch under the cross"
+    who = "the class token" if samples[0][1].token is not None else "the patch under the cross"
     title = f"Last block: attention of {who}, by head, with the entropy of all patches' attention"
     return (
         draw.sheet(heads, out / "attention-heads.png", title),
-        draw.sheet(kept, out / "attention-kept.png", f"Fewest patches with {mass:.0%} of the attention of {who}"),
+        draw.sheet(masked, out / "attention-kept.png", f"Fewest patches with {mass:.0%} of the attention of {who}"),
         draw.sheet(points, out / "attention-queries.png", "Last block: attention of five patches, mean over heads"),
     )
 
@@ -106,8 +111,8 @@ def maps(backbone: Backbone, images: Tensor) -> Maps:
     """Read the attention maps of images (B, 3, H, W), normalised. Keys that are not patches, such as a class token, are
     left out, and rows sum to one again.
 
-    Raises UserError for other architectures."""
-    readable(backbone)
+    Raises UserError for an architecture whose attention cannot be read."""
+    check_attention(backbone)
     if isinstance(backbone.model, SwinTransformer):
         rows, grid = swin_attention(backbone, images)
         return Maps(rows, None, grid)
@@ -119,20 +124,22 @@ def maps(backbone: Backbone, images: Tensor) -> Maps:
     return Maps(rows[:, :, -rows.shape[-1] :], rows[:, :, 0] if has_token else None, grid)
 
 
-def readable(backbone: Backbone) -> None:
-    """Raises UserError for a model whose attention cannot be read."""
+def check_attention(backbone: Backbone) -> None:
+    """Raise UserError for a model whose attention cannot be read."""
     if not isinstance(backbone.model, VisionTransformer | SwinTransformer):
         name = type(backbone.model).__name__
         raise UserError(f"attention: {name} has no attention that can be read; expected a ViT or a Swin transformer")
 
 
-def seen(found: Maps) -> Tensor:
+def head_maps(attended: Maps) -> Tensor:
     """Return the map of each head (B, heads, N): the attention of the class token, or else of the patch in the
     middle."""
-    return found.token if found.token is not None else found.patches[:, :, patch(QUERIES[0], found.grid)]
+    if attended.token is not None:
+        return attended.token
+    return attended.patches[:, :, patch_at(QUERIES[0], attended.grid)]
 
 
-def patch(point: tuple[float, float], grid: tuple[int, int]) -> int:
+def patch_at(point: tuple[float, float], grid: tuple[int, int]) -> int:
     """Return the number of the patch under a point (x, y), as shares of the image's sides."""
     return int(point[1] * grid[0]) * grid[1] + int(point[0] * grid[1])
 
@@ -142,44 +149,48 @@ def entropy(rows: Tensor) -> Tensor:
     return torch.special.entr(rows).sum(-1) / np.log(2)
 
 
-def smallest(rows: Tensor, mass: float) -> Tensor:
-    """Return the smallest set of patches that holds at least `mass` of the distributions (..., N), as a mask (...,
-    N)."""
+def fewest_patches(rows: Tensor, mass: float) -> Tensor:
+    """Return a mask (..., N) of the fewest patches that hold at least `mass` of each distribution (..., N)."""
     values, order = rows.sort(dim=-1, descending=True, stable=True)
-    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # the mass of those that come first
+    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # the mass of the patches with more attention
     return torch.zeros_like(rows, dtype=torch.bool).scatter(-1, order, before < mass * values.double().sum(-1, True))
 
 
 def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """A Swin's last block's attention within windows, laid out over the image: (B, heads, N, N), 0 from one window to
-    another."""
+    """Return the attention maps (B, heads, N, N) of a Swin's last block, and the grid of its patches. Attention is
+    computed within windows, so it is 0 from one window to another."""
     block = backbone.model.layers[-1].blocks[-1]
     rows: list[Tensor] = []
     hook = block.attn.softmax.register_forward_hook(lambda _, __, result: rows.append(result))
-    fused, block.attn.fused_attn = block.attn.fused_attn, False  # which would keep the rows to itself
+    fused, block.attn.fused_attn = (
+        block.attn.fused_attn,
+        False,
+    )  # it would not call the softmax with the hook
     try:
         h, w = backbone(images).grid
     finally:
         block.attn.fused_attn = fused
         hook.remove()
     window = windows(block, (h, w)).to(images.device)  # (W, T) patches from 1 on, 0 for padding
-    found = rows[-1].unflatten(0, (len(images), len(window))).transpose(1, 2)  # (B, heads, W, T, T)
+    within = rows[-1].unflatten(0, (len(images), len(window))).transpose(1, 2)  # (B, heads, W, T, T)
     n = h * w
-    place = (window[:, :, None] * (n + 1) + window[:, None, :]).flatten()
-    full = found.new_zeros(*found.shape[:2], (n + 1) ** 2)
-    full.index_add_(2, place, found.flatten(2))
+    position = (window[:, :, None] * (n + 1) + window[:, None, :]).flatten()
+    full = within.new_zeros(*within.shape[:2], (n + 1) ** 2)
+    full.index_add_(2, position, within.flatten(2))
     full = full.unflatten(2, (n + 1, n + 1))[:, :, 1:, 1:]
     return full / full.sum(-1, keepdim=True), (h, w)
 
 
 def windows(block: Any, grid: tuple[int, int]) -> Tensor:
-    """Which patches (W, T) lie in each window of a block, numbered from 1 row by row; 0 stands for padding. The block
-    itself is asked, as models pad and shift in different orders."""
-    seen: list[Tensor] = []
+    """Return the T patches in each of the W windows of a block (W, T), numbered from 1 row by row; 0 stands for
+    padding. The numbers are passed through the block itself, as models pad and shift in different orders."""
+    recorded: list[Tensor] = []
 
     class Recorder(nn.Module):
+        """Records its input in place of the attention."""
+
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            seen.append(x)
+            recorded.append(x)
             return x
 
     attn, block.attn = block.attn, Recorder()
@@ -187,4 +198,4 @@ def windows(block: Any, grid: tuple[int, int]) -> Tensor:
         block._attn(torch.arange(1.0, 1 + grid[0] * grid[1]).view(1, *grid, 1))
     finally:
         block.attn = attn
-    return seen[0].squeeze(-1).round().long()
+    return recorded[0].squeeze(-1).round().long()

@@ -1,5 +1,4 @@
-"""Draw the pictures of evaluations: sheets of images in rows and columns, and lines between matched patches of two
-images."""
+"""Draw the pictures of evaluations: sheets of images, and pairs of images with lines between matching patches."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,8 @@ from eagleray.base.plotting import DPI, INK
 
 Pixels = NDArray[np.float32]  # (H, W, 3) from 0 to 1
 
-SIDE, LABEL, GAP, TOP = (
-    1.55,
-    0.95,
-    0.08,
-    0.5,
-)  # inches: height of a tile, width of a row's label, gap between tiles, height of the title
+# Inches: height of a tile, width of a row's label, gap between tiles, height of the title.
+SIDE, LABEL, GAP, TOP = 1.55, 0.95, 0.08, 0.5
 CAPTION = 0.2  # inches above each tile
 LONGEST = 480  # pixels of a tile at most, which keeps files small
 RED, GREEN, YELLOW = "#d5402b", "#2f8f4e", "#f2c200"
@@ -66,9 +61,9 @@ def colour_overlay(image: Tensor, colours: Tensor) -> Pixels:
     return np.stack([enlarge(c, image) for c in colours.unbind(-1)], -1)
 
 
-def darken(image: Tensor, kept: Tensor) -> Pixels:
-    """Darken an image (3, H, W) except for the patches (h, w) that are kept."""
-    return pixels(image) * (0.15 + 0.85 * enlarge(kept.float(), image)[..., None])
+def darken(image: Tensor, mask: Tensor) -> Pixels:
+    """Darken an image (3, H, W) except for the patches of a mask (h, w)."""
+    return pixels(image) * (0.15 + 0.85 * enlarge(mask.float(), image)[..., None])
 
 
 def enlarge(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
@@ -110,6 +105,7 @@ def sheet(rows: Mapping[str, Sequence[Tile]], path: Path, title: str) -> Path:
 
 
 def fill(axes: Any, tile: Tile) -> None:
+    """Draw a tile into matplotlib axes."""
     image = tile.image
     h, w = image.shape[:2]
     thin = max(max(h, w) // LONGEST, 1)
@@ -125,18 +121,18 @@ def fill(axes: Any, tile: Tile) -> None:
     axes.spines[:].set(visible=bool(tile.edge), color=tile.edge or INK, linewidth=2)
 
 
-def pairs(matched: Sequence[Pair], path: Path, title: str) -> Path:
+def pairs(pairs: Sequence[Pair], path: Path, title: str) -> Path:
     """Draw pairs of images into a file, two to a row, with a line for each match: green if right, red if wrong, yellow
     if unknown."""
     from matplotlib.figure import Figure
 
     side = 1.6 * SIDE
-    rows = -(-len(matched) // 2)
+    rows = -(-len(pairs) // 2)
     height = TOP + rows * (side + CAPTION + GAP)
-    column = max((p.one.shape[1] + p.other.shape[1]) / p.one.shape[0] for p in matched) * side + 4 * GAP
+    column = max((p.one.shape[1] + p.other.shape[1]) / p.one.shape[0] for p in pairs) * side + 4 * GAP
     figure = Figure(figsize=(2 * column, height), dpi=DPI)
     write(figure, title, height)
-    for i, pair in enumerate(matched):
+    for i, pair in enumerate(pairs):
         bottom = height - TOP - (i // 2 + 1) * (side + CAPTION + GAP) + GAP
         left = i % 2 / 2 + GAP / column / 2
         axes = figure.add_axes((left, bottom / height, 0.5 - GAP / column, side / height))
@@ -146,6 +142,7 @@ def pairs(matched: Sequence[Pair], path: Path, title: str) -> Path:
 
 
 def join(axes: Any, pair: Pair, gap: int) -> None:
+    """Draw a pair of images and the lines of its matches into matplotlib axes; the images are `gap` pixels apart."""
     white = np.ones((len(pair.one), gap, 3), np.float32)
     fill(axes, Tile(np.concatenate([pair.one, white, pair.other], 1), pair.title))
     shift = pair.one.shape[1] + gap
@@ -155,4 +152,5 @@ def join(axes: Any, pair: Pair, gap: int) -> None:
 
 
 def write(figure: Any, title: str, height: float) -> None:
+    """Write the title at the top of a figure of this height in inches."""
     figure.text(0.01, 1 - 0.12 / height, title, fontsize=9, color=INK, va="top", wrap=True)

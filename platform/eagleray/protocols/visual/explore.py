@@ -1,6 +1,7 @@
-"""Show what a backbone's features hold: principal components of patches, as in figure 1 of Oquab et al. 2023 (DINOv2),
-arXiv:2304.07193; nearest images; and the ten most similar patches of two views or of two images, as in figure 4 of Li
-et al. 2021 (EsViT), arXiv:2106.09785."""
+"""Visualise a backbone's features: principal components of patches, nearest images, and matching patches.
+
+The components are those of figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar patches of
+two views or of two images are those of figure 4 of Li et al. 2021 (EsViT), arXiv:2106.09785."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +27,8 @@ from eagleray.views import sampling as drawing
 from eagleray.views.crop import crop
 
 BATCH = 32
-EDGE = 0.01  # share of the patches that is clipped at each end of a component's colours
-SCALE = (0.4, 0.6)  # of the second view: share of the first's area
+EDGE = 0.01  # share of the patches whose colours are clipped at each end of a component
+SCALE = (0.4, 0.6)  # area of the second view, as a share of the image
 
 
 class Nearest(NamedTuple):
@@ -41,11 +42,13 @@ class Nearest(NamedTuple):
 def components(
     backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: PositiveInt = 448, images: PositiveInt = 6
 ) -> Outcome:
-    """The first principal component of the patches of several images together, and the first three of those that it
-    puts in the foreground, as red, green and blue: the same colour means the same in all images. Numbers are the share
-    of the patches' variance that three components hold, and that of the foreground, in percent. Raises UserError."""
+    """Draw the first principal component of the patches of several images together, and the first three components of
+    the foreground patches, which the first component selects, as red, green and blue. The same colour means the same in
+    all images. Measure the percentage of the patches' variance in three components, and of patches in the foreground.
+
+    Raises UserError when no image decodes."""
     crops, patches, grid = patch_features(backbone, index, images, size)
-    scores, held = principal(patches.flatten(0, 1), 3)
+    scores, variance = principal(patches.flatten(0, 1), 3)
     first = oriented(scores[:, 0].view(len(patches), *grid))
     front = first > 0
     colours = torch.zeros(*front.shape, 3)
@@ -62,7 +65,7 @@ def components(
         ]
     out.mkdir(parents=True, exist_ok=True)
     path = draw.sheet(rows, out / "components.png", "Principal components of patches, of all images together")
-    numbers = {"components/variance": 100 * held, "components/foreground": 100 * front.float().mean().item()}
+    numbers = {"components/variance": 100 * variance, "components/foreground": 100 * front.float().mean().item()}
     note(
         f"components: three hold {numbers['components/variance']:.1f} % of the variance of {len(crops)} images' patches"
     )
@@ -70,20 +73,21 @@ def components(
 
 
 def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
-    """Scores (n, k) of vectors (n, D) on their first k principal components, or all where there are fewer, then zeros;
-    and the share of the variance that these hold. The largest weight of a component is positive."""
+    """Return the scores (n, k) of vectors (n, D) on their first k principal components, and the share of the variance
+    in these. If there are fewer components, the other columns are zero. The largest weight of a component is
+    positive."""
     centred = (x - x.mean(0)).double()
     values, vectors = torch.linalg.eigh(centred.T @ centred)
     axes = vectors.flip(1)[:, :k]
     axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
     scores = centred @ axes
-    held = values.flip(0)[:k].sum() / values.sum().clamp(min=1e-30)
-    return F.pad(scores, (0, k - scores.shape[1])).float(), held.clamp(0, 1).item()
+    variance = values.flip(0)[:k].sum() / values.sum().clamp(min=1e-30)
+    return F.pad(scores, (0, k - scores.shape[1])).float(), variance.clamp(0, 1).item()
 
 
 def oriented(first: Tensor) -> Tensor:
-    """The first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive: the side that
-    is rarer at the borders of the images, where more of the background is."""
+    """Return the first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive. The
+    foreground is the sign that is rarer at the borders of the images, which mostly show background."""
     border = torch.ones_like(first, dtype=torch.bool)
     border[:, 1:-1, 1:-1] = False
     front = (first > 0).float()
@@ -118,8 +122,8 @@ def neighbours(
     device = next(backbone.parameters()).device
     samples: list[int] = []
     parts = []
-    for found, crops in batches(index, subset(np.arange(len(index)), limit), size, size, BATCH):
-        samples += found
+    for rows_read, crops in batches(index, subset(np.arange(len(index)), limit), size, size, BATCH):
+        samples += rows_read
         parts.append(backbone.pooled(photometric.normalise(crops, device)).float().cpu())
     if len(samples) < 2:
         raise UserError(f"{index.shards[0].url}: {len(samples)} images in these shards decode; expected 2 or more")
@@ -172,9 +176,11 @@ def pairs(
     images: PositiveInt = 3,
     limit: PositiveInt = 64,
 ) -> Outcome:
-    """The ten likest patches of an image and another view of it, a smaller and recoloured crop, and of an image and the
-    one that is nearest to it among `limit`. Of two views, a match is right where its ends are at most a patch apart;
-    numbers are the percent of those and the mean distance in pixels. Raises UserError."""
+    """Draw the ten most similar pairs of patches of an image and another view of it, a smaller and recoloured crop, and
+    of an image and the nearest among `limit` images. A match between two views is right if it is at most a patch from
+    the true position. Measure the percentage of right matches and the mean distance in pixels.
+
+    Raises UserError when fewer than two images decode."""
     crops, patches, grid = patch_features(backbone, index, limit, size)
     if len(crops) < 2:
         raise UserError(f"{index.shards[0].url}: 1 image in these shards decodes; expected 2 or more")
@@ -207,8 +213,8 @@ def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> 
     """Return the centres (k, 4) of the matching patches (N, D) in pixels: x and y in one image, x and y in the
     other."""
     match = matches(one, other)
-    at = [((place % grid[1] + 0.5) * size / grid[1], (place // grid[1] + 0.5) * size / grid[0])
-          for place in (match.one, match.other)]  # fmt: skip
+    at = [((patch % grid[1] + 0.5) * size / grid[1], (patch // grid[1] + 0.5) * size / grid[0])
+          for patch in (match.one, match.other)]  # fmt: skip
     return torch.stack([x for point in at for x in point], 1).double().cpu().numpy()
 
 
@@ -221,15 +227,15 @@ def to_image(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool
 
 
 def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], Tensor]:
-    """Another view of each image (B, 3, S, S), normalised; its box (B, 4), top, left, height and width; and whether it
-    is mirrored (B,). The same each time."""
+    """Return another view of each image (B, 3, S, S), normalised, its box (B, 4), top, left, height and width in
+    pixels, and whether it is mirrored (B,). Views are drawn at random, but the same at each call."""
     view = View(size=size, scale=SCALE)
     kind = drawing.Views.of([view])
     u = np.stack([drawing.uniforms(1, seed=0, epoch=0, sample=i) for i in range(len(crops))])  # (B, 1, WIDTH)
     boxes = np.concatenate([drawing.crops(kind, row, size, size) for row in u])
     views = torch.empty_like(crops)
-    for image_, box, place in zip(crops, boxes, views, strict=True):
-        crop(image_, box[None], [view], [place])
+    for image_, box, view_ in zip(crops, boxes, views, strict=True):
+        crop(image_, box[None], [view], [view_])
     params = torch.from_numpy(drawing.photometrics(kind, u)[:, 0])
     return photometric.apply(views, params), boxes, params[:, photometric.FLIP] > 0
 
@@ -246,23 +252,25 @@ def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> 
 
     Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
-    kept, patches, grid = [], [], (0, 0)
+    images_, patches, grid = [], [], (0, 0)
     for _, crops in batches(index, subset(np.arange(len(index)), images), size, size, 8):
         features = backbone(photometric.normalise(crops, device))
-        kept.append(crops)
+        images_.append(crops)
         patches.append(features.patches.float().cpu())
         grid = features.grid
-    if not kept:
+    if not images_:
         raise no_image_error(index)
-    return torch.cat(kept), torch.cat(patches), grid
+    return torch.cat(images_), torch.cat(patches), grid
 
 
 @in_eval_mode
 def patches_of(backbone: Backbone, x: Tensor) -> Tensor:
+    """Return the patches (B, N, D), on the CPU, of normalised images (B, 3, H, W)."""
     return backbone(x).patches.float().cpu()
 
 
 def read(index: Index, sample: int, size: int) -> draw.Pixels:
+    """Read the centre crop of a sample that is known to decode."""
     picture = image(index, sample, size, size)
     assert picture is not None  # it decoded a moment ago
     return draw.pixels(picture)
