@@ -25,7 +25,7 @@ from eagleray.data.index import open_index
 from eagleray.datasets.shapes import image
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.evaluation import evaluate, extraction, feature_cache, results
-from eagleray.evaluation.extraction import Task, joined
+from eagleray.evaluation.extraction import Task, join_shares
 from eagleray.evaluation.results import Result
 from eagleray.evaluation.target import Target, expect, load_target
 from eagleray.models.backbone import Backbone
@@ -213,7 +213,7 @@ def test_workers_give_the_features_of_one_process(
 ):
     url, one, found = str(shards / "test"), load_target(str(trained)), []
     index = open_index(url, note=lambda _: None)
-    task = Task(one.given, None, url, labelled_samples(index), 16, 16)
+    task = Task(one.name, None, url, labelled_samples(index), 16, 16)
     for workers in (0, 2):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(workers)))
         found.append(extraction.features(one, index, task, ["pooled"], workers=workers, note=print)["pooled"])
@@ -223,9 +223,9 @@ def test_workers_give_the_features_of_one_process(
 
 def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shards: Path):
     one = load_target(str(trained))
-    task = Task(one.given, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
+    task = Task(one.name, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
     assert len(extraction.share(task)[1]["pooled"].y) == 2
-    with pytest.raises(UserError, match="its weights changed during the evaluation"):
+    with pytest.raises(UserError, match="the weights changed during the evaluation"):
         extraction.share(replace(task, digest="0" * 16))
 
 
@@ -277,7 +277,10 @@ def test_the_untrained_backbone_is_beside_it(request_: Callable[..., evaluate.Re
     [row] = [r for r in report.rows if (r.protocol, r.number) == ("knn", "knn/top1")]
     assert len(report.results) == 2
     assert not [r for r in report.rows if "untrained" in r.protocol], "they are beside the others"
-    assert (row.value, row.untrained) == (results.shown(said["knn/top1"]), results.shown(said["knn/top1_untrained"]))
+    assert (row.value, row.untrained) == (
+        results.format_number(said["knn/top1"]),
+        results.format_number(said["knn/top1_untrained"]),
+    )
     [later] = [r for r in request_("knn").rows if r.number == "knn/top1"]  # from results.json
     assert later.untrained == row.untrained
     [other] = [r for r in request_("knn", settings={"k": "3"}).rows if r.number == "knn/top1"]
@@ -289,7 +292,7 @@ REFUSED = [
     ({"train": None, "test": None}, "correspondence", "correspondence: needs --train or --test URL"),
     ({"train": "/nowhere"}, "knn", "knn: /nowhere: cannot be read: No such file or directory"),
     ({"settings": {"k": "many"}}, "knn", "knn: --k: input should be a valid integer"),
-    ({"settings": {"size": "32", "resize": "16"}}, "linear", "linear: --resize 16: leaves no room"),
+    ({"settings": {"size": "32", "resize": "16"}}, "linear", "linear: --resize 16: smaller than the crop"),
     ({"settings": {"attention.size": "33"}}, "attention", "attention: VisionTransformer cannot take images of --size"),
     ({"settings": {"pairs.size": "33"}}, "pairs", "pairs: VisionTransformer has no patch tokens for"),
     ({"settings": {"limit": "-1"}}, "correspondence", "correspondence: --limit: input should be greater than 0"),
@@ -324,7 +327,7 @@ def test_results_that_cannot_be_kept_are_known_before_any_work(
 ):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").write_text('[{"a": 1}]')
-    with pytest.raises(UserError, match="is not a list of results"):
+    with pytest.raises(UserError, match="expected a list of results"):
         request_("knn")
     assert not forwards
 
@@ -349,13 +352,13 @@ def test_labels_that_do_not_match(shards: Path, tmp_path: Path, request_: Callab
     write_shards((Sample(k, e, encode(x)) for k, e, x, _ in drawn), str(tmp_path / "none"))
     assert "classes are not in --train" in request_("knn", train=str(tmp_path / "some")).refused[0]
     assert "1 class(es) in these shards" in request_("knn", train=str(tmp_path / "one")).refused[0]
-    assert "no labels there" in request_("knn", train=str(tmp_path / "none")).refused[0]
+    assert "these shards have no labels" in request_("knn", train=str(tmp_path / "none")).refused[0]
     assert "--test: these shards have no labels" in request_("knn", test=str(tmp_path / "none")).refused[0]
     assert "is also in --train" in request_("knn", test=str(shards / "train")).refused[0]
 
 
 def test_a_setting_that_no_protocol_has(request_: Callable[..., evaluate.Report]):
-    with pytest.raises(UserError, match="--kk: no setting of knn"):
+    with pytest.raises(UserError, match="--kk: not a setting of knn"):
         request_("knn", settings={"kk": "3"})
 
 
@@ -386,7 +389,7 @@ def test_results_only_grow(tmp_path: Path):
     results.add(str(tmp_path), result(numbers={"knn/top1": 60.0}))
     assert [r.numbers["knn/top1"] for r in results.load(str(tmp_path))] == [50, 60]
     (tmp_path / "results.json").write_text("{")
-    with pytest.raises(UserError, match="is not a list of results"):
+    with pytest.raises(UserError, match="expected a list of results"):
         results.add(str(tmp_path), result())
     assert (tmp_path / "results.json").read_text() == "{"
 
@@ -422,7 +425,7 @@ def test_tables_hold_every_number():
     ],
 )
 def test_published_numbers_are_read_from_recipes(name: str, found: dict[str, float]):
-    assert results.printed(bundled.recipe(name).published) == found
+    assert results.published_numbers(bundled.recipe(name).published) == found
 
 
 def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():
@@ -440,7 +443,7 @@ def test_shares_are_put_together_in_order():
     assert [len(p.samples) for p in parts] == [4, 3, 3]
     rows = [torch.from_numpy(p.samples) for p in parts]
     done = [(p.number, {"pooled": LabelledFeatures(r.float()[:, None], r)}) for p, r in zip(parts, rows, strict=True)]
-    assert joined([done[2], done[0], done[1]])["pooled"].y.tolist() == samples.tolist()
+    assert join_shares([done[2], done[0], done[1]])["pooled"].y.tolist() == samples.tolist()
 
 
 def test_every_protocol_can_be_listed_and_run():
@@ -466,7 +469,7 @@ def test_the_command(trained: Path, shards: Path, tmp_path: Path, capsys):
     assert [r["protocol"] for r in json.loads(form.stdout)] == ["knn"]
     assert "expected --SETTING VALUE" in refused(capsys, "evaluate", *given, "--k")
     assert "expected the backbone first" in refused(capsys, "evaluate", "--k", "3", *given)
-    assert "--trian: no setting" in refused(capsys, "evaluate", *given, "--trian", "x")
+    assert "--trian: not a setting" in refused(capsys, "evaluate", *given, "--trian", "x")
 
 
 def test_workers_find_the_same_features(

@@ -1,4 +1,4 @@
-"""What `eagleray evaluate` does: load a backbone, compute its features once, run the protocols, keep the results.
+"""Implement `eagleray evaluate`: load a backbone, extract its features once, run the protocols and store their results.
 
 A backbone's name and data go in; results.json and pictures come out.
 

@@ -1,4 +1,4 @@
-"""Run `eagleray evaluate`: extract features once for all protocols, run each protocol, and add its result to a file."""
+"""Run protocols on a backbone, with features that are extracted once for all of them, and store every result."""
 
 import datetime
 import json
@@ -38,32 +38,31 @@ from eagleray.storage.store import is_remote
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command."""
+    """The options of one `eagleray evaluate` command."""
 
     backbone: str
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # by name: coco, masks, davis, suite
-    settings: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by name, for all protocols that have it, or PROTOCOL.SETTING
-    architecture: str | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)  # by option: coco, masks, davis, suite
+    # SETTING, for all protocols that have it, or PROTOCOL.SETTING
+    settings: Mapping[str, str] = field(default_factory=dict)
+    architecture: str | None = None  # timm's name, for a file of tensors
     untrained: bool = False  # evaluate the untrained architecture too
-    workers: int = 0
-    out: str | None = None
+    workers: int = 0  # Ray tasks that extract features; 0: this process
+    out: str | None = None  # folder of the results
 
     def data(self, protocol: Protocol) -> dict[str, str]:
-        """The data options of a protocol, with absolute paths."""
+        """Return the data options that a protocol uses, with absolute paths."""
         urls = {"train": self.train, "test": self.test} if "labels" in protocol.needs else {}
         urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
-        given = urls | {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
-        return {k: store.absolute(v) for k, v in given.items() if v}
+        folders = {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
+        return {k: store.absolute(v) for k, v in (urls | folders).items() if v}
 
-    def own(self, name: str) -> dict[str, str]:
-        """The settings for a protocol; those for it alone replace those for all."""
-        having = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
-        return having | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
+    def settings_of(self, name: str) -> dict[str, str]:
+        """Return the settings for one protocol; those for it alone replace those for all."""
+        shared = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
+        return shared | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
 
 
 @dataclass
@@ -77,9 +76,10 @@ class Report:
 
 
 def evaluate(request: Request, note: Note | None = None) -> Report:
-    """Run the protocols one after the other. If one cannot run, a line says why and the others continue.
+    """Run the protocols one after the other and return their results. If a protocol cannot run, one line says why and
+    the others continue.
 
-    Raises UserError when the backbone, the settings or the folder of results are wrong."""
+    Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or (lambda line: out.print(line, markup=False))
     names, refused = select(request.protocols)
     report = Report()
@@ -93,48 +93,49 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
         targets.append(load_target(UNTRAINED + bare))
     report.folder = folder(request, targets[0])
-    results.load(report.folder)  # refused before anything is computed
-    for one in targets:
-        work = Work(request, one, names, report, note)
+    results.load(report.folder)  # a broken file is refused before anything is computed
+    for target in targets:
+        evaluation = Evaluation(request, target, names, report, note)
         for name in names:
-            work.try_one(name)
-    every = results.load(report.folder)
-    report.rows = list(results.rows(report.results, every, published(targets[0])))
-    tell_mlflow(report, targets[0], note)
+            evaluation.run_or_refuse(name)
+    known = results.load(report.folder)
+    report.rows = list(results.rows(report.results, known, published(targets[0])))
+    log_to_mlflow(report, targets[0], note)
     return report
 
 
 def refuse(report: Report, line: str) -> None:
+    """Print why a protocol cannot run, and add the line to the report."""
     print_error(line)
     report.refused.append(line)
 
 
-def check_settings(names: Sequence[str], given: Mapping[str, str]) -> None:
-    """Raises UserError for a setting that none of the protocols has."""
+def check_settings(names: Sequence[str], settings: Mapping[str, str]) -> None:
+    """Raise UserError for a setting that none of the protocols has."""
     known = sorted({s for name in names for s in PROTOCOLS[name].settings})
     known += [f"{name}.{s}" for name in names for s in PROTOCOLS[name].settings]
-    for key in given:
+    for key in settings:
         if key not in known:
-            raise UserError(f"--{key}: no setting of {', '.join(names)}{config.nearest(key, known)}")
+            raise UserError(f"--{key}: not a setting of {', '.join(names)}{config.nearest(key, known)}")
 
 
-def folder(request: Request, one: Target) -> str:
-    """Return the folder of the results: that of the run, or one named after the backbone.
+def folder(request: Request, target: Target) -> str:
+    """Return the folder for results.json: `--out`, the folder of the run, or one named after the backbone.
 
     Raises UserError when it cannot be written."""
-    name = re.sub(r"[^\w.-]+", "-", one.given.removeprefix("untrained:").removeprefix("timm:")).strip("-")
-    found = store.absolute((request.out or one.run or f"evaluations/{name}").rstrip("/"))
+    name = re.sub(r"[^\w.-]+", "-", target.name.removeprefix("untrained:").removeprefix("timm:")).strip("-")
+    url = store.absolute((request.out or target.run or f"evaluations/{name}").rstrip("/"))
     try:
-        remote.view(found).mkdir(parents=True, exist_ok=True)
-        if not is_remote(found) and not os.access(found, os.W_OK):
+        remote.view(url).mkdir(parents=True, exist_ok=True)
+        if not is_remote(url) and not os.access(url, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as e:
-        raise UserError(f"--out {found}: cannot be written: {e.strerror or e}") from None
-    return found
+        raise UserError(f"--out {url}: cannot be written: {e.strerror or e}") from None
+    return url
 
 
 @dataclass
-class Work:
+class Evaluation:
     """The evaluation of one backbone with all protocols."""
 
     request: Request
@@ -143,27 +144,34 @@ class Work:
     report: Report
     note: Note
 
-    def try_one(self, name: str) -> None:
-        """Run a protocol and add its result, or say in a line why it cannot run."""
+    def run_or_refuse(self, name: str) -> None:
+        """Run a protocol and store its result, or print in one line why it cannot run."""
         try:
-            self.one(name, PROTOCOLS[name])
+            self.run(name, PROTOCOLS[name])
         except UserError as e:
-            said = str(e)
-            refuse(self.report, said if said.startswith(f"{name}:") else f"{name}: {said}")
+            message = str(e)
+            refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
 
-    def one(self, name: str, protocol: Protocol) -> None:
+    def run(self, name: str, protocol: Protocol) -> None:
+        """Run a protocol and store its result.
+
+        Raises UserError when the command lacks data that it needs, or when it cannot run with this backbone or data."""
         for need in protocol.needs:
             self.check(need)
-        asked, weights = self.asked(name, protocol), self.target.digest  # of before, should a protocol train
+        settings = self.settings(name, protocol)
+        weights = self.target.digest  # computed first, in case the protocol changes the weights
         began = time.monotonic()
-        own = {k: v for k, v in asked.items() if k in protocol.parameters}
-        found, data = self.frozen(protocol, asked, own) if protocol.frozen else self.direct(protocol, own)
+        arguments = {k: v for k, v in settings.items() if k in protocol.parameters}
+        if protocol.frozen:
+            outcome, data = self.run_on_features(protocol, settings, arguments)
+        else:
+            outcome, data = self.run_on_backbone(protocol, arguments)
         result = Result(
             protocol=name,
-            numbers={k: v if isinstance(v, int) else float(v) for k, v in found.numbers.items()},
-            settings=found.settings,
-            asked=asked,
-            backbone=self.target.given,
+            numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
+            settings=outcome.settings,
+            asked=settings,
+            backbone=self.target.name,
             untrained=self.target.untrained,
             backbone_digest=weights,
             architecture=self.target.architecture,
@@ -171,42 +179,47 @@ class Work:
             data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - began, 1),
-            pictures=[os.path.relpath(p, remote.view(self.report.folder)) for p in found.pictures],
+            pictures=[os.path.relpath(p, remote.view(self.report.folder)) for p in outcome.pictures],
         )
         if is_remote(self.report.folder):
-            for path, kept in zip(found.pictures, result.pictures, strict=True):
-                store.put_bytes(f"{self.report.folder}/{kept}", path.read_bytes())
+            for path, name in zip(outcome.pictures, result.pictures, strict=True):
+                store.put_bytes(f"{self.report.folder}/{name}", path.read_bytes())
         results.add(self.report.folder, result)
         self.report.results.append(result)
 
     def check(self, need: str) -> None:
+        """Raise UserError when the command lacks the data that a protocol needs."""
         r = self.request
-        there: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
-        if not there.get(need):
+        available: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
+        if not available.get(need):
             raise UserError(f"needs {DATA_OPTIONS[need]}")
 
-    def asked(self, name: str, protocol: Protocol) -> dict[str, Any]:
-        """Return the settings: those of the recipe, replaced by those of the protocol and then of the command line."""
-        e = self.target.settings
-        own = e.of(name)
-        if protocol.frozen:
-            own |= {"size": e.size, "resize": e.resize, "features": protocol.features}
-        bare = [p.name for p in protocol.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-        own |= {k: v for k, v in (("size", e.size), ("resize", e.resize)) if k in bare}
-        given = self.request.own(name)
-        if "size" in given and "resize" in own and "resize" not in given:
-            own["resize"] = round(own["resize"] * protocol.parse(given)["size"] / own["size"])
-        full = own | protocol.parse({**protocol.preset, **given})
-        if full.get("resize", full.get("size", 0)) < full.get("size", 0):
-            raise UserError(f"--resize {full['resize']}: leaves no room for a crop of --size {full['size']}")
-        return full
+    def settings(self, name: str, protocol: Protocol) -> dict[str, Any]:
+        """Return the settings of a protocol: those of the recipe, replaced by those that the protocol presets, and
+        these by those of the command line.
 
-    def direct(self, protocol: Protocol, asked: dict[str, Any]) -> tuple[Outcome, str]:
+        Raises UserError for a value that does not fit."""
+        e = self.target.settings
+        settings = e.of(name)
+        if protocol.frozen:
+            settings |= {"size": e.size, "resize": e.resize, "features": protocol.features}
+        required = [p.name for p in protocol.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        settings |= {k: v for k, v in (("size", e.size), ("resize", e.resize)) if k in required}
+        options = self.request.settings_of(name)
+        if "size" in options and "resize" in settings and "resize" not in options:
+            settings["resize"] = round(settings["resize"] * protocol.parse(options)["size"] / settings["size"])
+        settings |= protocol.parse({**protocol.preset, **options})
+        size, resize = settings.get("size", 0), settings.get("resize", settings.get("size", 0))
+        if resize < size:
+            raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
+        return settings
+
+    def run_on_backbone(self, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
         """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
         backbone = self.target.backbone.to(world.local().device)
-        fallen = protocol.parameters.get("size")
-        size = asked.get("size", fallen.default if fallen else self.target.settings.size)
-        given: list[Any] = []
+        parameter = protocol.parameters.get("size")
+        size = arguments.get("size", parameter.default if parameter else self.target.settings.size)
+        inputs: list[Any] = []
         data = ""
         for need in protocol.needs:
             if need == "patches":
@@ -214,41 +227,41 @@ class Work:
             elif need == "images":
                 if "patches" not in protocol.needs:
                     check_images(backbone, size)
-                given.append(self.images)
+                inputs.append(self.images)
                 data = data_digest(self.images, np.arange(len(self.images)))
             else:
-                given.append(Path(self.request.folders[need]))
-                data = tree_digest(given[-1])
+                inputs.append(Path(self.request.folders[need]))
+                data = tree_digest(inputs[-1])
         pictures = remote.view(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
         pictures.mkdir(parents=True, exist_ok=True)
-        known = {"out": pictures, "note": self.note}
-        found: Any = protocol.run(
-            backbone, *given, **asked, **{k: v for k, v in known.items() if k in protocol.parameters}
-        )
-        if not isinstance(found, Outcome):
-            found = Outcome(found)
-        return replace(found, settings={**asked, **found.settings}), data
+        extra = {k: v for k, v in (("out", pictures), ("note", self.note)) if k in protocol.parameters}
+        outcome: Any = protocol.run(backbone, *inputs, **arguments, **extra)
+        if not isinstance(outcome, Outcome):
+            outcome = Outcome(outcome)
+        return replace(outcome, settings={**arguments, **outcome.settings}), data
 
-    def frozen(self, protocol: Protocol, asked: dict[str, Any], own: dict[str, Any]) -> tuple[Outcome, str]:
+    def run_on_features(
+        self, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any]
+    ) -> tuple[Outcome, str]:
         """Run a protocol on frozen features; return its outcome and the digest of its data."""
-        size, resize, kind = asked["size"], asked["resize"], asked["features"]
+        size, resize, kind = settings["size"], settings["resize"], settings["features"]
         if "labels" in protocol.needs:
-            _ = self.sets  # refused at once where there is nothing to learn from
+            _ = self.sets  # labels are checked before the backbone is
         feature_types.check(self.target.backbone, kind, size)
-        own = {k: v for k, v in own.items() if k not in EXTRACTION}
-        own |= {"note": self.note} if "note" in protocol.parameters else {}
-        how: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
+        arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
+        arguments |= {"note": self.note} if "note" in protocol.parameters else {}
+        extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
         if "suite" in protocol.needs:
             root = self.request.folders["suite"]
-            seen: list[str] = []
+            digests: list[str] = []
 
-            def of(url: str) -> LabelledFeatures:
-                index = self.opened(url)
-                seen.append(data_digest(index, labelled_samples(index)))
+            def features_of(url: str) -> LabelledFeatures:
+                index = self.open(url)
+                digests.append(data_digest(index, labelled_samples(index)))
                 return self.features(index, url, labelled_samples(index), size, resize, [kind])[kind]
 
-            found = protocol.run(of, root, **own)
-            return replace(found, settings={**how, **found.settings}), digest(sorted(seen))
+            outcome = protocol.run(features_of, root, **arguments)
+            return replace(outcome, settings={**extraction, **outcome.settings}), digest(sorted(digests))
         sets = self.sets
         wanted = self.kinds(size, kind)
         train, test = (
@@ -259,18 +272,20 @@ class Work:
             )
         )
         if not len(train.y) or not len(test.y):
-            raise UserError(f"--{'test' if len(train.y) else 'train'}: no image there decodes")
-        found = protocol.run(*renumber(train, test, world.local().device), **own)
-        how |= {"train_images": len(train.y), "test_images": len(test.y)}
+            option = "--test" if len(train.y) and self.request.test else "--train"
+            url = self.request.test if option == "--test" else self.request.train
+            raise UserError(f"{option} {url}: none of the labelled images in these shards decodes")
+        outcome = protocol.run(*renumber(train, test, world.local().device), **arguments)
+        extraction |= {"train_images": len(train.y), "test_images": len(test.y)}
         digests = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
-        return replace(found, settings={**found.settings, **how}), digest(digests)
+        return replace(outcome, settings={**outcome.settings, **extraction}), digest(digests)
 
     def kinds(self, size: int, kind: str) -> list[str]:
-        """Return this type of features first, then those that other protocols of the request need of the same images,
-        as one forward pass extracts them all."""
+        """Return the types of features to extract in one forward pass: this one, then those that the other protocols of
+        the command need of the same images."""
         wanted = [kind]
         for name in self.names:
-            other = self.request.own(name).get("features", PROTOCOLS[name].features)
+            other = self.request.settings_of(name).get("features", PROTOCOLS[name].features)
             new = "labels" in PROTOCOLS[name].needs and other not in wanted
             if new and feature_types.has(self.target.backbone, other, size):
                 wanted.append(other)
@@ -279,41 +294,48 @@ class Work:
     def features(
         self, index: Index, url: str, samples: NDArray[np.int64], size: int, resize: int, wanted: Sequence[str]
     ) -> dict[str, LabelledFeatures]:
-        task = Task(self.target.given, self.request.architecture, url, samples, size, resize)
+        """Return the features of some samples of the shards at a URL, from the cache or extracted now."""
+        task = Task(self.target.name, self.request.architecture, url, samples, size, resize)
         return features(self.target, index, task, wanted, workers=self.request.workers, note=self.note)
 
     @cached_property
     def sets(self) -> ProbeSets:
-        tested = self.opened(self.request.test) if self.request.test else None
+        """The labelled images of `--train` and `--test`.
+
+        Raises UserError when a classifier cannot be trained and tested on them."""
+        tested = self.open(self.request.test) if self.request.test else None
         assert self.request.train
-        sets = ProbeSets.of(self.opened(self.request.train), tested, None)
+        sets = ProbeSets.of(self.open(self.request.train), tested, None)
         if sets is None:
-            raise UserError(f"--train {self.request.train}: no labels there, and this protocol needs them")
+            raise UserError(f"--train {self.request.train}: these shards have no labels, and this protocol needs them")
         sets.check()
         return sets
 
     @cached_property
     def images(self) -> Index:
-        return self.opened(self.request.test or self.request.train or "")
+        """The index of the images for protocols without labels."""
+        return self.open(self.request.test or self.request.train or "")
 
-    def opened(self, url: str) -> Index:
+    def open(self, url: str) -> Index:
+        """Open the index of the shards at a URL, which is written to the folder of results if it cannot be beside
+        them."""
         return open_index(url, remote.view(self.report.folder), note=self.note)
 
 
-def published(one: Target) -> dict[str, float]:
-    """Return the paper's numbers for the recipe of a run."""
-    if not one.run or not one.recipe:
+def published(target: Target) -> dict[str, float]:
+    """Return the paper's numbers for the recipe of a run; empty for other backbones."""
+    if not target.run or not target.recipe:
         return {}
     try:
-        command = json.loads((remote.view(one.run) / layout.ENVIRONMENT).read_text())["command"]
+        command = json.loads((remote.view(target.run) / layout.ENVIRONMENT).read_text())["command"]
     except (OSError, ValueError, KeyError):
         return {}
-    return results.published(command, config.to_plain(one.recipe))
+    return results.published(command, config.to_plain(target.recipe))
 
 
-def tell_mlflow(report: Report, one: Target, note: Note) -> None:
-    """Add the numbers and results.json to the run's MLflow run, if it has one."""
-    if not one.run or not report.results:
+def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
+    """Log the numbers and results.json to the MLflow run of the backbone's run, if it has one."""
+    if not target.run or not report.results:
         return
     metrics = {
         f"evaluation/{r.protocol}{'_untrained' * r.untrained}/{k.partition('/')[2] or k}": v
@@ -323,12 +345,13 @@ def tell_mlflow(report: Report, one: Target, note: Note) -> None:
     copy = remote.view(report.folder) / results.NAME
     if is_remote(report.folder):
         copy.write_text(remote.get(report.folder, results.NAME) or "")
-    known = remote.view(one.run) / layout.MLFLOW
-    if why := tracking.append(tracking.tracking_of(one.run), known, metrics, [copy]):
-        note(f"the numbers are not in MLflow: {why}; {report.folder}/{results.NAME} has them")
+    known = remote.view(target.run) / layout.MLFLOW
+    if why := tracking.append(tracking.tracking_of(target.run), known, metrics, [copy]):
+        note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")
 
 
 def table(report: Report, form: str) -> str:
+    """Format the results as a table, in Markdown or LaTeX, or as JSON."""
     if form == "json":
         return json.dumps([r.__dict__ for r in report.results], indent=1, default=str)
     return results.latex(report.rows) if form == "latex" else results.markdown(report.rows)

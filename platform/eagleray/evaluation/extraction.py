@@ -21,19 +21,21 @@ from eagleray.protocols.features import LabelledFeatures, extract_features
 
 @dataclass(frozen=True)
 class Task:
-    """The images that one worker extracts. It reads the backbone by itself, which may be too large to send."""
+    """The images whose features one worker extracts. The worker loads the backbone itself, as it may be too large to
+    send."""
 
-    given: str
-    architecture: str | None
-    url: str
+    backbone: str  # its name, see `load_target`
+    architecture: str | None  # timm's name, for a file of tensors
+    url: str  # of the shards
     samples: NDArray[np.int64]
     size: int
     resize: int
     kinds: Sequence[str] = ()
-    number: int = 0
+    number: int = 0  # of the share, in the order of the samples
     digest: str = ""  # of the backbone
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
+        """Yield one task for each worker, with its share of the samples."""
         for number, samples in enumerate(np.array_split(self.samples, workers)):
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
@@ -44,18 +46,22 @@ Share = tuple[int, dict[str, LabelledFeatures]]
 def features(
     one: Target, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
-    """Return several types of features of the task's images, from the cache or extracted by this process or by so many
-    workers. Raises UserError and Outage."""
+    """Return several types of features of the task's images: from the cache, or extracted by this process if `workers`
+    is 0, or else by so many Ray tasks.
+
+    Raises UserError when the backbone or the data cannot be read, and Outage when a store does not answer."""
     device = world.local().device
     precision = "bfloat16" if device.type == "cuda" and not workers else "float32"
     task = replace(task, digest=one.digest)
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
-        note(f"{len(task.samples)} images through {one.given}: {', '.join(missing)} features")
+        note(f"{len(task.samples)} images through {one.name}: {', '.join(missing)} features")
         with progress_bar("images") as progress:
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
-                return joined(counted(ray_map(share, task.shares(missing, workers), workers=workers), tick))
+                return join_shares(
+                    report_progress(ray_map(share, task.shares(missing, workers), workers=workers), tick)
+                )
             return extract_features(
                 one.backbone.to(device),
                 index,
@@ -72,24 +78,25 @@ def features(
 
 def share(task: Task) -> Share:
     """Extract one share of the images, in a Ray task."""
-    one = load_target(task.given, task.architecture)
+    one = load_target(task.backbone, task.architecture)
     if one.digest != task.digest:
         raise UserError(
-            f"{task.given}: its weights changed during the evaluation; name a checkpoint file, or try again"
+            f"{task.backbone}: the weights changed during the evaluation; name a checkpoint file, or try again"
         )
     index = open_index(task.url, note=lambda _: None)
-    found = extract_features(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
-    return task.number, found
+    parts = extract_features(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
+    return task.number, parts
 
 
-def counted(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Share]:
+def report_progress(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Share]:
+    """Yield the shares, and call `tick` with the number of images of each one."""
     for number, part in shares:
         yield number, part
         tick(len(next(iter(part.values())).y))
 
 
-def joined(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
-    """Join the shares in the order of their samples, whatever order they finished in."""
+def join_shares(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
+    """Concatenate the shares in the order of their samples, in whatever order they finished."""
     parts = [part for _, part in sorted(shares, key=lambda share: share[0])]
-    there = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
-    return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in there), strict=True))) for k in there[0]}
+    nonempty = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
+    return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in nonempty), strict=True))) for k in nonempty[0]}

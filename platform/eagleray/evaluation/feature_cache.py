@@ -1,4 +1,4 @@
-"""Cache frozen features on disk under digests of the weights and the images, so that no protocol computes them
+"""Cache frozen features on disk under digests of the weights and the images, so that no protocol extracts them
 again."""
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from eagleray.base.files import atomic_path, cache_folder
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures
 
-FORMAT = 1  # raised when the content of a file or the way from images to features changes
+FORMAT = 1  # increased when the content of a file or the extraction of features changes
 
 
 def folder() -> Path:
@@ -28,25 +28,25 @@ def cached(
     make: Callable[[Sequence[str]], dict[str, LabelledFeatures]],
     note: Callable[[str], None],
 ) -> dict[str, LabelledFeatures]:
-    """Features of each kind, for the digests of a backbone and of data; `how` is all else that they depend on. Those
-    that are not on disk are made together, and kept."""
+    """Return features of each type for the digests of a backbone and of data; `how` is everything else that they depend
+    on. `make` extracts the types that are not in the cache, which are then stored."""
     paths = {}
     for kind in kinds:
         paths[kind] = folder() / f"{digest(FORMAT, backbone, data, kind, *how)}.safetensors"
-    found = {kind: features for kind, path in paths.items() if (features := _load(path)) is not None}
-    if missing := [kind for kind in kinds if kind not in found]:
-        made = make(missing)
-        for kind, features in made.items():
+    cache = {kind: features for kind, path in paths.items() if (features := _load(path)) is not None}
+    if missing := [kind for kind in kinds if kind not in cache]:
+        extracted = make(missing)
+        for kind, features in extracted.items():
             try:
                 _save(paths[kind], features)
             except (OSError, SafetensorError) as e:
-                note(f"{folder()}: features cannot be kept there: {e}")
-        found |= made
-    return {kind: found[kind] for kind in kinds}
+                note(f"{folder()}: features cannot be stored there, so a later command extracts them again: {e}")
+        cache |= extracted
+    return {kind: cache[kind] for kind in kinds}
 
 
 def _load(path: Path) -> LabelledFeatures | None:
-    """Return None if the file is missing or damaged."""
+    """Load features from a file; return None if it is missing or damaged."""
     try:
         return LabelledFeatures(**load_file(path))
     except (OSError, SafetensorError, TypeError):

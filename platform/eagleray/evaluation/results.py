@@ -1,5 +1,5 @@
-"""Store every result with its settings, backbone, data and date in results.json, which only grows, and print tables
-with the untrained backbone's and the published numbers."""
+"""Append results with their settings, backbone, data and date to results.json, and print them in tables beside the
+numbers of the untrained backbone and of the paper."""
 
 import contextlib
 import json
@@ -12,17 +12,17 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.base.files import file_lock
 from eagleray.config import bundled
-from eagleray.runs import layout, remote
+from eagleray.runs import layout, metrics, remote
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import is_remote
 
 NAME = layout.RESULTS
 UNTRAINED = "untrained:"  # before the name of a backbone
-# The metrics of `published` in a recipe, and which number of ours each of them is.
+# For each metric of `published` in a recipe, the number that the protocols report for it.
 PUBLISHED = {
-    "knn": "knn/top1",
-    "linear": "linear/top1",
+    "knn": metrics.KNN_TOP1,
+    "linear": metrics.LINEAR_TOP1,
     "average_of_18": "suite/average",
     "box_ap": "detection/box_ap",
     "mask_ap": "detection/mask_ap",
@@ -36,21 +36,21 @@ LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a protocol, with its backbone and data."""
+    """One entry of results.json: the numbers of a protocol, and what they were measured with."""
 
-    protocol: str  # as it was asked for, such as linear@dino
+    protocol: str  # its name in the command, such as linear@dino
     numbers: Mapping[str, float]
-    settings: Mapping[str, Any]  # all of them, and what was found on the way
-    backbone: str  # as it was named
+    settings: Mapping[str, Any]  # all settings, and details such as the number of images
+    backbone: str  # its name in the command, with absolute paths
     untrained: bool
     backbone_digest: str
     architecture: str  # digest of all but the weights
-    data: Mapping[str, str]  # what the protocol was given, by option
+    data: Mapping[str, str]  # URLs and folders by option
     data_digest: str
     date: str  # ISO 8601, UTC
     seconds: float
     pictures: Sequence[str] = field(default_factory=tuple)  # relative to the folder of results.json
-    asked: Mapping[str, Any] = field(default_factory=dict)  # settings that the recipe or the command line gave
+    asked: Mapping[str, Any] = field(default_factory=dict)  # its settings before it ran
 
     def twin(self, other: "Result") -> bool:
         """Whether the other result differs in nothing but the weights."""
@@ -65,10 +65,10 @@ class Result:
         return twins[-1].numbers if twins else {}
 
 
-def settled(settings: Mapping[str, Any]) -> str:
-    """Write settings as words, without those that are tables."""
-    said = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in settings.items()}
-    return ", ".join(f"{k} {v}" for k, v in said.items() if not isinstance(v, Mapping))
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Format settings as one line of text, without those that are tables."""
+    texts = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in settings.items()}
+    return ", ".join(f"{k} {v}" for k, v in texts.items() if not isinstance(v, Mapping))
 
 
 def load(folder: str) -> list[Result]:
@@ -80,12 +80,16 @@ def load(folder: str) -> list[Result]:
         return [Result(**r) for r in json.loads(text or "[]")]
     except (ValueError, TypeError) as e:
         why = " ".join(str(e).split())
-        raise UserError(f"{folder}/{NAME}: is not a list of results ({why}); move it out of the way") from None
+        raise UserError(
+            f"{folder}/{NAME}: expected a list of results written by eagleray ({why}); move or delete this file"
+        ) from None
 
 
 def add(folder: str, result: Result) -> None:
-    """Append a result to the file. Raises UserError and Outage."""
-    # A store has no locks.
+    """Append a result to results.json.
+
+    Raises UserError when the file cannot be written, and Outage when the store does not answer."""
+    # An object store has no locks, so only local files are locked.
     with contextlib.nullcontext() if is_remote(folder) else file_lock(Path(folder) / f".{NAME}.lock"):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
         try:
@@ -95,21 +99,21 @@ def add(folder: str, result: Result) -> None:
 
 
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
-    """Return what was published for the shipped recipe that a run's command names. It is empty where the run's own
-    recipe, a plain tree, differs in more than where the data lies and how it is read."""
+    """Return the published numbers of the shipped recipe that a run's command names. The result is empty if the recipe
+    that was run, given as a plain tree, differs in anything but the location of the data and how it is read."""
     name = next((word for word in command if word in bundled.recipes()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
-    return printed(bundled.recipe(name).published)
+    return published_numbers(bundled.recipe(name).published)
 
 
 def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in recipes.identity(recipe).items() if not k.startswith("data.")}
 
 
-def printed(published: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the published numbers of a recipe by our names, the first of each. Those of other data or of another
-    length are left out."""
+def published_numbers(published: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the numbers in a recipe's `published` entries by the names that protocols give them. If several entries
+    have a number, the first one counts; entries for other data or another number of epochs are left out."""
     own = [entry for entry in published if "data" not in entry and "epochs" not in entry]
     numbers = {metric: entry[metric] for entry in reversed(own) for metric in entry if metric in PUBLISHED}
     return {number: float(numbers[metric]) for metric, number in PUBLISHED.items() if metric in numbers}
@@ -125,34 +129,36 @@ class Row(NamedTuple):
 
 
 def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str, float]) -> Iterator[Row]:
-    """One for each number of the results, beside that of the newest twin without training among the `known`. A twin
-    that stands beside another result has no row of its own."""
-    for result in lone(results):
+    """Yield a table row for each number of the results, beside the newest number of their untrained twin among the
+    `known` results, and the paper's. An untrained twin that stands beside another result has no row of its own."""
+    for result in without_twins(results):
         before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
         for key, value in result.numbers.items():
-            bare = shown(before[key]) if key in before else ""
-            there = shown(paper[key]) if key in paper and not result.untrained else ""
-            yield Row(name, key, shown(value), bare, there, settled(result.settings))
+            untrained = format_number(before[key]) if key in before else ""
+            published = format_number(paper[key]) if key in paper and not result.untrained else ""
+            yield Row(name, key, format_number(value), untrained, published, format_settings(result.settings))
 
 
-def lone(results: Sequence[Result]) -> list[Result]:
+def without_twins(results: Sequence[Result]) -> list[Result]:
     """Return the results that are not the untrained twin of another."""
     trained = [r for r in results if not r.untrained]
     return [r for r in results if not r.untrained or not any(t.twin(r) for t in trained)]
 
 
-def shown(value: float) -> str:
+def format_number(value: float) -> str:
+    """Format a number with two decimals, or with four significant digits if it is below 1."""
     return str(value) if isinstance(value, int) else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
 
 
 def markdown(table: Sequence[Row]) -> str:
+    """Format rows as a Markdown table."""
     lines = [HEAD, ("---", "---", "---:", "---:", "---:", "---"), *table]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def latex(table: Sequence[Row]) -> str:
-    """A tabular for the booktabs package."""
+    """Format rows as a LaTeX tabular that needs the booktabs package."""
     lines = [" & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in (HEAD, *table)]
     begin, end = [r"\begin{tabular}{llrrrp{6cm}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
     return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end])

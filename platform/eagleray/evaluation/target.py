@@ -1,4 +1,4 @@
-"""Load the backbone to evaluate: that of a run, timm's weights, a file of tensors, or an untrained one."""
+"""Load the backbone to evaluate from a run, from timm, from a file of tensors, or untrained."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,21 +31,22 @@ from eagleray.views.photometric import MEAN, STD
 class Target:
     """A backbone, its source, and the evaluation settings of its recipe."""
 
-    given: str  # its name, with absolute paths
+    name: str  # as in the command, with absolute paths
     backbone: Backbone
     network: Network
     settings: Evaluate
     recipe: Recipe | None = None  # of a run
     run: str | None = None  # folder or s3:// URL
-    pixels: tuple[Any, Any] = (MEAN, STD)  # mean and scale of the pixels that the weights were trained with
+    pixels: tuple[Any, Any] = (MEAN, STD)  # mean and standard deviation that the weights were trained with
 
     @property
     def untrained(self) -> bool:
-        return self.given.startswith(UNTRAINED)
+        """Whether the weights are random."""
+        return self.name.startswith(UNTRAINED)
 
     @property
     def architecture(self) -> str:
-        """The digest of everything but the weights."""
+        """The digest of the backbone's settings, without its weights."""
         plugin = plugins.plugin_of(self.network.name, "backbone")
         return digest(asdict(replace(self.network, weights=None)) | ({"plugin": plugin.sha256} if plugin else {}))
 
@@ -55,21 +56,23 @@ class Target:
         return weights_digest(self.backbone, self.architecture, self.pixels)
 
 
-def load_target(given: str, architecture: str | None = None) -> Target:
-    """The backbone that a name stands for, in evaluation mode: a run's folder or s3:// URL, its checkpoint file,
-    `timm:NAME`, a file of tensors with timm's name of its architecture, or `untrained:` before a run or timm's name.
-    Raises UserError."""
-    name = given.removeprefix(UNTRAINED)
+def load_target(name: str, architecture: str | None = None) -> Target:
+    """Load the backbone that a name stands for, in evaluation mode. The name is a run's folder or s3:// URL, a
+    checkpoint file, `timm:NAME`, a file of tensors, which needs timm's name of its `architecture`, or `untrained:`
+    before a run or timm's name.
+
+    Raises UserError when there is no such backbone or its weights cannot be loaded."""
+    trained = name.removeprefix(UNTRAINED)
     try:
-        source = weights.absolute(name)
-        found = _load(source, architecture, fresh=given != name)
+        source = weights.absolute(trained)
+        target = _load(source, architecture, fresh=trained != name)
     except UserError as e:
-        said = str(e).removeprefix("backbone.weights=")
+        message = str(e)  # about keys of a recipe, which an evaluation does not have
         for key in "backbone.name=", "backbone.weights=":
-            said = said.replace(key, "")
-        raise UserError(said) from None
-    found.backbone.eval()
-    return replace(found, given=(UNTRAINED if given != name else "") + source)
+            message = message.replace(key, "")
+        raise UserError(message) from None
+    target.backbone.eval()
+    return replace(target, name=(UNTRAINED if trained != name else "") + source)
 
 
 def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
@@ -81,8 +84,8 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     try:
         recipe, method, folder = restore(source)
     except UserError as e:
-        told = "not a checkpoint written by eagleray" in str(e)
-        raise UserError(f"{e}; a file of tensors needs --architecture NAME" if told else str(e)) from None
+        is_tensors = "not a checkpoint written by eagleray" in str(e)
+        raise UserError(f"{e}; a file of tensors needs --architecture NAME" if is_tensors else str(e)) from None
     backbone = build_method(recipe).export() if fresh else method.export()
     run = source if is_remote(source) or Path(source).is_dir() else str(folder)
     if is_remote(run):
@@ -101,22 +104,25 @@ def _fill(source: str, network: Network) -> Target:
     if not source.startswith(TIMM):
         return Target(source, backbone, network, Evaluate())
     known = timm.get_pretrained_cfg(network.name)
-    assert known is not None  # its weights were found by it
+    assert known is not None  # its weights were just loaded by this name
     expect(backbone, known.mean, known.std)
     return Target(source, backbone, network, Evaluate(), pixels=(tuple(known.mean), tuple(known.std)))
 
 
 def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Let a model that was trained with pixels of another mean and scale see such. All of this program's images are
-    normalised alike, so its first convolution, before it pads with zeros, undoes that."""
+    """Make a backbone see pixels with the mean and standard deviation that it was trained with. All images are
+    normalised alike in Eagleray, so a hook converts the input of the first convolution, before the convolution pads
+    with zeros."""
     if (tuple(mean), tuple(std)) == (tuple(MEAN), tuple(STD)):
         return
     first = next((m for m in backbone.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3), None)
     if first is None:
-        raise UserError(f"{type(backbone.model).__name__}: wants pixels of mean {mean}, and has no first convolution")
+        raise UserError(
+            f"{type(backbone.model).__name__}: has no convolution of 3 channels to convert pixels to mean {mean}"
+        )
 
-    def again(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def convert(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         m0, s0, m1, s1 = (args[0].new_tensor(x).view(3, 1, 1) for x in (MEAN, STD, mean, std))
         return (args[0] * (s0 / s1) + (m0 - m1) / s1, *args[1:])
 
-    first.register_forward_pre_hook(again)
+    first.register_forward_pre_hook(convert)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from eagleray.evaluation.results import UNTRAINED as BARE
-from eagleray.evaluation.results import Result, lone, settled
+from eagleray.evaluation.results import Result, format_settings, without_twins
 from eagleray.reports import plots
 from eagleray.reports.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
 from eagleray.reports.read import Run, names
@@ -137,12 +137,12 @@ def newest(run: Run) -> list[Result]:
     """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
     to the column beside."""
     last = {(r.untrained, r.architecture, r.data_digest, how(r, asked=True) + whose(run, r)): r for r in run.results}
-    return sorted(lone(list(last.values())), key=lambda r: r.untrained)
+    return sorted(without_twins(list(last.values())), key=lambda r: r.untrained)
 
 
 def how(result: Result, *, asked: bool = False) -> str:
     """The protocol, the data that it was given, and its settings; `asked` leaves out what was found on the way."""
-    said = settled({k: v for k, v in result.settings.items() if k in result.asked or not asked})
+    said = format_settings({k: v for k, v in result.settings.items() if k in result.asked or not asked})
     at = " and ".join("/".join(place.rstrip("/").split("/")[-2:]) for place in result.data.values())
     return result.protocol + (f" on {at}" if at else "") + (f": {said}" if said else "")
 
