@@ -10,8 +10,9 @@ from eagleray.reports import plots
 from eagleray.reports.page import Page, Section, Table, signed
 from eagleray.reports.read import Run, names
 from eagleray.reports.sections import about, figures, measured, what
+from eagleray.runs import metrics
 
-TIMES = ("wall_seconds", "goodput", "restarts")
+TIMES = (metrics.WALL_SECONDS, metrics.GOODPUT, metrics.RESTARTS)
 
 
 def page(runs: Sequence[Run], folder: Path) -> Page:

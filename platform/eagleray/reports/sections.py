@@ -18,14 +18,13 @@ from eagleray.reports.read import Run, names
 from eagleray.runs import metrics
 from eagleray.runs.health import KINDS
 
-UNTRAINED = "_untrained"
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # of the table of findings
 END = "At the end of the run"
 BAD = ("failed", "broken off")  # states that somebody must see to
 # Numbers of a summary that are told elsewhere, or are settings of others.
-TOLD = {"steps", "epochs", "images", "wall_seconds", "restarts", "steps_repeated", "seconds_lost", "goodput"}
-TOLD |= {"bad_samples", "health"}
+TOLD = {"steps", "epochs", "images", "health", metrics.WALL_SECONDS, metrics.RESTARTS, metrics.STEPS_REPEATED}
+TOLD |= {metrics.SECONDS_LOST, metrics.GOODPUT, metrics.BAD_SAMPLES}
 
 
 def page(run: Run, folder: Path) -> Page:
@@ -77,25 +76,27 @@ def tiles(run: Run) -> Iterator[Tile]:
     s, last = run.summary, run.records[-1] if run.records else {}
     for key, label in ((metrics.KNN_TOP1, "kNN, top-1 %"), (metrics.LINEAR_TOP1, "linear, top-1 %")):
         if key in s:
-            yield Tile(label, s[key], f"{s[key + UNTRAINED]:.4g} untrained" if key + UNTRAINED in s else "")
+            yield Tile(
+                label, s[key], f"{s[key + metrics.UNTRAINED]:.4g} untrained" if key + metrics.UNTRAINED in s else ""
+            )
     if metrics.CLASSIFIER_TOP1 in s:
         yield Tile("classifier, top-1 %", s[metrics.CLASSIFIER_TOP1])
     if run.last or run.planned:
         yield Tile("steps", run.last, f"of {run.planned:,}" if run.planned else "")
-    if "loss" in last:
-        yield Tile("loss", last["loss"], "at the end" if run.state == "finished" else "so far")
+    if metrics.LOSS in last:
+        yield Tile("loss", last[metrics.LOSS], "at the end" if run.state == "finished" else "so far")
     if metrics.IMAGES_PER_S in last:
         yield Tile("images/s", statistics.median(r[metrics.IMAGES_PER_S] for r in run.records), "median")
         yield Tile(
             "waiting for data", f"{statistics.mean(r[metrics.DATA_WAIT] for r in run.records):.1%}", "of the time"
         )
     ends = last | s
-    if "goodput" in ends:
-        yield Tile("goodput", f"{ends['goodput']:.1%}", f"{ends['seconds_lost']:.0f} s lost")
-    if "wall_seconds" in s:
-        yield Tile("duration", str(timedelta(seconds=round(s["wall_seconds"]))), "h:mm:ss")
-    yield Tile("restarts", ends.get("restarts", max(sum("step" in line for line in run.starts) - 1, 0)))
-    yield Tile("bad samples", ends.get("bad_samples", len(run.quarantine)))
+    if metrics.GOODPUT in ends:
+        yield Tile("goodput", f"{ends[metrics.GOODPUT]:.1%}", f"{ends[metrics.SECONDS_LOST]:.0f} s lost")
+    if metrics.WALL_SECONDS in s:
+        yield Tile("duration", str(timedelta(seconds=round(s[metrics.WALL_SECONDS]))), "h:mm:ss")
+    yield Tile("restarts", ends.get(metrics.RESTARTS, max(sum("step" in line for line in run.starts) - 1, 0)))
+    yield Tile("bad samples", ends.get(metrics.BAD_SAMPLES, len(run.quarantine)))
     yield Tile("findings", len(run.findings), "" if run.findings else "nothing is wrong")
 
 
@@ -120,11 +121,11 @@ class Measured(NamedTuple):
 
 def measured(run: Run) -> Iterator[Measured]:
     s, paper = run.summary, run.published
-    ends = [k for k in s if k not in TOLD and not k.endswith(UNTRAINED) and isinstance(s[k], int | float)]
+    ends = [k for k in s if k not in TOLD and not k.endswith(metrics.UNTRAINED) and isinstance(s[k], int | float)]
     if ends:
         said = ended(run, ends)
         same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")])
-        yield Measured((said, same), said, [[k, s[k], s.get(k + UNTRAINED), paper.get(k)] for k in ends])
+        yield Measured((said, same), said, [[k, s[k], s.get(k + metrics.UNTRAINED), paper.get(k)] for k in ends])
     for result in newest(run):
         before, name = result.before(run.results), ", untrained" * result.untrained
         there = {} if result.untrained else paper
@@ -213,15 +214,15 @@ def times(run: Run) -> list[Table]:
     columns = ["Time, UTC", "Event", "From step", "Workers", "Steps taken again"]
     tables = [Table("Starts and ends", columns, rows)] if rows else []
     ends = (run.records[-1] if run.records else {}) | run.summary
-    kept = {
-        "goodput": "share of the time in steps that count",
-        "seconds_lost": "seconds that were lost",
-        "steps_repeated": "steps taken again after restarts",
-        "wall_seconds": "seconds of all starts together, without what was lost",
+    labels = {
+        metrics.GOODPUT: "share of the time in steps that count",
+        metrics.SECONDS_LOST: "seconds that were lost",
+        metrics.STEPS_REPEATED: "steps taken again after restarts",
+        metrics.WALL_SECONDS: "seconds of all starts together, without what was lost",
         "images": "images seen",
         "epochs": "epochs",
     }
-    spent = [[label, ends[key]] for key, label in kept.items() if key in ends]
+    spent = [[label, ends[key]] for key, label in labels.items() if key in ends]
     return tables + ([Table("Where the time went", ["What", "How much"], spent)] if spent else [])
 
 

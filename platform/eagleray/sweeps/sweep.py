@@ -17,6 +17,7 @@ from eagleray.config import STRICT, bundled, plugins
 from eagleray.config.types import Share
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
+from eagleray.runs.metrics import KNN_TOP1
 from eagleray.runs.recipe import Recipe, span
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
@@ -79,7 +80,7 @@ Space = dict[
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Objective:
-    key: str = "knn/top1"  # of metrics.jsonl or summary.json
+    key: str = KNN_TOP1  # of metrics.jsonl or summary.json
     mode: Literal["max", "min"] = "max"
 
 
