@@ -1,0 +1,81 @@
+"""The stream in a loop of one's own is that of a run, on any number of processes, from any step."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import eagleray
+from eagleray.data.loader import Loader
+from eagleray.engine import world
+from eagleray.runs import recipe
+from eagleray.runs.plan import make_plan, resolve_paths
+
+VIEWS = [{"size": 16, "scale": [0.3, 1.0], "solarize": 0.1}, {"size": 16, "scale": [0.3, 1.0], "blur": 0.5}]
+
+TORCHRUN = """
+import os, sys, torch, eagleray
+torch.set_num_threads(1)
+if sys.argv[2] == "group":
+    torch.distributed.init_process_group("gloo")
+loader = eagleray.loader(sys.argv[1], views=[{"size": 8}], batch=16, start=2, workers=0)
+batches = [batch for batch, _ in zip(loader, range(3))]
+torch.save([(b.index, b.views[0], b.rows) for b in batches], f"{sys.argv[3]}/{os.environ['RANK']}.pt")
+"""
+
+
+def test_it_is_the_stream_of_a_run(small: Path, shards: Path):
+    plan = make_plan(resolve_paths(recipe.load(str(small), [f"data.train={shards / 'train'}"])))
+    run = Loader(plan.stream, rank=0, ranks=1, workers=0, device=world.local().device).batches(9, 12)
+    loader = eagleray.loader(shards / "train", views=VIEWS, batch=32, lanes=8, start=9, workers=0)
+    assert (len(loader), loader.samples, loader.epoch) == (10, 320, 0)
+    mine = [*loader, *loader][:3]  # to the end of the first epoch, and into the second
+    for (batch, _), own in zip(run, mine, strict=True):
+        assert torch.equal(batch.index, own.index)
+        assert torch.equal(batch.label, own.label)
+        assert all(torch.equal(a, b) for a, b in zip(batch.views, own.views, strict=True))
+
+
+def test_a_position_is_kept_and_loaded(shards: Path):
+    loader = eagleray.loader(shards / "train", views=[{"size": 8}], batch=64, workers=0)
+    stream = iter(loader)
+    next(stream)
+    state = loader.state_dict()
+    want = next(stream).index
+    again = eagleray.loader(shards / "train", views=[{"size": 8}], batch=64, workers=0)
+    again.load_state_dict(state)
+    assert torch.equal(next(iter(again)).index, want)
+
+
+@pytest.mark.parametrize("group", ["group", "environment"])
+def test_torchrun_deals_the_global_batches(group: str, shards: Path, tmp_path: Path):
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(tmp_path / "script.py"), str(shards / "train"), group, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    whole = eagleray.loader(shards / "train", views=[{"size": 8}], batch=16, start=2, workers=0)
+    for a, b, batch in zip(*ranks, whole, strict=False):
+        assert a[2] == b[2] == (8, 8)
+        assert torch.equal(torch.cat([a[0], b[0]]), batch.index)
+        assert torch.allclose(torch.cat([a[1], b[1]]), batch.views[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"views": [{"sise": 8}]}, r"views\.0: sise: unknown key; did you mean 'size'"),
+        ({"views": []}, "views: expected at least one"),
+        ({"batch": 0}, "batch=0 start=0: expected a batch of 1 or more"),
+        ({"start": -1}, "start=-1"),
+        ({"batch": 1000}, "320 samples do not fill one global batch of 1000"),
+        ({"lanes": 7}, "lanes must divide it"),
+        ({"lanes": 8, "workers": 9}, "9 readers cannot share 8 lanes"),
+    ],
+)
+def test_what_is_wrong_is_a_user_error(keys: dict[str, object], message: str, shards: Path):
+    with pytest.raises(eagleray.UserError, match=message):
+        eagleray.loader(shards / "train", **({"views": [{"size": 8}], "batch": 16} | keys))  # type: ignore[arg-type]
