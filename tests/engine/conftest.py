@@ -1,4 +1,4 @@
-"""The places that the tests of checkpoints write to: a folder, an S3 server, and a proxy in front of it."""
+"""Fixtures for tests of checkpoints: a folder, an S3 server, and a proxy in front of the server."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def remote(swift: Swift, tmp_path: Path) -> Place:
 
 @pytest.fixture
 def proxy(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy in front of the server, that everything goes through."""
+    """Start a proxy in front of the S3 server, through which all requests go."""
     with Proxy(swift.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.setitem(store.STORES, "s3", store.S3Store())

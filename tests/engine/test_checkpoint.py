@@ -1,4 +1,4 @@
-"""Checkpoints in a folder and in a real S3 server: what counts is whole, whatever happens while it is written."""
+"""Tests of checkpoints in a folder and on a real S3 server."""
 
 import json
 import threading
@@ -83,7 +83,7 @@ def test_a_folder_is_given_as_before(tmp_path: Path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(place: Place):
-    """Tensors change from the moment on that `save` returns; no file may see it."""
+    """Tensors change as soon as `save` returns, and the file must not contain the changes."""
     state = {"weights": [torch.zeros(100_000) for _ in range(4)], "moments": {"m": torch.zeros(2, 100_000)}}
     tensors = [*state["weights"], state["moments"]["m"]]
     training, ended = threading.Event(), threading.Event()
@@ -140,7 +140,7 @@ def test_memory_is_used_again(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_a_gpu_still_computes_is_waited_for_and_what_it_does_next_is_not_seen(tmp_path: Path):
-    """The twin of `test_training_goes_on_while_a_checkpoint_is_written`."""
+    """The GPU twin of `test_training_goes_on_while_a_checkpoint_is_written`."""
     x = torch.zeros(2**24, device="cuda")
     writer = checkpoint.Writer(tmp_path, keep=20)
     for step in range(1, 11):
@@ -180,7 +180,7 @@ def test_old_ones_go_when_a_newer_one_counts(place: Place, monkeypatch: pytest.M
 
 
 def test_what_has_to_be_there_first_is(place: Place):
-    """The histories of a run go where its checkpoints are; one that is ahead of them does not count."""
+    """The metrics of a run are uploaded before a checkpoint counts."""
     away = True
 
     def first() -> None:

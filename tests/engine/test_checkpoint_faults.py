@@ -1,4 +1,4 @@
-"""Checkpoints when writers are killed, disks are full, bytes are flipped and stores are away: what counts is whole."""
+"""Tests of checkpoints when writers are killed, disks are full, bytes are flipped and stores are unreachable."""
 
 import json
 import os
@@ -123,7 +123,7 @@ print(json.dumps(rounds))
 
 @pytest.mark.slow
 def test_killed_while_saving(place: Place, tmp_path: Path):
-    """Ten times, at any moment: what counted before stays, with `keep=1`, and what is found is whole."""
+    """A writer is killed ten times at random moments; the newest checkpoint that counts stays intact."""
     command = [sys.executable, "-c", KILLED, place.url, str(place.scratch), str(2**20)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -183,7 +183,7 @@ if how == "disk":
 
 @pytest.mark.parametrize("how", ["limit", "disk"])
 def test_a_full_disk_costs_checkpoints_and_nothing_else(how: str, tmp_path: Path):
-    """On a real file system of 14 MiB where one can be mounted."""
+    """Uses a real file system of 14 MiB where one can be mounted."""
     said = {"limit": "File too large", "disk": "No space left on device"}[how]
     folder = tmp_path / "small"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Optimisers: what a step is, that a skipped one is none, and which parameters are treated how."""
+"""Tests of the optimisers: their steps, skipped steps, and the groups of parameters."""
 
 import copy
 import re
@@ -23,7 +23,7 @@ NAMES = ("adamw", "lars", "lamb", "sgd")
 
 
 class Two(nn.Module):
-    """A method of two parts, with matrices and vectors."""
+    """A method with two parts, which have matrices and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def rates(method: nn.Module, groups: list[dict[str, Any]]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"])
 def test_what_timms_models_name_is_not_decayed(name: str):
-    """Against timm's groups; a position table and Swin's relative ones are matrices."""
+    """The groups are compared with timm's; position tables are matrices, Swin's relative ones too."""
     method = nn.Module()
     method.encoder = Encoder(Backbone(name), nn.Linear(2, 2))
     model = method.encoder.backbone.model
@@ -220,7 +220,7 @@ def test_what_timms_models_name_is_not_decayed(name: str):
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"])
 def test_layers_learn_at_timms_rates(name: str):
-    """Against timm's groups of the same model with a head; its weight decay of vectors is another matter."""
+    """The learning rates are compared with those of timm's groups for the same model with a head."""
     method = nn.Module()
     method.encoder = Encoder(Backbone(name), nn.Linear(2, 2))
     theirs = timm.create_model(name, num_classes=2)
@@ -234,7 +234,7 @@ def test_layers_learn_at_timms_rates(name: str):
 
 @pytest.mark.parametrize("name", ["cvt_13", "t2t_vit_14", "pvt_small", "vil_tiny", "cvt_tiny_esvit"])
 def test_layers_of_our_own_models(name: str):
-    """Blocks in their order, each on its own; nothing but what lies beside them is without a layer."""
+    """Every block is a layer of its own, in order, and only parameters beside the blocks have none."""
     with torch.device("meta"):
         backbone = Backbone(name)
     found = {n.removeprefix(".model."): s for n, s in optim.layer_lr_scales(backbone, 0.5).items()}

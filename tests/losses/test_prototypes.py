@@ -100,7 +100,7 @@ def test_autocast_forms_products_in_bfloat16_and_sums_in_float32(device: str) ->
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that anything gives."""
+    """Records the size of the largest tensor that any operation returns."""
 
     size = 0
 
@@ -213,7 +213,7 @@ def test_probabilities_and_mean_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scores_far_apart() -> None:
-    """Prototypes whose length is trained grow; no score of another may vanish, and none overflow."""
+    """Prototypes with trained lengths can grow; large scores must neither overflow nor hide small ones."""
     given = Given(6, 4, 30, 4)
     given.w_s *= 1000
     given.w_t *= 1000
@@ -222,7 +222,7 @@ def test_scores_far_apart() -> None:
 
 
 def views(x: Tensor, *counts: tuple[int, int, int]) -> Iterator[Tensor]:
-    """Rows as views (B, N, D): for each (views, images, tokens)."""
+    """Yield the rows as views (B, N, D), for each (views, images, tokens)."""
     for number, images, tokens in counts:
         size = number * images * tokens
         yield from x[:size].view(number, images, tokens, x.shape[1])
@@ -230,7 +230,7 @@ def views(x: Tensor, *counts: tuple[int, int, int]) -> Iterator[Tensor]:
 
 
 def loss_of(t: Tensor, s: Tensor, center: Tensor, matched: Match, tau_t: float, tau_s: float) -> Tensor:
-    """Of scores, which are bottlenecks where the prototypes are the axes."""
+    """Return the loss of scores: with unit prototypes along the axes, they equal the bottleneck vectors."""
     t_axes, s_axes = torch.eye(t.shape[1]), torch.eye(s.shape[1])
     return cross_entropy(t, s, t_axes, s_axes, center, matched, tau_t=tau_t, tau_s=tau_s, chunk=3 * len(t_axes))
 
@@ -292,7 +292,7 @@ def test_esvit(case: Case) -> None:
 
 @cases("selfpatch_loss")
 def test_selfpatch(case: Case) -> None:
-    """Its patches: the same place of the same crop."""
+    """SelfPatch's patch loss compares patches at the same position of the same crop."""
     h, sizes = case.hyper, ("global", "local")
     s = {size: case[f"student_patch_{size}"].requires_grad_() for size in sizes}  # (crops * B, N, K)
     t, n = [case[f"teacher_patch_{size}"].flatten(0, 1) for size in sizes], h["global_crops"] + h["local_crops"]
@@ -308,7 +308,7 @@ def test_selfpatch(case: Case) -> None:
 
 @cases("swav_loss")
 def test_swav(case: Case) -> None:
-    """An assignment is a teacher's softmax whose centre Sinkhorn's iterations found."""
+    """SwAV's assignment equals a teacher's softmax with a centre that Sinkhorn's iterations compute."""
     h = case.hyper
     names = [f"{size}{i}" for size in ("high", "low") for i in range(h[size])]
     s = [case[name].requires_grad_() for name in names]

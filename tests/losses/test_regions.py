@@ -1,4 +1,4 @@
-"""Who is matched with whom, and the squared distance: against what they are defined as."""
+"""Tests of the region loss: the matches and the squared distance are compared with their definitions."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def test_shuffled_tokens_are_found_again(matching: str) -> None:
 
 
 def test_transport_leaves_nobody_out_where_the_likest_is_one_for_all() -> None:
-    """Each token of x points towards its own token of y, and more towards the first."""
+    """Each token of x is similar to its own token of y, and even more similar to the first one."""
     y = torch.eye(5).unsqueeze(0)
     x = (0.8 * torch.eye(5) + 1.0 * torch.eye(5)[0]).unsqueeze(0)
     assert match([x, x], [y, y]).teacher.split(5)[0][:, 1].tolist() == [5] * 5

@@ -1,4 +1,4 @@
-"""BYOL with regions: two losses, each as it is alone."""
+"""Tests of BYOL with regions: each of the two losses equals the one computed alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""EsViT: two tasks, any crops, and regions that are learnt from later on."""
+"""Tests of EsViT: both losses, crops of any size, and a region loss that starts later."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def batch(step: int = 0, rows: int = 4, sizes: tuple[int, ...] = SIZES) -> Batch
 
 
 def train(method: Method, steps: range) -> torch.optim.Optimizer:
-    """AdamW, three steps in an epoch."""
+    """Train with AdamW, three steps per epoch."""
     optimizer = optim.make("adamw", method, decay="matrices")
     batches = ((Progress(i, 3, 20), batch(i)) for i in steps)
     for _ in fit(method, batches, optimizer, lr=lambda _: 0.01, weight_decay=lambda _: 0.1, clip=3.0, clip_each=True):
@@ -44,7 +44,7 @@ def train(method: Method, steps: range) -> torch.optim.Optimizer:
 
 
 def plain(m: EsViT, x: list[Tensor], at: Progress) -> tuple[Tensor, Tensor]:
-    """L_V and L_R pair by pair and image by image, every score formed."""
+    """Compute L_V and L_R pair by pair and image by image, from all scores."""
     tau_t, pairs = m.teacher_temp(at), [(q, v) for q in range(2) for v in range(len(x)) if v != q]
     l_v, l_r = torch.zeros(()), torch.zeros(())
     for q, v in pairs:
@@ -107,7 +107,7 @@ def test_regions_join_and_the_optimiser_goes_on() -> None:
 
 
 def test_every_parameter_has_a_gradient_before_and_after() -> None:
-    """Or ranks would wait for it."""
+    """Without a gradient for every parameter, ranks would wait forever."""
     for epoch in (0, 3):
         m = small(region_from=2)
         m(batch(), Progress(3 * epoch, 3, 20))["loss"].backward()
@@ -168,7 +168,7 @@ def test_tokens_are_sampled_where_there_are_more() -> None:
 
 
 def test_views_of_other_images_do_not_matter() -> None:
-    """A matching is within the image: the loss of two images is the mean of their own."""
+    """Tokens are matched within an image, so the loss of two images is the mean of their own losses."""
     m, x = small(center_momentum=1.0), batch(rows=2)
     both = m(x, LAST)["region"]
     none = torch.empty(0)

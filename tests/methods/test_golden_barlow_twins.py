@@ -1,4 +1,4 @@
-"""Barlow Twins: what its loss must be, and lightly's BarlowTwinsLoss."""
+"""Tests of Barlow Twins: properties of its loss, and golden vectors of lightly's BarlowTwinsLoss."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, DIM, LAMBDA = 16, 5, 0.1
 
 
 def white() -> Tensor:
-    """(N, C) channels of mean 0, variance 1 and no correlation."""
+    """Return channels (N, C) of mean 0, variance 1 and no correlation."""
     z = torch.randn(N, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, _ = torch.linalg.qr(z - z.mean(0))
     return (q * N**0.5).float()
@@ -29,7 +29,7 @@ def white() -> Tensor:
     ],
 )
 def test_uncorrelated_channels(other, want: float):
-    """Correlations of 0, 1 and -1 by construction."""
+    """The channels have correlations of 0, 1 and -1 by construction."""
     z = white()
     loss = barlow(z, other(z), LAMBDA, (N,), eps=0.0)
     torch.testing.assert_close(loss, torch.tensor(float(want)), rtol=1e-4, atol=1e-4)
@@ -44,7 +44,7 @@ def test_neither_scale_nor_shift_of_a_channel_matters():
 
 
 def test_collapsed_channels_count_as_uncorrelated():
-    """Without a variance to divide by, loss and gradient stay finite."""
+    """Loss and gradient stay finite for channels whose variance is zero."""
     z = torch.ones(N, DIM, requires_grad=True)
     loss = barlow(z, z, LAMBDA, (N,))
     loss.backward()
@@ -54,7 +54,7 @@ def test_collapsed_channels_count_as_uncorrelated():
 
 
 def test_bfloat16_keeps_its_loss():
-    """Sums over many rows in bfloat16 would not: the loss is computed in float32."""
+    """The loss is computed in float32 also under autocast, because sums over many rows in bfloat16 are inaccurate."""
     z = white().bfloat16()
     torch.testing.assert_close(barlow(z, z, LAMBDA, (N,)), barlow(z.float(), z.float(), LAMBDA, (N,)), rtol=0, atol=0)
 

@@ -1,4 +1,4 @@
-"""BYOL: what its loss and its target network must be, and solo-learn's byol_loss_func."""
+"""Tests of BYOL: properties of its loss and target network, and golden vectors of solo-learn's byol_loss_func."""
 
 import pytest
 import torch

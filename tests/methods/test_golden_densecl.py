@@ -23,7 +23,7 @@ def batch_of(*views: Tensor) -> Batch:
 
 @cases("densecl_loss")
 def test_step(case: Case) -> None:
-    """The encoders' outputs are those of the vector, here as in it."""
+    """The encoders are replaced by the outputs recorded in the golden vector."""
     h, q, grid = case.hyper, case["q"].requires_grad_(), case["q_grid"].requires_grad_()
     f, g = (case[name].flatten(2).mT for name in ("q_backbone", "k_backbone"))
     settings: dict[str, Any] = {"temperature": h["temperature"], "dense_weight": h["loss_lambda"], "queue": h["queue"]}

@@ -53,7 +53,7 @@ def test_loss(case: Case) -> None:
 
 
 class Fixed(nn.Module):
-    """An encoder whose scores (V * B, K) are given."""
+    """An encoder that returns fixed scores (V * B, K)."""
 
     def __init__(self, scores: Tensor) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_head(case: Case) -> None:
 
 
 def ours(name: str) -> str:
-    """Our name of the authors' parameter: they have no Sequential around a single layer, and the old weight norm."""
+    """Return our name for a parameter of the authors, who use the old weight norm and a bare single layer."""
     name = re.sub(r"^mlp\.(?=[a-z])", "mlp.0.", name)
     last = "last.parametrizations.weight.original"
     return name.replace("last_layer.weight_g", last + "0").replace("last_layer.weight_v", last + "1")
@@ -147,7 +147,7 @@ def test_param_groups(case: Case) -> None:
 
 
 def with_parameters(case: Case) -> tuple[DINO, dict[str, nn.Parameter]]:
-    """DINO whose student has the case's parameters, and these by the case's names."""
+    """Return DINO with the case's parameters in its student, and these parameters by the case's names."""
     groups, shapes = case.text["param_groups"], {n: g.shape for n, g in case.under("before/").items()}
     names = groups["regularised"] + groups["not_regularised"]
     prototypes, bottleneck = shapes["last_layer.weight_v"]

@@ -17,7 +17,7 @@ EPOCH = 5  # steps in one
 
 
 class Fixed(nn.Module):
-    """An encoder whose scores and features are given: bottlenecks, where the prototypes are the axes."""
+    """An encoder that returns fixed scores and features; its prototypes are the axes."""
 
     def __init__(self, scores: dict[str, Tensor], features: list[Tensor]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def temperature(h: dict[str, Any]) -> Schedule:
 
 
 def views(x: Tensor, *counts: tuple[int, int, int]) -> Iterator[Tensor]:
-    """Rows as views (B, N, D): for each (views, images, tokens)."""
+    """Yield the rows as views (B, N, D), for each (views, images, tokens)."""
     for number, images, tokens in counts:
         yield from x[: number * images * tokens].view(number, images, tokens, x.shape[1])
         x = x[number * images * tokens :]

@@ -189,7 +189,7 @@ def test_softmax(case: Case) -> None:
 
 
 class Given(torch.nn.Module):
-    """An encoder that has its output already."""
+    """An encoder that returns a fixed output."""
 
     def __init__(self, v: Tensor) -> None:
         super().__init__()

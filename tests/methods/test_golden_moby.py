@@ -28,7 +28,7 @@ def test_one_direction(case: Case) -> None:
 
 
 class Given(nn.Module):
-    """A network whose outputs, one after the other, are given."""
+    """A network that returns fixed outputs, one per call."""
 
     def __init__(self, *outputs: Tensor) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_loss(case: Case) -> None:
 
 
 class Small(nn.Module):
-    """What the authors' steps were recorded with: LayerNorm(tanh(Linear(x)))."""
+    """The network with which the authors' steps were recorded: LayerNorm(tanh(Linear(x)))."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ LAYERS = {"linear_hidden.1": "0", "linear_hidden.2": "1", "linear_out": "3"}
 
 
 def ours(name: str) -> str:
-    """Our name of the authors' parameter or buffer."""
+    """Return our name for a parameter or buffer of the authors."""
     part, _, rest = name.partition(".")
     for theirs, number in LAYERS.items():
         rest = rest.replace(theirs, number)
@@ -185,7 +185,7 @@ def test_the_queue_of_a_view_keeps_its_keys_and_judges_the_other() -> None:
 
 
 def test_the_target_follows_before_its_keys_by_the_step_alone() -> None:
-    """A run that is continued has no counter of its own that could begin again."""
+    """The momentum depends on the step alone, so a continued run keeps its schedule."""
     method, again = small(), small()
     views = torch.randn(2, 6, 3, 16, 16)
     start = [p.clone() for p in method.target.parameters()]

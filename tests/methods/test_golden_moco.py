@@ -17,7 +17,7 @@ AT = Progress(step=3, steps_per_epoch=10, epochs=2)
 
 
 class Flat(nn.Module):
-    """A backbone that changes nothing."""
+    """A backbone that returns its input."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_step(case: Case) -> None:
 
 
 def ours(name: str) -> str:
-    """Our name of the authors' parameter: their head sits inside the ViT, ours beside it."""
+    """Return our name for a parameter of the authors, whose head is inside the ViT; ours is beside it."""
     encoder, _, rest = name.partition(".")
     return name if encoder == "predictor" or rest.startswith("head.") else f"{encoder}.backbone.model.{rest}"
 
@@ -148,7 +148,7 @@ def test_heads(case: Case) -> None:
 
 
 def with_weights(net: nn.Sequential, case: Case, name: str) -> nn.Sequential:
-    """With the weights of the case; its running statistics are those after the forward."""
+    """Load the weights of the case, whose running statistics are those after the forward pass."""
     weights = case.under(f"{name}.")
     assert net.state_dict().keys() == weights.keys()
     net.load_state_dict({n: weights[n] if n.endswith((".weight", ".bias")) else v for n, v in net.state_dict().items()})

@@ -53,7 +53,7 @@ def test_aggregation(case: Case) -> None:
 
 
 def ours(name: str) -> str:
-    """Our name of the authors' weight: they wrap attention in a module of its own."""
+    """Return our name for a weight of the authors, who wrap attention in a module of its own."""
     return name.replace("cls_token", "token").replace("cls_blocks", "blocks").replace(".attn.", ".")
 
 
@@ -80,7 +80,7 @@ def test_schedule(case: Case) -> None:
 
 
 class Given(nn.Module):
-    """An encoder whose scores are given: its prototypes are the axes."""
+    """An encoder that returns fixed scores; its prototypes are the axes."""
 
     def __init__(self, case: Case, who: str) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def small(**keys: Any) -> SelfPatch:
 
 
 def test_the_backbone_is_the_authors() -> None:
-    """Neither class token nor final norm, and every position in the table is a patch's."""
+    """The backbone has neither class token nor final norm, and its position table has one row per patch."""
     model = AggregationBackbone(vit(24, 8, 24, depth=2, heads=3, pool="mean"), 3).model
     assert model.num_prefix_tokens == 0
     assert isinstance(model.norm, nn.Identity)

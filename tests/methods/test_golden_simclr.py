@@ -1,4 +1,4 @@
-"""SimCLR: what its loss must be, and lightly's NTXentLoss."""
+"""Tests of SimCLR: properties of its loss, and golden vectors of lightly's NTXentLoss."""
 
 import math
 
@@ -16,7 +16,7 @@ N, DIM, TAU = 7, 12, 0.3
 
 @pytest.fixture
 def z() -> torch.Tensor:
-    """(2, N, C)"""
+    """Return the projections (2, N, C) of two views."""
     return torch.randn(2, N, DIM, generator=torch.Generator().manual_seed(0))
 
 
@@ -26,7 +26,7 @@ def test_all_alike_is_chance(z: torch.Tensor):
 
 
 def test_orthogonal_images():
-    """The positive at cosine 1 and all negatives at 0."""
+    """The positive has cosine 1 and all negatives have cosine 0."""
     loss = nt_xent(torch.eye(N), torch.eye(N), TAU, (N,))
     p = torch.tensor([math.exp(1 / TAU), *[1.0] * (2 * N - 2)])
     p /= p.sum()
@@ -43,7 +43,7 @@ def test_neither_lengths_nor_the_order_of_views_or_images_matter(z: torch.Tensor
 
 
 def test_ranks_together_are_one_batch(z: torch.Tensor, monkeypatch: pytest.MonkeyPatch):
-    """Loss and gradient, with the rows dealt unevenly."""
+    """Loss and gradient of several ranks with unequal numbers of rows equal those of one batch."""
     rows = (4, 1, 2)
     z.requires_grad_()
     want = nt_xent(*z, TAU, (N,))

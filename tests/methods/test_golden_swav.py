@@ -42,7 +42,7 @@ def at(step: int) -> Progress:
 
 
 def on_ranks(world: int, of_rank: Callable[[int], Any], patch: pytest.MonkeyPatch) -> list[Any]:
-    """What each rank returns; the ranks are threads."""
+    """Return the result of each rank; the ranks are threads."""
     here, barrier, slots = threading.local(), threading.Barrier(world, timeout=30), [torch.empty(0)] * world
 
     def all_gather(parts: list[Tensor], own: Tensor) -> None:
@@ -102,7 +102,7 @@ def test_ranks_assign_together_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_queue_counts_once_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps, of which the last joins a full queue of uneven shares."""
+    """Trains three steps, of which the last uses a full queue with unequal shares."""
     rows = (5, 3)
     z = F.normalize(torch.randn(3, sum(rows), 8, generator=torch.Generator().manual_seed(0)), dim=2)
 

@@ -1,4 +1,4 @@
-"""VICReg: what its terms must be, and lightly's VICRegLoss."""
+"""Tests of VICReg: properties of its terms, and golden vectors of lightly's VICRegLoss."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, DIM = 16, 5
 
 @pytest.fixture
 def z() -> torch.Tensor:
-    """(2, N, C)"""
+    """Return the projections (2, N, C) of two views."""
     return torch.randn(2, N, DIM, generator=torch.Generator().manual_seed(0))
 
 
@@ -32,7 +32,7 @@ def test_whitened_costs_nothing(z: torch.Tensor):
 
 
 def test_terms_by_hand(z: torch.Tensor):
-    """Channels of both kinds, deviations above and below 1, in each view its own."""
+    """The channels have standard deviations above and below 1, different in each view."""
     z = z * torch.tensor([0.2, 0.7, 1.0, 1.5, 3.0])
     s, v, c = terms(*z, (N,), eps=0.0)
     torch.testing.assert_close(s, ((z[0] - z[1]) ** 2).sum(1).mean() / DIM)
@@ -48,7 +48,7 @@ def test_a_common_shift_changes_nothing(z: torch.Tensor):
 
 
 def test_bfloat16_keeps_its_loss(z: torch.Tensor):
-    """Statistics in bfloat16 would not: the terms are computed in float32."""
+    """The terms are computed in float32 also under autocast, because bfloat16 statistics are inaccurate."""
     half = z.bfloat16()
     assert terms(*half, (N,)) == terms(*half.float(), (N,))
 

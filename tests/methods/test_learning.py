@@ -1,4 +1,4 @@
-"""Training learns, on drawn pictures: matching views soon beats chance, and neighbours then agree on classes."""
+"""Tests that training learns on drawn pictures: views are matched better than by chance, and kNN improves."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every method promises, whatever it computes."""
+"""Tests that every method has to pass."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_micro_batches_give_the_gradient_of_the_whole(method: str, tmp_path: Pat
 
 
 def test_micro_batches_hold_less_memory(tmp_path: Path):
-    """What the trunk keeps for the way back is that of one part."""
+    """The backbone keeps the activations of one part for the backward pass."""
     recipe = recipe_of("mocov3", tmp_path)
 
     def kept(size: int | None) -> int:
@@ -115,7 +115,7 @@ def test_micro_batches_are_refused_where_they_are_not_exact(backbone: str, tmp_p
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_holds_all_there_is(method: str, tmp_path: Path):
-    """Two steps, then two more: from the state in between they are the same."""
+    """Two steps after loading a checkpoint equal two steps without a stop."""
     recipe = recipe_of(method, tmp_path)
     steps = [(Progress(s, 4, 2), batch_of(recipe, s)) for s in range(4)]
     settings = {"lr": lambda _: 1e-2, "weight_decay": lambda _: 0.0}

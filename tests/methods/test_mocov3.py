@@ -1,4 +1,4 @@
-"""MoCo v3's variants: the heads of ResNet-50, none of batch norm or predictor, no momentum."""
+"""Tests of MoCo v3's variants: ResNet-50's heads, no batch norm, no predictor, no momentum."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def linears(head: nn.Module) -> int:
 
 
 def norms(head: nn.Module) -> list[bool]:
-    """Whether each batch norm has a scale and a shift."""
+    """Return whether each batch norm has a scale and a shift."""
     return [m.affine for m in head.modules() if isinstance(m, nn.BatchNorm1d)]
 
 

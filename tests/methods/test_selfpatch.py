@@ -1,4 +1,4 @@
-"""SelfPatch, on DINO and on MoBY: its neighbours, its aggregation, its loss of patches."""
+"""Tests of SelfPatch, on DINO and on MoBY: neighbours, aggregation and the loss of patches."""
 
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ def test_what_evaluations_and_monitors_read_is_the_image_by_class_attention(kind
 
 @both
 def test_patches_are_compared_crop_by_crop_and_place_by_place(kind: type[Method]) -> None:
-    """By hand, as the paper has it."""
+    """The loss is compared with one computed by hand from the paper."""
     m, batch = small(kind, center_momentum=0.25), crops(kind)
     torch.manual_seed(2)
     m.patch_center.normal_(std=0.05)
@@ -227,7 +227,7 @@ def test_patches_are_compared_crop_by_crop_and_place_by_place(kind: type[Method]
 
 @both
 def test_the_copy_follows_where_the_method_under_it_moves_it(kind: type[Method]) -> None:
-    """DINO's after the step, MoBY's before its keys: the whole of it, aggregation and heads too."""
+    """The whole copy moves, with aggregation and heads: DINO's after the step, MoBY's before its keys."""
     m = small(kind, momentum=Schedule(value=0.75))
     student, teacher = (m.student, m.teacher) if kind is SelfPatch else (m.online, m.target)
     start = [p.clone() for p in teacher.parameters()]
@@ -285,7 +285,7 @@ def test_parts_of_a_batch_are_in_the_order_of_the_views() -> None:
 
 
 def test_a_mean_over_places_then_over_crops() -> None:
-    """A small crop counts as much as a large one; in the centre it is the patch that counts."""
+    """The loss weights crops equally, and the centre weights patches equally."""
     mean = torch.zeros(6)
     t, s = [torch.randn(4, 9, 6), torch.randn(2, 4, 6)], [torch.randn(4, 9, 6), torch.randn(2, 4, 6)]
     p_t, p_s = (Scores(torch.cat([x.flatten(0, 1) for x in parts]), torch.eye(6)) for parts in (t, s))
@@ -306,7 +306,7 @@ def test_the_centre_is_over_the_images_of_all_ranks(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_loss_of_images_is_that_of_moby() -> None:
-    """On the same image vectors, but for the patches."""
+    """Without the patches' loss, the loss equals MoBY's on the same image vectors."""
     ours, batch = small(SelfPatchMoBY), crops(SelfPatchMoBY)
     plain = MoBY(vit(24, 8, 24, depth=1, heads=3), dim=8, hidden=16, queue=20)
     plain.online, plain.target, plain.predictor = ours.online, ours.target, ours.predictor

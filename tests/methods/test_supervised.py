@@ -1,4 +1,4 @@
-"""Supervised training and DRLoc: what they learn, how images are mixed, what is said of labels that do not fit."""
+"""Tests of supervised training and DRLoc: learning, mixing of images, and messages for wrong labels."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def keys(shards: Path, out: Path, *more: str) -> list[str]:
 
 
 def test_stopping_and_continuing_equals_no_stop(recipe: Any, shards: Path, tmp_path: Path):
-    """With all that is drawn, pairs, policies, boxes and mixtures, with averaged weights and a rate for each layer."""
+    """The run uses everything random, averaged weights and a learning rate for each layer."""
     path = str(recipe("drloc"))
     more = ["optim.batch=24", "data.lanes=8", "optim.epochs=2", "evaluate.every=1", "optim.layer_decay=0.8"]
     pretrain(path, keys(shards, tmp_path / "once", "max_steps=16", *more))
@@ -87,7 +87,7 @@ BACKBONES = {
 
 
 def images(count: int = 48, size: int = 32) -> tuple[Tensor, Tensor]:
-    """Four classes of noise: in which quarter the bright square lies."""
+    """Return images of noise in four classes, by the quarter that holds a bright square."""
     g = torch.Generator().manual_seed(0)
     x, y = 0.3 * torch.randn(count, 3, size, size, generator=g), torch.arange(count) % 4
     half = size // 2
@@ -147,7 +147,7 @@ def test_drloc_is_what_its_keys_say():
 
 
 def test_drloc_learns_where_tokens_lie():
-    """Better than by always giving the offset in the middle."""
+    """The error is lower than that of always predicting the middle offset."""
     x, y = images(24, size=16)
     method = DRLoc(network("vit"), classes=4, mixup=0.0, cutmix=0.0, weight=Schedule(value=1.0))
     offset = (torch.arange(4).unsqueeze(1) - torch.arange(4)).abs().float()
@@ -159,7 +159,7 @@ def test_drloc_learns_where_tokens_lie():
 
 @pytest.mark.parametrize("mode", ["l1_signed", "ce", "ce_signed", "reg", "reg_signed"])
 def test_every_loss_tells_the_right_offset_from_a_wrong_one(mode: Any):
-    """On a grid that is not square, by a localiser that reads the places that the tokens hold."""
+    """Uses a grid that is not square, and a localiser that reads positions stored in the tokens."""
     h, w, k = 3, 5, 5
     rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     grid = torch.stack([rows, columns]).float().expand(2, -1, -1, -1)
@@ -217,7 +217,7 @@ def test_grids_are_pooled_until_they_are_coarse_enough():
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_grids_of_every_stage(backbone: str):
-    """Their shapes; the last of a ViT is what `forward` gives, as is that of a pyramid without a norm at its end."""
+    """The last grid equals the patches of `forward` for ViTs and for pyramids without a final norm."""
     network_, x = network(backbone).eval(), torch.randn(2, 3, 64, 64)
     if backbone == "vit":
         x = x[..., :32, :48]  # not square
@@ -239,7 +239,7 @@ def test_grids_of_every_stage(backbone: str):
     [("t2t_vit_14", 21.55 - 0.08, 0.66), ("cvt_13", 19.94, 0.66), ("swin_tiny_patch4_window7_224", 28.29, 1.05)],
 )
 def test_there_are_as_many_parameters_as_in_the_authors_code(name: str, classifier: float, localiser: float):
-    """Millions, of 1000 classes; T2T-ViT's positions and random features are no parameters here."""
+    """Counts in millions, for 1000 classes; T2T-ViT's positions and random features are not parameters here."""
     with torch.device("meta"):
         plain, more = Supervised(Backbone(name), classes=1000), DRLoc(Backbone(name), classes=1000)
     count = [sum(p.numel() for p in method.parameters()) / 1e6 for method in (plain, more)]
@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_one_line(keys: str, said: str, recipe: Any):
 
 
 def test_tokens_of_other_channels_than_the_vector_are_one_line():
-    """EfficientNet has a convolution behind its last stage."""
+    """EfficientNet has a convolution after its last stage."""
     method = DRLoc(Backbone("efficientnet_b0"), classes=4)
     with pytest.raises(UserError, match=r"tokens have \[320\] channels, and drloc expects \[1280\]"):
         method.check_views([torch.zeros(1, 3, 64, 64)])
@@ -289,7 +289,7 @@ def mixed(x: Tensor, y: Tensor, seed: int = 0, **keys: float) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("count", [1, 8, 9])
 def test_images_and_labels_are_mixed_alike(count: int):
-    """Of constant images every pixel says how much of which image is in it; with an odd number the last one stays."""
+    """The pixels of constant images show the shares of the mixed images; an odd last image is not mixed."""
     y = torch.arange(count) % 4
     x = torch.nn.functional.one_hot(y, 4).float().view(count, 4, 1, 1).expand(-1, -1, 16, 16)
     for seed in range(10):
@@ -338,7 +338,7 @@ def test_the_average_of_weights_follows_batch_norm_too():
 
 
 class Oracle(torch.nn.Module):
-    """Knows the class of every image by its place in the test set, but for some."""
+    """A classifier that knows most classes by the position of the image in the test set."""
 
     def __init__(self, labels: Any) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_the_mean_per_class_counts_classes_alike():
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards without labels, with some, and with one too high."""
+    """Write shards without labels, with some labels, and with one label that is too high."""
     folder = tmp_path_factory.mktemp("odd")
     for name, label in {
         "none": lambda i: None,

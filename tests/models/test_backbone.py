@@ -1,4 +1,4 @@
-"""Every tested backbone: any crop size, gradients, and an export that plain timm loads."""
+"""Tests of every listed backbone: any crop size, gradients, and an export that timm loads."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_any_crop_size(name: str):
 
 @pytest.mark.parametrize("name", TESTED)
 def test_builds_before_any_memory_is_taken(name: str):
-    """As `pretrain` tries a recipe before anything starts."""
+    """A backbone is built on the meta device, as `pretrain` does to check a recipe before it starts."""
     with torch.device("meta"):
         assert Backbone(name, drop_path=0.1).dim > 0
 

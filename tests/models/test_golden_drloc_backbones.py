@@ -70,7 +70,7 @@ def test_t2t_vit(case: Case) -> None:
 
 
 def check(case: Case, model: torch.nn.Module) -> None:
-    """The logits, and the gradient with respect to the images."""
+    """Check the logits and the gradient with respect to the images."""
     x = case["x"].requires_grad_()
     logits: Tensor = model(x)
     (logits * case["cotangent"]).sum().backward()

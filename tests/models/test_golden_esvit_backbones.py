@@ -17,7 +17,7 @@ Read = Callable[[Tensor], Tensor]  # of a block's output, the tokens (B, N, C) w
 
 
 def check(case: Case, model: Any, blocks: list[list[nn.Module]], read: list[Read]) -> None:
-    """Outputs, gradients and the last four blocks at every input size; `blocks` and `read` are by stage."""
+    """Check outputs, gradients and the last four blocks at every input size; `blocks` and `read` are by stage."""
     seen: dict[str, Tensor] = {}
     for i, stage in enumerate(blocks):
         for j, block in enumerate(stage):
@@ -143,7 +143,7 @@ CVT_NAMES |= {"0.fn.proj_out": "attn.proj", "1.fn.net": "mlp", "0.norm": "norm1"
 
 
 def cvt_name(name: str) -> str:
-    """Our name of their parameter: a stage is a row of convolution, norm and blocks."""
+    """Return our name for a parameter of the authors; a stage is a sequence of convolution, norm and blocks."""
     for old, new in CVT_NAMES.items():
         name = re.sub(rf"(layers\.\d+)\.{re.escape(old)}\b", rf"\1.{new}", name)
     name = re.sub(r"1\.layers\.(\d+)", lambda m: f"{int(m[1]) + 2}", name)

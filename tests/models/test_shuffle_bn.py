@@ -1,4 +1,4 @@
-"""Groups of images share batch statistics, and no rank count changes what they are."""
+"""Tests of shuffling batch norm: groups of images share statistics, for any number of ranks."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ AT = Progress(step=3, steps_per_epoch=10, epochs=2)
 
 
 def norm(group: int | None, *, image: bool) -> nn.Module:
-    """With weights, bias and running statistics of no special value; None: PyTorch's own."""
+    """Build a batch norm with random weights and running statistics; None: PyTorch's own."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm2d(5) if image else nn.BatchNorm1d(5)).double()
     for x in (*net.parameters(), net[0].running_mean, net[0].running_var):
@@ -164,7 +164,7 @@ ROWS = {"even": (6, 6), "uneven": (8, 4)}
 
 
 def step(name: str, rank: int, rows: tuple[int, ...]) -> dict[str, Tensor]:
-    """Loss and gradient of the global batch, and all buffers after it."""
+    """Return loss and gradient of the global batch, and all buffers after the step."""
     torch.manual_seed(0)
     keys = {"dim": 8, "hidden": 16, "queue": 40, "momentum": Schedule(value=0.9), "norm_group": GROUP}
     method = METHODS[name](resnet("resnet10t"), **keys | ({"symmetric": True} if "symmetric" in name else {})).double()
@@ -190,7 +190,7 @@ def _rank(rank: int, port: int, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What each of two processes found, by method and rows."""
+    """Return the results of two processes, by method and rows."""
     out = tmp_path_factory.mktemp("ranks")
     mp.spawn(_rank, (free_port(), out), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]

@@ -1,4 +1,4 @@
-"""MoCo v3's vision transformers: sizes, starts, positions, pooling, batch norm, the convolutional stem, exports."""
+"""Tests of MoCo v3's ViTs: size, initialisation, positions, pooling, batch norm, convolutional stem and export."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def test_sine_cosine_positions(patch: int, dim: int, side: int, pool: str):
 
 @pytest.mark.parametrize("position", ["sincos", "timm", "none"])
 def test_only_positions_tell_patches_apart(position: str):
-    """Without a table the class token does not change when patches change places."""
+    """Without a position table the class token does not change when patches are permuted."""
     torch.manual_seed(0)
     b, x = tiny(position=position).eval(), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_what_makes_no_sense_is_said_in_a_line(keys: dict[str, Any], message: st
 
 
 def shaken(network: Network) -> Backbone:
-    """With no two parameters alike, and running statistics that are not those of the start."""
+    """Return the model with random parameters and running statistics."""
     b = Backbone(network.name, **{k: getattr(network, k) for k in ("position", "pool", "norm", "stem", "options")})
     with torch.no_grad():
         for p in b.parameters():

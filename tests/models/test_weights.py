@@ -1,4 +1,4 @@
-"""What a backbone takes over: every name that weights come under, tables resized, and other architectures refused."""
+"""Tests of pretrained weights: names, resized tables, and refused architectures."""
 
 import argparse
 from pathlib import Path
@@ -184,7 +184,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path):
 
 
 class Touch:
-    """A pickle that would do something."""
+    """An object whose pickle would run code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -200,7 +200,7 @@ def test_a_file_runs_no_code(tmp_path: Path):
 
 
 def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
-    """A checkpoint as a run leaves it, of weights that are those of no seed."""
+    """Write a checkpoint like that of a run, with weights that no seed gives."""
     (folder / "small.yaml").write_text(small_recipe(method))
     r = recipe.load(str(folder / "small.yaml"), overrides)
     trained = build_method(r)
@@ -248,7 +248,7 @@ def test_a_method_is_built_on_the_weights_and_its_copies_follow(tmp_path: Path):
 
 @pytest.fixture
 def tiny_pretrained(tmp_path: Path) -> nn.Module:
-    """A model that timm has weights of, in a file."""
+    """Register a model whose pretrained weights timm reads from a file."""
     torch.manual_seed(1)
     theirs = VisionTransformer(**VIT, num_classes=7)
     file = stored(tmp_path, theirs.state_dict(), "timm.safetensors")
@@ -290,7 +290,7 @@ def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
-    """Those of a version that did not write down how many images there were."""
+    """The checkpoints of an older version do not hold the number of images."""
     checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
     with pytest.raises(UserError, match="is not a checkpoint of this program: expected images, method, recipe in it"):
         restore.restore(str(tmp_path))

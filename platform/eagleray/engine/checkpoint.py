@@ -287,7 +287,7 @@ def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, pati
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return a manifest, or None for a text that is none."""
+    """Return the content of a manifest, or None when the text is not a manifest."""
     with contextlib.suppress(ValueError, TypeError):
         manifest = json.loads(text)
         if {"bytes", "sha256"} <= set(manifest):
@@ -296,7 +296,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 class _Damaged(Exception):
-    """A checkpoint does not have the checksum of its manifest."""
+    """Raised when a checkpoint does not have the checksum of its manifest."""
 
 
 def _fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:

@@ -203,7 +203,7 @@ class LAMB(torch.optim.Optimizer):
 
 
 def scale_by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
-    """Return the steps, with those of matrices decayed and scaled to the norm trust * |p| unless a norm is zero."""
+    """Return the steps, with those of matrices decayed and then scaled to the norm trust * |p|, unless a norm is 0."""
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
         return list(steps)

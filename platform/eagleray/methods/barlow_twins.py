@@ -16,7 +16,7 @@ from eagleray.models.heads import mlp
 
 
 class BarlowTwins(Method):
-    """One encoder, whose loss is that of the batch of all ranks."""
+    """Both views pass through one encoder, and the loss is computed over the batch of all ranks."""
 
     views = (2, 2)
 

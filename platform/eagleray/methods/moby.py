@@ -22,7 +22,7 @@ from eagleray.models.queue import Queue
 
 
 class MoBY(Method):
-    """Both views are queries and keys, with a queue for each. Only the online network drops paths."""
+    """Both views are queries and keys, with a queue for each. Only the online network uses drop path."""
 
     views = (2, 2)
 

@@ -24,7 +24,7 @@ from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class MoCo(Method):
-    """Queries of one view and keys of the other; the keys of earlier batches are the negatives."""
+    """Queries come from one view and keys from the other; the keys of earlier batches are the negatives."""
 
     views = (2, 2)
     queues: list[Queue]

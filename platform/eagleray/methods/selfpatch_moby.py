@@ -1,4 +1,4 @@
-"""SelfPatch on MoBY adds a loss of patches to contrast with two queues (Yun et al. 2022; Xie et al. 2021).
+"""SelfPatch on MoBY adds SelfPatch's loss of patches to MoBY's two queues (Yun et al. 2022; Xie et al. 2021).
 
 arXiv:2206.07990, section 5, and arXiv:2105.04553. What neither paper defines is decided in
 docs/decisions/0011-selfpatch-on-moby.md. B images, N patches, C channels of a key, P prototypes of patches, d channels

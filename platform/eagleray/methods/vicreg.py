@@ -17,7 +17,7 @@ from eagleray.models.heads import mlp
 
 
 class VICReg(Method):
-    """One encoder; the invariance, variance and covariance terms are over the batch of all ranks."""
+    """Both views pass through one encoder, and the three terms of the loss are computed over the batch of all ranks."""
 
     views = (2, 2)
 

@@ -133,7 +133,7 @@ class Backbone(nn.Module):
 
 
 class Encoder(nn.Module, Generic[Head]):
-    """A backbone and a head on its pooled vector: the f of the papers, or a student, or a teacher."""
+    """A backbone with a head on its pooled vector, such as a student, a teacher or MoCo's f_q."""
 
     def __init__(self, backbone: Backbone, head: Head) -> None:
         super().__init__()
@@ -156,12 +156,16 @@ class Encoder(nn.Module, Generic[Head]):
 
 
 def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
-    """Return the encoder inside a module that holds this very backbone."""
+    """Return the `Encoder` inside a module whose backbone is this object."""
     return next(m for m in module.modules() if isinstance(m, Encoder) and m.backbone is backbone)
 
 
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Create the timm model. `keys` of the recipe's backbone section become arguments of a ViT. Raises UserError."""
+    """Create the timm model `name`.
+
+    `keys` of the recipe's backbone section become arguments of timm's ViT; `options` go to timm unchanged and win over
+    `settings`. Raises UserError for a name, a key or an option that does not fit.
+    """
     base = name.partition(".")[0]
     if not timm.is_model(base):
         close = difflib.get_close_matches(base, timm.list_models(), 1)
@@ -185,7 +189,10 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
 
 
 def set_position(model: Any, name: str, position: str) -> None:
-    """Replace the position table (sincos) or the way it is resampled (dino). Raises UserError."""
+    """Set a ViT's position table to a fixed one (`sincos`), or let it be resampled as in DINO (`dino`).
+
+    Raises UserError for a model that is not made for it.
+    """
     if getattr(model, "pos_embed", None) is None:
         raise UserError(f"backbone.position={position}: {name} has no position table")
     if position == "dino":
@@ -200,7 +207,10 @@ def set_position(model: Any, name: str, position: str) -> None:
 
 
 def _dino_position(self: Any, x: Tensor) -> Tensor:
-    """Add positions as DINO does, and the class token if there is one: (B, h, w, D) to (B, P + h * w, D)."""
+    """Add positions to patches (B, h, w, D) as DINO does, and return tokens (B, P + h * w, D).
+
+    P is 1 with a class token and 0 without.
+    """
     table = resample(self.pos_embed, self.patch_embed.grid_size, (x.shape[1], x.shape[2]))
     tokens = x.flatten(1, 2)
     if self.cls_token is not None:
@@ -209,7 +219,7 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
 
 
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Resample a position table (1, P + N, D) to another grid: bicubic without antialias; the first P rows stay.
+    """Resample a position table (1, P + N, D) to another grid, bicubic without antialiasing; the first P rows stay.
 
     DINO adds 0.1 to the size to avoid rounding errors. This moves the sampling points, so its weights expect it.
     """

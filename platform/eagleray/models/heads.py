@@ -25,13 +25,16 @@ def mlp(widths: list[int], *, norm: bool, last_norm: bool = False, bias: bool = 
 
 
 def drop_gradients(*modules: nn.Module) -> None:
-    """Keep modules unchanged in this step. The gradient is None, not zero: weight decay would still change them."""
+    """Keep the parameters of modules unchanged in this step.
+
+    Their gradients become None, because weight decay would still change a parameter whose gradient is zero.
+    """
     for p in (p for module in modules for p in module.parameters()):
         p.grad = None
 
 
 def zero_loss(module: nn.Module) -> Tensor:
-    """Return zero, with a gradient of zero for every parameter: ranks wait for the gradient of each."""
+    """Return a loss of zero that gives every parameter a gradient of zero, because ranks wait for every gradient."""
     return 0 * torch.stack([p.sum() for p in module.parameters()]).sum()
 
 
@@ -70,7 +73,7 @@ class PrototypeHead(nn.Module):
 
     @property
     def projector(self) -> nn.Module:
-        """The part whose output meets the prototypes."""
+        """The layers before the prototypes."""
         return self.mlp
 
     def forward(self, x: Tensor) -> Tensor:

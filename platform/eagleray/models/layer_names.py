@@ -1,4 +1,4 @@
-"""The layers of a method's parameters, told from their names: the patch projection, each block, the rest, the heads."""
+"""Groups the parameters of a method into layers by their names: patch projection, blocks, other backbone, heads."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ _LAYER = re.compile(
 
 
 def in_backbone(parameter: str) -> bool:
-    """Whether a parameter of a method belongs to a backbone."""
+    """Return whether a parameter of a method belongs to a backbone, by its name."""
     return _BACKBONE in parameter
 
 
 def layers_of(parameters: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Return the names of the layers, in the order of a forward, and for each parameter the position of its layer."""
+    """Return the names of the layers, in the order of a forward pass, and for each parameter the index of its layer."""
     names = []
     for parameter in parameters:
         match = _LAYER.search(parameter)

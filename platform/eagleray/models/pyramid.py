@@ -1,4 +1,4 @@
-"""The base class of backbones with stages: timm's interface, and the mean over the last grid as pooled vector."""
+"""The base class of backbones with stages, which offers timm's interface and pools by the mean of the last tokens."""
 
 from collections.abc import Sequence
 from typing import Any

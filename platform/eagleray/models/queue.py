@@ -25,7 +25,7 @@ class Queue(Memory):
 
     @torch.no_grad()
     def push(self, k: Tensor) -> None:
-        """Write the keys (B, C) of all ranks; of more than K, the last K."""
+        """Write the keys (B, C) of all ranks over the oldest ones, or the last K of them if there are more."""
         length = self.keys.shape[1]
         k = k[-length:].to(self.keys.dtype)
         at = (self.next + torch.arange(len(k), device=k.device)) % length

@@ -1,4 +1,4 @@
-"""CvT-13: its size, its norm, and any shape of image. Golden: test_golden_drloc_backbones."""
+"""Tests of CvT-13: size, norm, and images of any shape. For golden vectors see test_golden_drloc_backbones."""
 
 import pytest
 import timm

@@ -1,4 +1,4 @@
-"""CvT: what a window sees, and any crop size."""
+"""Tests of EsViT's CvT: what a window sees, and any crop size."""
 
 import pytest
 import timm
@@ -16,7 +16,7 @@ def attn() -> WindowAttention:
 
 
 def changed(attn: WindowAttention, x: Tensor, row: int, column: int) -> list[list[int]]:
-    """The patches whose outputs change with that at (row, column)."""
+    """Return the patches whose outputs change when the patch at (row, column) changes."""
     other = x.clone()
     other[:, :, row, column] += 1
     return ((attn(other) - attn(x)).abs().amax((0, 1)) > 1e-6).nonzero().tolist()

@@ -1,4 +1,4 @@
-"""PVT-Small: its size, its reduced keys, and position tables at other sizes of images."""
+"""Tests of PVT-Small: size, reduced keys, and position tables for images of other sizes."""
 
 import pytest
 import timm

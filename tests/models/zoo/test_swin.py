@@ -1,4 +1,4 @@
-"""Swin that pads before it shifts: timm's weights, timm's outputs where nothing is padded."""
+"""Tests of the Swin that pads before it shifts: it equals timm's where nothing is padded."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ PARAMETERS = {"tiny_w7": 27.52, "tiny_w14": 27.57, "small_w14": 48.97, "base_w7"
 
 @pytest.fixture
 def pair() -> tuple[EsViTSwin, SwinTransformer]:
-    """Ours and timm's with the same weights; at 112 px the grids are 28, 14 and 7, the last a single window."""
+    """Build our model and timm's with the same weights, for 112 pixels: grids of 28, 14 and 7 (one window)."""
     ours = EsViTSwin(img_size=112, **TINY).eval()
     with torch.no_grad():
         for p in ours.parameters():

@@ -1,4 +1,4 @@
-"""T2T-ViT-14: what its performers estimate, its positions, and sizes of images. Golden: test_golden_drloc_backbones."""
+"""Tests of T2T-ViT-14: performers, positions and image sizes. For golden vectors see test_golden_drloc_backbones."""
 
 import pytest
 import timm

@@ -1,4 +1,4 @@
-"""ViL against attention of everything to everything with a mask."""
+"""Tests of ViL: it is compared with full attention with a mask."""
 
 import pytest
 import timm
@@ -13,7 +13,7 @@ EVERY = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
 
 
 def dense(attn: WindowAttention, x: Tensor, grid: tuple[int, int], near: list[tuple[int, int]]) -> Tensor:
-    """The same by scores of all tokens with all, for windows `near` a patch's own, in (rows, columns) of windows."""
+    """Compute window attention from the scores of all tokens, for `near` windows (rows, columns) away."""
     g, s = attn.tokens, attn.window
     scores = x.new_full((attn.heads, x.shape[1], x.shape[1]), -torch.inf)
     at = [divmod(i, grid[1]) for i in range(grid[0] * grid[1])]
@@ -64,7 +64,7 @@ def test_one_window_around_while_training():
 
 @torch.no_grad()
 def test_full_attention_knows_where_patches_lie():
-    """With zero queries only the positions count: a table that is large for one offset points there."""
+    """With zero queries only the positions matter, so a table with one large offset points there."""
     grid, attn = (3, 4), FullAttention(DIM, 1, 0, (3, 4))
     for zero in (attn.qkv.weight[:DIM], attn.qkv.bias, attn.proj.bias):
         zero.zero_()

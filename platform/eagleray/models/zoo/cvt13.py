@@ -20,7 +20,7 @@ default_cfgs = generate_default_cfgs({"cvt_13": {}})
 
 
 class CvT(Pyramid):
-    """CvT; each list has one entry per stage. B images, D channels, a grid of h x w tokens."""
+    """A CvT of several stages; each list has one entry per stage. B images, D channels, a grid of h x w tokens."""
 
     def __init__(
         self,

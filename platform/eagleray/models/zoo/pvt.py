@@ -21,7 +21,7 @@ default_cfgs = generate_default_cfgs({"pvt_small": {}})
 
 
 class PVT(Pyramid):
-    """PVT; each list has one entry per stage. B images, D channels, a grid of h x w tokens, N = h * w."""
+    """A PVT of several stages; each list has one entry per stage. B images, D channels, N = h * w tokens."""
 
     def __init__(
         self,
