@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 # The module of each public name; `__init__.pyi` says the same to type checkers.
 _MODULES = {
+    "api.checks": ("MethodReport", "check_method"),
     "api.data": ("index", "loader", "prepare"),
     "api.evaluate": ("Refused", "Scores", "evaluate"),
     "api.export": ("export", "load"),
@@ -20,8 +21,15 @@ _MODULES = {
     "api.run": ("Run",),
     "api.stream": ("Loader",),
     "api.tune": ("tune",),
-    "base.errors": ("Outage", "UserError"),
+    "base.errors": ("Outage", "PluginError", "UserError"),
+    "config": ("register",),
+    "config.schedule": ("Progress", "Schedule"),
     "data.batch": ("Batch",),
+    "engine.loop": ("Step",),
+    "methods.method": ("Method",),
+    "models.backbone": ("Backbone", "Encoder"),
+    "protocols.outcome": ("Outcome",),
+    "runs.callbacks": ("Callback", "RunView"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME)]

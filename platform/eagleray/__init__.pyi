@@ -1,3 +1,5 @@
+from eagleray.api.checks import MethodReport as MethodReport
+from eagleray.api.checks import check_method as check_method
 from eagleray.api.data import index as index
 from eagleray.api.data import loader as loader
 from eagleray.api.data import prepare as prepare
@@ -17,7 +19,18 @@ from eagleray.api.run import Run as Run
 from eagleray.api.stream import Loader as Loader
 from eagleray.api.tune import tune as tune
 from eagleray.base.errors import Outage as Outage
+from eagleray.base.errors import PluginError as PluginError
 from eagleray.base.errors import UserError as UserError
+from eagleray.config import register as register
+from eagleray.config.schedule import Progress as Progress
+from eagleray.config.schedule import Schedule as Schedule
 from eagleray.data.batch import Batch as Batch
+from eagleray.engine.loop import Step as Step
+from eagleray.methods.method import Method as Method
+from eagleray.models.backbone import Backbone as Backbone
+from eagleray.models.backbone import Encoder as Encoder
+from eagleray.protocols.outcome import Outcome as Outcome
+from eagleray.runs.callbacks import Callback as Callback
+from eagleray.runs.callbacks import RunView as RunView
 
 __version__: str

@@ -10,17 +10,11 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer, build_model_with_cfg, register_model
 from torch import Tensor, nn
 
-from eagleray.config import register
-from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray import Backbone, Batch, Callback, Encoder, Method, Outcome, Progress, RunView, register
 from eagleray.datasets.sources.files import list_tree, relative_path
 from eagleray.datasets.sources.item import Item, Listing
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Data, SourceFiles, read_ranges
-from eagleray.methods.method import Method
-from eagleray.models.backbone import Backbone, Encoder
-from eagleray.protocols.outcome import Outcome
-from eagleray.runs.callbacks import Callback, RunView
 
 
 @register.method("cosine_pairs")

@@ -1,0 +1,315 @@
+"""Check on small random batches, without reference numbers, that a method keeps what every method promises."""
+
+import inspect
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagleray import config
+from eagleray.base.errors import PluginError, UserError
+from eagleray.config import plugins
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.engine import optim
+from eagleray.engine.loop import fit
+from eagleray.engine.world import World
+from eagleray.methods.method import Method
+from eagleray.runs import recipe as recipes
+from eagleray.runs.build import build_method, build_optimizer, check_sizes
+from eagleray.runs.monitor import Monitor
+from eagleray.runs.recipe import Recipe
+
+STEPS = 4  # of a rehearsal; ten are an epoch, of two
+IMAGES = 100  # of the training set that there is not
+SMALL: dict[str, Any] = {
+    "backbone": {
+        "name": "vit_tiny_patch16_224",
+        "options": {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
+    },
+    "evaluate": {"size": 16, "resize": 16},
+}
+# What makes the host wait for a GPU, as PyTorch's operators and as methods of a tensor.
+WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")}
+WAITS |= {f"aten::{name}" for name in ("_unique", "_unique2", "unique_dim", "unique_consecutive")}
+WAITS |= {"aten::index", "aten::index_put_"}  # by a mask
+READS = ("tolist", "numpy", "cpu", "__array__")
+
+
+class Rehearsal(NamedTuple):
+    """What one rank's steps gave."""
+
+    method: dict[str, Tensor]  # parameters and buffers after the last step
+    optimizer: dict[str, Any]
+    losses: list[float]  # of each step, the mean over all ranks' rows
+    gradient: dict[str, Tensor]  # of the first step, averaged over ranks
+    reached: set[str]  # parameters that had a gradient other than zero in some step
+    monitored: dict[str, float]  # what the run's monitor saw
+
+
+@dataclass(frozen=True)
+class MethodReport:
+    """What `check_method` measured. Differences of gradients are relative to the length of the gradient."""
+
+    method: str
+    losses: tuple[float, ...]  # of four steps
+    two_ranks: float  # the largest difference of two processes from one, with even and with uneven shares
+    micro_batches: float | None  # their difference from the whole batch; None: the backbone has batch norm
+
+    def __str__(self) -> str:
+        parts = "not checked, because of batch norm" if self.micro_batches is None else f"{self.micro_batches:.1e}"
+        return (
+            f"{self.method}: two ranks differ from one by {self.two_ranks:.1e}, micro-batches from the batch: {parts}; "
+            "a resumed run is the same to the bit, no step waits for the device, every parameter learns"
+        )
+
+
+def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
+    """Check the method of a recipe, whose `tree` needs no data. Raises PluginError for the first promise that is not
+    kept, and UserError for a recipe that is wrong."""
+    recipe = recipes.check(dict(tree), "check_method")
+    name = f"method {recipe.method.name!r}"
+    check_sizes(recipe)
+    unit = build_method(recipe).norm_group or 3
+    whole, splits = (8 * unit,), ((4 * unit, 4 * unit), (5 * unit, 3 * unit))
+    try:
+        check_no_wait(recipe, whole)
+        one = rehearse(recipe, whole)
+        _check_learning(name, recipe, one)
+        _check_resume(name, recipe, whole)
+        parts = _check_micro_batches(name, recipe, one, unit, tolerance)
+    except UserError:
+        raise
+    except Exception as e:
+        raise PluginError(f"{name}: a step fails: {type(e).__name__}: {_said(e)}") from e
+    worst = 0.0
+    for (_, rows), two in rehearse_on_ranks({name: recipe}, splits).items():
+        away = difference(two.gradient, one.gradient)
+        losses = max(abs(a - b) / max(abs(b), 1) for a, b in zip(two.losses, one.losses, strict=True))
+        if not max(away, losses) <= tolerance:
+            shares = " and ".join(map(str, rows))
+            raise PluginError(
+                f"{name}: two processes with {shares} images do not compute what one does with {sum(rows)}: the "
+                f"gradient differs by {away:.2g} of its length, the loss by {losses:.2g}; gather what the loss needs "
+                "of all ranks, and divide by sum(batch.rows)"
+            )
+        worst = max(worst, away)
+    return MethodReport(recipe.method.name, tuple(one.losses), worst, parts)
+
+
+def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
+    """Return random views, V x (images, 3, S, S), which depend on the step alone."""
+    # Of seeds 0 to 3 one image puts a hidden unit of byol_regions within rounding of ReLU's kink, where gradients part.
+    generator = torch.Generator().manual_seed(10 + step)
+    sizes = [v.size for v in recipe.views for _ in range(v.count)]
+    return [torch.randn(images, 3, s, s, generator=generator) for s in sizes]
+
+
+def rank_batch(recipe: Recipe, step: int, rows: tuple[int, ...], rank: int, classes: int | None) -> Batch:
+    """Return one rank's share of the global batch; `rows` are the images of every rank."""
+    mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    images = torch.arange(sum(rows))
+    views = [view[mine] for view in global_batch(recipe, step, sum(rows))]
+    return Batch(views, images[mine] + step, (images * 7 % min(classes or 10, 10))[mine], rows)
+
+
+def rehearse(
+    recipe: Recipe,
+    rows: tuple[int, ...],
+    rank: int = 0,
+    *,
+    steps: range = range(STEPS),
+    resume: Rehearsal | None = None,
+    own_optimizer: bool = False,
+) -> Rehearsal:
+    """Train one rank on random batches, from the state after `resume` where there is one.
+
+    Without `own_optimizer` it is SGD: Adam turns the rounding of gradients that are zero in truth, such as that of the
+    bias of keys, into whole steps."""
+    world = World(torch.device("cpu"))
+    method = build_method(replace(recipe, seed=recipe.seed + 1) if resume else recipe)
+    method.allocate(IMAGES)
+    world.synchronise(method)
+    optimizer = build_optimizer(recipe, method) if own_optimizer else optim.make("sgd", method, decay="all")
+    if resume:
+        method.load_state_dict(resume.method)
+        optimizer.load_state_dict(resume.optimizer)
+    batches = ((Progress(s, 10, 2), rank_batch(recipe, s, rows, rank, method.classes)) for s in steps)
+    first: dict[str, Tensor] = {}
+    reached: set[str] = set()
+    own = method.before_step
+
+    def before_step(at: Progress) -> None:
+        gradients = {n: p.grad for n, p in method.named_parameters() if p.grad is not None}
+        if not first:
+            first.update({n: g.clone() for n, g in gradients.items()})
+        reached.update(n for n, g in gradients.items() if g.any())
+        own(at)
+
+    method.before_step = before_step  # type: ignore[method-assign]
+    monitor = Monitor(method, optimizer, every=len(steps))
+    rate = 1e-2 if own_optimizer else 0.02
+    losses = []
+    for taken in fit(method, batches, optimizer, lr=lambda _: rate, weight_decay=lambda _: 0.1, wrap=world.wrap):
+        monitor.watch(taken)
+        losses.append(world.agree(float(taken.values["loss"]) * rows[rank] / sum(rows))[0])
+    seen = monitor.flush()[0]
+    state = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    return Rehearsal(state, optimizer.state_dict(), losses, first, reached, seen)
+
+
+def rehearse_on_ranks(
+    named: Mapping[str, Recipe], splits: Sequence[tuple[int, int]]
+) -> dict[tuple[str, tuple[int, int]], Rehearsal]:
+    """Train every recipe on two processes of this machine, once for each pair of shares; what rank 0 has is returned.
+    Raises PluginError where a process fails."""
+    plain = {name: config.to_plain(recipe) for name, recipe in named.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            mp.spawn(_rank, (plain, list(splits), plugins.pack(), scratch), nprocs=2)  # type: ignore[no-untyped-call]
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
+            said = sorted(Path(scratch).glob("*.error"))
+            why = said[0].read_text() if said else "a process died"
+            raise PluginError(f"on two processes a step fails: {why}") from e
+        saved = torch.load(Path(scratch) / "rehearsals.pt")
+    return {key: Rehearsal(*values) for key, values in saved.items()}
+
+
+def _rank(
+    rank: int,
+    plain: dict[str, dict[str, Any]],
+    splits: list[tuple[int, int]],
+    packed: dict[str, plugins.Sources],
+    scratch: str,
+) -> None:
+    torch.set_num_threads(1)
+    meet = torch.distributed.FileStore(f"{scratch}/store", 2)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=meet, rank=rank, world_size=2)
+    try:
+        plugins.install(packed)
+        done = {}
+        for name, tree in plain.items():
+            recipe = config.check(Recipe, tree, name)
+            for rows in splits:
+                done[name, rows] = tuple(rehearse(recipe, rows, rank))
+        if rank == 0:
+            torch.save(done, f"{scratch}/rehearsals.pt")
+    except Exception as e:
+        Path(scratch, f"{rank}.error").write_text(f"{type(e).__name__}: {_said(e)}")
+        raise
+    torch.distributed.destroy_process_group()
+
+
+def difference(ours: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    """|ours - want| / |want| of gradients by name, each side as one vector."""
+    assert ours.keys() == want.keys()
+    away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
+    return float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())
+
+
+def check_no_wait(recipe: Recipe, rows: tuple[int, ...]) -> None:
+    """Raises PluginError where a step would make the host wait for a GPU: it reads a value of a tensor, or makes a
+    tensor whose shape depends on values."""
+    method = build_method(recipe)
+    method.allocate(IMAGES)
+    for step in range(STEPS):
+        at, batch = Progress(step, 10, 2), rank_batch(recipe, step, rows, 0, method.classes)
+        for event, call in _events(method, batch, at):
+            try:
+                with _NoReading(), _NoWaiting():
+                    call()
+            except _HostWait as e:
+                raise PluginError(
+                    f"method {recipe.method.name!r}: {event} makes the host wait for the device: {e}{_line(e, method)}"
+                ) from None
+
+
+def _events(method: Method, batch: Batch, at: Progress) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The parts of a step, to be called one after the other."""
+    values: dict[str, Tensor] = {}
+    yield "forward", lambda: values.update(method(batch, at))
+    yield "the gradient of the loss", lambda: values["loss"].backward()
+    yield "before_step", lambda: method.before_step(at)
+    yield "after_step", lambda: method.after_step(at)
+    method.zero_grad()
+
+
+class _HostWait(Exception):
+    pass
+
+
+class _NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        masks = (
+            [x for x in (args[1] if len(args) > 1 else ()) or () if x is not None and x.dtype is torch.bool]
+            if (name in ("aten::index", "aten::index_put_"))
+            else [True]
+        )
+        if name in WAITS and masks:
+            raise _HostWait({"aten::_local_scalar_dense": "it reads a number from a tensor"}.get(name, name[6:]))
+        return func(*args, **(kwargs or {}))
+
+
+class _NoReading(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS and args and isinstance(args[0], Tensor):
+            raise _HostWait(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def _check_learning(name: str, recipe: Recipe, one: Rehearsal) -> None:
+    if not all(map(torch.isfinite, map(torch.tensor, one.losses))):
+        raise PluginError(f"{name}: a loss is not finite: {one.losses}")
+    broken = [n for n, g in one.gradient.items() if not g.isfinite().all()]
+    if broken:
+        raise PluginError(f"{name}: the gradient of {broken[0]} is not finite")
+    trainable = [n for n, p in build_method(recipe).named_parameters() if p.requires_grad]
+    still = [n for n in trainable if n not in one.reached]
+    if still:
+        raise PluginError(
+            f"{name}: no gradient reaches {', '.join(still[:3])}; use it, or freeze it: requires_grad_(False)"
+        )
+
+
+def _check_resume(name: str, recipe: Recipe, rows: tuple[int, ...]) -> None:
+    whole = rehearse(recipe, rows, own_optimizer=True)
+    half = rehearse(recipe, rows, steps=range(STEPS // 2), own_optimizer=True)
+    rest = rehearse(recipe, rows, steps=range(STEPS // 2, STEPS), resume=half, own_optimizer=True)
+    for key, want in whole.method.items():
+        if not torch.equal(rest.method[key], want):
+            raise PluginError(
+                f"{name}: a run that is resumed from a checkpoint ends with another {key}; keep all state in "
+                "parameters and buffers, and take randomness from PyTorch's generator alone"
+            )
+
+
+def _check_micro_batches(name: str, recipe: Recipe, one: Rehearsal, unit: int, tolerance: float) -> float | None:
+    parts = replace(recipe, optim=replace(recipe.optim, micro_batch=unit))
+    try:
+        build_method(parts)
+    except UserError:  # batch norm needs the whole batch
+        return None
+    away = difference(rehearse(parts, (8 * unit,), steps=range(1)).gradient, one.gradient)
+    if not away <= tolerance:
+        raise PluginError(f"{name}: the gradient of micro-batches differs from the batch's by {away:.2g} of its length")
+    return away
+
+
+def _line(error: BaseException, method: Method) -> str:
+    """The line of the method's own file where an error arose."""
+    file = inspect.getsourcefile(type(method))
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({Path(file or '').name}, line {lines[-1]})" if lines else ""
+
+
+def _said(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
