@@ -34,24 +34,24 @@ def out(swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Path):
     copy, file = remote.Copy(out, tmp_path / "here"), tmp_path / "here" / "metrics.jsonl"
-    remote.put(out, "metrics.jsonl", "one\n")
+    remote.write_note(out, "metrics.jsonl", "one\n")
     copy.fetch()
     with file.open() as reader:
         reader.read()
-        remote.put(out, "metrics.jsonl", "one\ntwo\n")
+        remote.write_note(out, "metrics.jsonl", "one\ntwo\n")
         copy.fetch()
         assert reader.read() == "two\n"
     file.write_text("one\ntwo\nthree\n")  # the machine that wrote them is ahead of what it has sent
     remote.Copy(out, tmp_path / "here").fetch()
     assert file.read_text() == "one\ntwo\nthree\n"
-    remote.put(out, "metrics.jsonl", "one\nother\n")  # another machine went on from before
+    remote.write_note(out, "metrics.jsonl", "one\nother\n")  # another machine went on from before
     copy.fetch()
     assert file.read_text() == "one\nother\n"
 
 
 def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
     for name in ("train.log", "export/backbone.json", ".stop", "checkpoints/step-000000001.pt"):
-        remote.put(out, name, name)
+        remote.write_note(out, name, name)
     remote.Copy(out, tmp_path / "here").fetch()
     found = {str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*") if p.is_file()}
     assert found == {"train.log", "export/backbone.json"}
@@ -61,11 +61,11 @@ def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: st
     monkeypatch.setattr(remote, "DEAD", 3.0)
     monkeypatch.setattr(remote, "BEAT", 0.5)
     monkeypatch.setattr(remote, "SECONDS", 0.2)
-    remote.work(out).mkdir(parents=True)
+    remote.work_dir(out).mkdir(parents=True)
     first = remote.Mirror(out, "first")
     again = remote.Mirror(out, "first")  # Ray's restarted worker: the same command
     again.close()
-    first._beat()
+    first.renew()
     with pytest.raises(UserError, match="another command is running there"):
         remote.Mirror(out, "second")
     first.ended.set()  # as if killed: it says nothing more
@@ -83,8 +83,10 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     step = wait_until_saved(out, 18)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    owner = json.loads(remote.get(out, ".owner") or "{}")
-    remote.put(out, ".owner", json.dumps(owner | {"time": owner["time"] - remote.DEAD}))  # rather than wait for it
+    owner = json.loads(remote.read_note(out, ".owner") or "{}")
+    remote.write_note(
+        out, ".owner", json.dumps(owner | {"time": owner["time"] - remote.DEAD})
+    )  # rather than wait for it
     process = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine2"))
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 0, text
@@ -103,7 +105,7 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert summary["restarts"] == 1
     assert 0 < summary["goodput"] < 1
     assert (tmp_path / "machine3" / "export" / "backbone.safetensors").exists()
-    assert not remote.get(out, ".owner")
+    assert not remote.read_note(out, ".owner")
     text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
     assert "done already" in text
     recipe, _, _ = restore(out)
@@ -135,7 +137,7 @@ def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: 
     text = process.communicate(timeout=100)[0]
     assert process.returncode == 1, text
     assert "the same command continues" in text
-    steps = [r["step"] for r in read_lines(remote.work(out) / "metrics.jsonl")]
+    steps = [r["step"] for r in read_lines(remote.work_dir(out) / "metrics.jsonl")]
     assert int(checkpoint.manifests(f"{out}/checkpoints")[0].removeprefix("step-")) == steps[-1]
 
 

@@ -16,8 +16,8 @@ from eagleray.base.errors import UserError
 from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
-from eagleray.sweeps import plots, run, study
-from eagleray.sweeps.study import Book
+from eagleray.sweeps import plots, run
+from eagleray.sweeps.study import Study, begin, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of, suggest
 
 SWEEP: dict[str, Any] = {
@@ -159,33 +159,33 @@ def test_every_value_is_tried_before_anything_starts(tmp_path: Path):
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Book:
+def study(tmp_path: Path) -> Study:
     sweep = load(write(tmp_path, trials=6))
     (tmp_path / "out").mkdir()
-    return Book(sweep, tmp_path / "out")
+    return Study(sweep, tmp_path / "out")
 
 
-def fill(book: Book) -> None:
+def fill(study: Study) -> None:
     """Six trials, of which the second failed and the third was stopped."""
     for n in range(6):
-        row = book.next()
+        row = study.next()
         assert row is not None
-        book.set(row["id"], state="running")
+        study.set(row["id"], state="running")
         for percent in (30, 100):
             if (n, percent) not in ((1, 100), (2, 100)):
-                book.report(row["id"], percent, 100, percent, 10 + n * percent / 100)
-        book.set(row["id"], state={1: "failed", 2: "stopped"}.get(n, "finished"), why="it had to be" * (n == 1))
+                study.report(row["id"], percent, 100, percent, 10 + n * percent / 100)
+        study.set(row["id"], state={1: "failed", 2: "stopped"}.get(n, "finished"), why="it had to be" * (n == 1))
 
 
-def test_a_book_outlives_its_process(book: Book):
+def test_a_book_outlives_its_process(study: Study):
     for _ in range(3):
-        row = book.next()
+        row = study.next()
         assert row is not None
-        book.set(row["id"], state="running")
-    book.report("001", 5, 10, 50.0, 3.5)
-    book.set("001", state="finished")
-    values = [r["values"] for r in book.rows.values()]
-    again = Book(book.sweep, book.folder)
+        study.set(row["id"], state="running")
+    study.report("001", 5, 10, 50.0, 3.5)
+    study.set("001", state="finished")
+    values = [r["values"] for r in study.rows.values()]
+    again = Study(study.sweep, study.folder)
     again.wait_again()
     assert [r["state"] for r in again.rows.values()] == ["waiting", "finished", "waiting"]
     assert [r["values"] for r in again.rows.values()] == values
@@ -197,43 +197,43 @@ def test_a_book_outlives_its_process(book: Book):
     assert handed == ["000", "002", "003", "004", "005"]
 
 
-def test_the_best_is_one_that_took_all_its_steps(book: Book):
-    fill(book)
-    best = book.best()
+def test_the_best_is_one_that_took_all_its_steps(study: Study):
+    fill(study)
+    best = study.best()
     assert best is not None
     assert best["id"] == "005"
-    book.rows["002"]["metric"] = 1000.0  # stopped
-    assert book.best() == best
-    path = study.write_best(book, recipe_of(book.sweep, "", best["values"], ""), best, workers=0)
+    study.rows["002"]["metric"] = 1000.0  # stopped
+    assert study.best() == best
+    path = write_best(study, recipe_of(study.sweep, "", best["values"], ""), best, workers=0)
     again = recipes.load(str(path))
     assert again.optim.lr.value == best["values"]["optim.lr.value"]
-    assert again.out == str(book.folder / "best")
+    assert again.out == str(study.folder / "best")
 
 
-def test_the_table_has_every_trial_once(book: Book):
-    fill(book)
-    with study.write_table(book).open() as f:
+def test_the_table_has_every_trial_once(study: Study):
+    fill(study)
+    with write_table(study).open() as f:
         rows = list(csv.DictReader(f))
     assert [r["id"] for r in rows] == [f"{n:03d}" for n in range(6)]
     assert rows[1]["state"] == "failed"
     assert rows[1]["why"] == "it had to be"
-    assert float(rows[5]["metric"]) == book.rows["005"]["metric"]
+    assert float(rows[5]["metric"]) == study.rows["005"]["metric"]
 
 
-def test_another_sweep_in_the_folder_is_refused(book: Book, tmp_path: Path):
-    study.begin(book.sweep, book.folder)
-    study.begin(load(write(tmp_path, trials=9)), book.folder)  # more trials continue it
+def test_another_sweep_in_the_folder_is_refused(study: Study, tmp_path: Path):
+    begin(study.sweep, study.folder)
+    begin(load(write(tmp_path, trials=9)), study.folder)  # more trials continue it
     with pytest.raises(UserError, match=r"seed is 0 there and 4 here; give another out="):
-        study.begin(load(write(tmp_path, seed=4)), book.folder)
+        begin(load(write(tmp_path, seed=4)), study.folder)
     with pytest.raises(UserError, match=r"optim.epochs is 2 there and 7 here"):
-        study.begin(load(write(tmp_path), ["optim.epochs=7"]), book.folder)
+        begin(load(write(tmp_path), ["optim.epochs=7"]), study.folder)
 
 
-def test_pictures_are_drawn_of_any_sweep(book: Book):
-    assert plots.draw(book) == []
-    fill(book)
-    assert [p.name for p in plots.draw(book)] == ["keys.png", "parallel.png", "curves.png"]
-    assert all((book.folder / n).stat().st_size > 10_000 for n in ("keys.png", "parallel.png", "curves.png"))
+def test_pictures_are_drawn_of_any_sweep(study: Study):
+    assert plots.draw(study) == []
+    fill(study)
+    assert [p.name for p in plots.draw(study)] == ["keys.png", "parallel.png", "curves.png"]
+    assert all((study.folder / n).stat().st_size > 10_000 for n in ("keys.png", "parallel.png", "curves.png"))
 
 
 def test_a_search_that_learns_looks_at_what_others_found(tmp_path: Path):

@@ -19,7 +19,7 @@ from helpers.runs import assert_same, weights
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.sweeps import ray_tune, run
-from eagleray.sweeps.study import Book
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import load
 
 pytestmark = pytest.mark.slow
@@ -253,4 +253,4 @@ def test_data_without_labels_cannot_serve_knn(sweep: Path, tmp_path: Path):
     given = load(str(sweep), [f"data.train={tmp_path / 'bare'}"])
     with pytest.raises(UserError, match=r"data\.train has no labels"):
         run.check_data(given, tmp_path)
-    assert Book(given, tmp_path).open_trials() == 4
+    assert Study(given, tmp_path).open_trials() == 4

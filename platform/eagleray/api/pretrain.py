@@ -102,7 +102,7 @@ def see_through(name: str, overrides: Sequence[str]) -> Run:
     recipe = resolve_paths(recipes.load(name, overrides))
     out = recipe.out or ""
     remote.check_writable(out)
-    folder = remote.view(out)
+    folder = remote.view_dir(out)
     following = remote.Follower(out)
     following.copy.fetch()
     check_same(recipe, folder)
@@ -113,14 +113,14 @@ def see_through(name: str, overrides: Sequence[str]) -> Run:
         console.print(f"done already: {out} has taken its {plan.steps} steps", markup=False)
         track.send_missing(folder, tracking, config.flatten(config.to_plain(recipe)))
         if (folder / layout.MLFLOW).exists():
-            remote.put(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
+            remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
     else:
         fill_backbone(recipe, folder)
         # From Python, the program's own arguments say nothing about the run.
         command = sys.argv if name in sys.argv else ["eagleray", "pretrain", name, *overrides]
         write_beginning(recipe, command)
         # In a thread: the signal may come while this one is in the middle of a request to the same store.
-        ask = threading.Thread(target=remote.put, args=(out, layout.STOP, "")).start
+        ask = threading.Thread(target=remote.write_note, args=(out, layout.STOP, "")).start
         with FollowRun(folder, plan.steps), following, stop_on_signal(ask, "stopping after this step"):
             run_in_world(recipe, tracking)
     return Run(out, steps=plan.steps)
@@ -131,18 +131,18 @@ def fill_backbone(recipe: Recipe, folder: Path) -> None:
     little."""
     if recipe.backbone.weights and not files.read_lines(folder / layout.METRICS):
         report = pretrained_weights.fill(build_backbone(recipe), pretrained(recipe.backbone.weights))
-        remote.put(recipe.out or "", layout.WEIGHTS, "\n".join(report.lines()) + "\n")
+        remote.write_note(recipe.out or "", layout.WEIGHTS, "\n".join(report.lines()) + "\n")
         console.print(f"{report}: {recipe.out}/weights.txt", markup=False)
 
 
 def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
     """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder."""
     out = recipe.out or ""
-    remote.put(out, layout.RECIPE, config.dump(recipe))
+    remote.write_note(out, layout.RECIPE, config.dump(recipe))
     write_plugins(out, recipe.plugins)
-    remote.put(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
+    remote.write_note(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
     for left in (layout.STOP, layout.FAILURE):
-        remote.drop(out, left)
+        remote.delete_note(out, left)
 
 
 def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:

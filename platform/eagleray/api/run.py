@@ -37,7 +37,7 @@ class Run:
         """Open a run, which counts as finished when it has taken its steps and at least `steps`. Raises UserError when
         there is no run."""
         self.out = address(out)
-        self.folder = remote.view(self.out)
+        self.folder = remote.view_dir(self.out)
         if store.is_remote(self.out):
             remote.Copy(self.out, self.folder).fetch()
         if not (self.folder / layout.RECIPE).exists():

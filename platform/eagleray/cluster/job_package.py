@@ -24,7 +24,7 @@ SHARED = "expected an s3:// URL, or an absolute path that is the same on all nod
 
 
 @dataclass(frozen=True)
-class Parcel:
+class JobPackage:
     id: str  # of the run, the same whenever it is sent
     name: str  # of the recipe
     recipe: Recipe
@@ -44,15 +44,15 @@ class Parcel:
             plugins.write(folder / plugins.FOLDER, sources)
 
 
-def pack(name: str, overrides: Sequence[str], gpus: int | None) -> Parcel:
-    """The checked parcel of a recipe, given as `pretrain` takes it; with `gpus`, as many workers. Raises UserError."""
+def pack(name: str, overrides: Sequence[str], gpus: int | None) -> JobPackage:
+    """The checked package of a recipe, given as `pretrain` takes it; with `gpus`, as many workers. Raises UserError."""
     given = [o for o in overrides if o.startswith("workers=")]
     if gpus and given:
         raise UserError(f"--gpus {gpus} and {given[-1]}: expected one of them; a worker has one GPU")
     recipe = recipes.load(name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])])
     check_places(recipe)
     check_sizes(recipe)
-    return Parcel(identify(recipe.out or ""), Path(name).stem, recipe)
+    return JobPackage(identify(recipe.out or ""), Path(name).stem, recipe)
 
 
 def identify(out: str) -> str:

@@ -16,9 +16,9 @@ from eagleray.cluster import head
 from eagleray.config import nearest
 
 if TYPE_CHECKING:
-    from eagleray.cluster.job_package import Parcel
+    from eagleray.cluster.job_package import JobPackage
 
-ENTRY = "exec python -m eagleray.cli pretrain recipe.yaml"  # on the head, with the parcel as its working folder
+ENTRY = "exec python -m eagleray.cli pretrain recipe.yaml"  # on the head, with the package as its working folder
 TIMEOUTS = (4, 30)  # seconds to connect, and to wait for an answer
 PATIENCE = 300  # seconds that a follower waits for a head that was there before
 STOPPING = 300  # seconds for a stopped run to save, then Ray kills it
@@ -129,14 +129,14 @@ class Cluster:
             text: str = self._ask(f"/api/jobs/{name}/logs")["logs"] or ""
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
-    def submit(self, name: str, parcel: "Parcel", variables: dict[str, str]) -> None:
-        """Send a parcel. Raises Silent, too, when another job took the name."""
+    def submit(self, name: str, package: "JobPackage", variables: dict[str, str]) -> None:
+        """Send a package. Raises Silent, too, when another job took the name."""
         with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
-            parcel.write(Path(folder))
+            package.write(Path(folder))
             runtime = {"working_dir": folder, "env_vars": variables | STOP}
             # No resources: Ray puts such a job's driver on the head, which is no spot node.
             client = _client(self.address)
-            client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=parcel.labels)
+            client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=package.labels)
 
     def stop(self, name: str) -> bool:
         """Ask a job to end; False where there was nothing to ask."""
@@ -225,27 +225,27 @@ def _reason(error: Exception, said: str) -> str:
     return "nobody answers there" if isinstance(error, OSError) else said[:200]
 
 
-def submit(cluster: Cluster, parcel: "Parcel", variables: dict[str, str], say: Say, *, join: bool) -> str:
+def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], say: Say, *, join: bool) -> str:
     """Send a run and return its job's id; with `join`, of the job that runs it already. Raises UserError."""
     while True:
-        family = [j for j in cluster.jobs() if re.fullmatch(re.escape(parcel.id) + r"(-\d+)?", j.id)]
+        family = [j for j in cluster.jobs() if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
         if running := next((j for j in family if not j.ended), None):
-            if running.digest != parcel.labels["digest"]:
-                raise UserError(f"out={parcel.recipe.out}: {running.id} is running there with another recipe")
+            if running.digest != package.labels["digest"]:
+                raise UserError(f"out={package.recipe.out}: {running.id} is running there with another recipe")
             if not join:
                 raise UserError(f"{running.id}: this run is running; {manage(running.id)}")
             say(f"{running.id}: this run is running")
             return running.id
-        number = max((int(j.id[len(parcel.id) + 1 :] or 1) for j in family), default=0) + 1
-        name = parcel.id if number == 1 else f"{parcel.id}-{number}"
-        say(f"the cluster {cluster.size()}; this run asks for {parcel.recipe.workers} worker(s)")
+        number = max((int(j.id[len(package.id) + 1 :] or 1) for j in family), default=0) + 1
+        name = package.id if number == 1 else f"{package.id}-{number}"
+        say(f"the cluster {cluster.size()}; this run asks for {package.recipe.workers} worker(s)")
         try:
-            cluster.submit(name, parcel, variables)
+            cluster.submit(name, package, variables)
         except Silent as e:
             if "already exists" not in str(e):
                 raise
             continue  # somebody was faster
-        say(f"{name}: submitted, {parcel.name} to {parcel.recipe.out}; {manage(name)}")
+        say(f"{name}: submitted, {package.name} to {package.recipe.out}; {manage(name)}")
         return name
 
 

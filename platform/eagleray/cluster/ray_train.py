@@ -82,7 +82,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
         ),
         run_config=RunConfig(
             name=f"train-{began:.3f}",
-            storage_path=str(remote.view(recipe.out or "") / ".ray"),
+            storage_path=str(remote.view_dir(recipe.out or "") / ".ray"),
             # Whether to go on is decided by what the run has saved since, see `Folder.begin` and `_count`.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=list(callbacks),
@@ -126,7 +126,7 @@ def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    failure = remote.get(out, layout.FAILURE)
+    failure = remote.read_note(out, layout.FAILURE)
     if failure:
         told = json.loads(failure)
         raise (UserError if told["user"] else RuntimeError)(told["why"])
@@ -141,13 +141,13 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     from ray.train.torch import get_device
 
     out = given["recipe"]["out"] or ""
-    if remote.get(out, layout.FAILURE):
+    if remote.read_note(out, layout.FAILURE):
         return None
     try:
         plugins.install(given["plugins"])
         recipe = config.check(Recipe, given["recipe"], "recipe")
     except UserError as e:  # such as of a plug-in that imports what this machine has not
-        remote.put(out, layout.FAILURE, json.dumps({"user": True, "why": str(e)}))
+        remote.write_note(out, layout.FAILURE, json.dumps({"user": True, "why": str(e)}))
         raise
     device = get_device()
     if device.type == "cpu":
@@ -158,7 +158,7 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     except Preempted:
         raise  # the restarted workers sit on other machines
     except (UserError, Outage) as e:
-        remote.put(out, layout.FAILURE, json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
+        remote.write_note(out, layout.FAILURE, json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
         raise
     except Exception as e:
         _count(out, given["command"], e)
@@ -169,9 +169,9 @@ def _count(out: str, command: float, error: Exception) -> None:
     """Give up on an error that came back twice, since this command began, without a new checkpoint in between."""
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
     name = f".failures-{dist.rank()}"
-    known = json.loads(remote.get(out, name) or "{}")
+    known = json.loads(remote.read_note(out, name) or "{}")
     times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
-    remote.put(out, name, json.dumps({"command": command, "after": newest, "times": times}))
+    remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
     if times == 3 or isinstance(error, Futile):
         why = f"failed {times} times without progress: {type(error).__name__}: {error}; see {out}/train.log"
-        remote.put(out, layout.FAILURE, json.dumps({"user": False, "why": why}))
+        remote.write_note(out, layout.FAILURE, json.dumps({"user": False, "why": why}))

@@ -126,7 +126,7 @@ def folder(request: Request, target: Target) -> str:
     name = re.sub(r"[^\w.-]+", "-", target.name.removeprefix("untrained:").removeprefix("timm:")).strip("-")
     url = store.absolute((request.out or target.run or f"evaluations/{name}").rstrip("/"))
     try:
-        remote.view(url).mkdir(parents=True, exist_ok=True)
+        remote.view_dir(url).mkdir(parents=True, exist_ok=True)
         if not is_remote(url) and not os.access(url, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as e:
@@ -179,7 +179,7 @@ class Evaluation:
             data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - began, 1),
-            pictures=[os.path.relpath(p, remote.view(self.report.folder)) for p in outcome.pictures],
+            pictures=[os.path.relpath(p, remote.view_dir(self.report.folder)) for p in outcome.pictures],
         )
         if is_remote(self.report.folder):
             for path, name in zip(outcome.pictures, result.pictures, strict=True):
@@ -232,7 +232,7 @@ class Evaluation:
             else:
                 inputs.append(Path(self.request.folders[need]))
                 data = tree_digest(inputs[-1])
-        pictures = remote.view(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
+        pictures = remote.view_dir(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
         pictures.mkdir(parents=True, exist_ok=True)
         extra = {k: v for k, v in (("out", pictures), ("note", self.note)) if k in protocol.parameters}
         outcome: Any = protocol.run(backbone, *inputs, **arguments, **extra)
@@ -319,7 +319,7 @@ class Evaluation:
     def open(self, url: str) -> Index:
         """Open the index of the shards at a URL, which is written to the folder of results if it cannot be beside
         them."""
-        return open_index(url, remote.view(self.report.folder), note=self.note)
+        return open_index(url, remote.view_dir(self.report.folder), note=self.note)
 
 
 def published(target: Target) -> dict[str, float]:
@@ -327,7 +327,7 @@ def published(target: Target) -> dict[str, float]:
     if not target.run or not target.recipe:
         return {}
     try:
-        command = json.loads((remote.view(target.run) / layout.ENVIRONMENT).read_text())["command"]
+        command = json.loads((remote.view_dir(target.run) / layout.ENVIRONMENT).read_text())["command"]
     except (OSError, ValueError, KeyError):
         return {}
     return results.published(command, config.to_plain(target.recipe))
@@ -342,10 +342,10 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
         for r in report.results
         for k, v in r.numbers.items()
     }
-    copy = remote.view(report.folder) / results.NAME
+    copy = remote.view_dir(report.folder) / results.NAME
     if is_remote(report.folder):
-        copy.write_text(remote.get(report.folder, results.NAME) or "")
-    known = remote.view(target.run) / layout.MLFLOW
+        copy.write_text(remote.read_note(report.folder, results.NAME) or "")
+    known = remote.view_dir(target.run) / layout.MLFLOW
     if why := tracking.append(tracking.tracking_of(target.run), known, metrics, [copy]):
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")
 

@@ -75,7 +75,7 @@ def load(folder: str) -> list[Result]:
     """Load all results of a folder or s3:// URL, oldest first.
 
     Raises UserError when the file is not a list of results."""
-    text = remote.get(folder, NAME)
+    text = remote.read_note(folder, NAME)
     try:
         return [Result(**r) for r in json.loads(text or "[]")]
     except (ValueError, TypeError) as e:
@@ -93,7 +93,7 @@ def add(folder: str, result: Result) -> None:
     with contextlib.nullcontext() if is_remote(folder) else file_lock(Path(folder) / f".{NAME}.lock"):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
         try:
-            remote.put(folder, NAME, text)
+            remote.write_note(folder, NAME, text)
         except OSError as e:
             raise UserError(f"{folder}/{NAME}: cannot be written: {e.strerror or e}") from None
 

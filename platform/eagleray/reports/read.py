@@ -72,7 +72,7 @@ class Run:
 def read(given: str) -> Run:
     """A run that is kept in a folder or below an s3:// URL. Raises UserError, and Outage for a store that is away."""
     out = store.absolute(given.rstrip("/") or "/")
-    folder = remote.view(out)
+    folder = remote.view_dir(out)
     if is_remote(out):
         remote.Copy(out, folder, "pictures").fetch()
     elif not folder.is_dir():
@@ -111,11 +111,11 @@ def standing(
 ) -> tuple[str, str]:
     """The state of a run and what there is to say about it."""
     last = records[-1]["step"] if records else 0
-    if remote.alive(out):
+    if remote.is_running(out):
         return "running", f"It is at work, and had taken {last:,} steps when this was written."
     if summary.get("steps", -1) >= last:
         return "finished", ""
-    if failure := remote.get(out, layout.FAILURE):
+    if failure := remote.read_note(out, layout.FAILURE):
         return "failed", str(json.loads(failure)["why"])
     if not starts and not records:
         return "not begun", "No step of it has been taken yet."

@@ -6,7 +6,7 @@ from pathlib import Path
 from eagleray import config
 from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
 from eagleray.sweeps import plots
-from eagleray.sweeps.study import Book
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, count
 
 CAPTIONS = {
@@ -18,24 +18,24 @@ CAPTIONS = {
 
 def page(folder: Path) -> Page:
     """The report of a sweep's folder. Raises UserError for one that cannot be read."""
-    book = Book(config.load(Sweep, folder / "sweep.yaml"), folder)
-    best, keys, several = book.best(), book.keys(), len(book.sweep.alternatives) > 1
-    columns = ["Trial", *["Alternative"] * several, *keys, "Steps", book.sweep.objective.key, "State", "Why"]
+    study = Study(config.load(Sweep, folder / "sweep.yaml"), folder)
+    best, keys, several = study.best(), study.keys(), len(study.sweep.alternatives) > 1
+    columns = ["Trial", *["Alternative"] * several, *keys, "Steps", study.sweep.objective.key, "State", "Why"]
     rows = []
-    for r in book.rows.values():
+    for r in study.rows.values():
         named, values = [r["alternative"]] * several, [r["values"].get(k) for k in keys]
         rows.append([r["id"], *named, *values, r["step"], r["metric"], r["state"], r["why"]])
-    drawn = [Picture(inlined(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in plots.draw(book)]
+    drawn = [Picture(inlined(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in plots.draw(study)]
     sections = [
         Section("Trials", [Table("Every trial that was begun", columns, rows)] if rows else []),
         Section("Pictures", [Pictures(drawn, large=True)] if drawn else []),
         Section("Sweep", [Texts([("sweep.yaml", (folder / "sweep.yaml").read_text().rstrip())])]),
     ]
-    tiles = [Tile("trials", len(rows), f"of {count(book.sweep)}")]
-    states = Counter(r["state"] for r in book.rows.values())
+    tiles = [Tile("trials", len(rows), f"of {count(study.sweep)}")]
+    states = Counter(r["state"] for r in study.rows.values())
     tiles += [Tile(state, states[state]) for state in ("finished", "stopped", "failed") if states[state]]
     if best:
-        tiles.append(Tile(f"best {book.sweep.objective.key}", best["metric"], f"trial {best['id']}"))
+        tiles.append(Tile(f"best {study.sweep.objective.key}", best["metric"], f"trial {best['id']}"))
     return Page(
         title=f"Sweep {folder.name}",
         lead=[f"Its trials are compared by: eagleray report {folder}/trials/*"],

@@ -42,7 +42,7 @@ def report(given: Sequence[str], out: Path | None = None) -> list[str]:
             folder.rmdir()
     if out or not runs or not is_remote(runs[0].out) or len(runs) > 1:
         return [str(path)]
-    remote.put(runs[0].out, NAME, path.read_text())
+    remote.write_note(runs[0].out, NAME, path.read_text())
     for picture in sorted(folder.glob("*.png")):
         store.put_bytes(f"{runs[0].out}/{folder.name}/{picture.name}", picture.read_bytes())
     return [str(path), f"{runs[0].out}/{NAME}"]

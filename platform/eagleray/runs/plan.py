@@ -76,7 +76,7 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
     Raises UserError when something does not fit, and Outage when the data cannot be read for `patience` seconds.
     """
     train = training_sources(recipe)
-    out = remote.work(recipe.out or "")
+    out = remote.work_dir(recipe.out or "")
     with torch.device("meta"):
         method = build_method(recipe)  # asked for what it needs of the run
     least, most = method.views

@@ -26,26 +26,26 @@ HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PL
 HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
 
 
-def work(out: str) -> Path:
+def work_dir(out: str) -> Path:
     """The folder that a rank writes to on its machine: of a remote run one in the cache."""
-    return _cached(out, "work") if is_remote(out) else Path(out)
+    return _cache_dir(out, "work") if is_remote(out) else Path(out)
 
 
-def view(out: str) -> Path:
+def view_dir(out: str) -> Path:
     """The folder that a command reads from on its machine, which may be that of a rank too."""
-    return _cached(out, "view") if is_remote(out) else Path(out)
+    return _cache_dir(out, "view") if is_remote(out) else Path(out)
 
 
-def _cached(out: str, kind: str) -> Path:
+def _cache_dir(out: str, kind: str) -> Path:
     return files.cache_folder("runs") / f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}" / kind
 
 
-def put(out: str, name: str, text: str) -> None:
+def write_note(out: str, name: str, text: str) -> None:
     """Leave a small file for the other processes of a run."""
     store.put_bytes(f"{out}/{name}", text.encode())
 
 
-def get(out: str, name: str) -> str | None:
+def read_note(out: str, name: str) -> str | None:
     url = f"{out}/{name}"
     try:
         return store.store(url).get(url).decode()
@@ -53,7 +53,7 @@ def get(out: str, name: str) -> str | None:
         return None
 
 
-def drop(out: str, name: str) -> None:
+def delete_note(out: str, name: str) -> None:
     url = f"{out}/{name}"
     store.store(url).delete(url)
 
@@ -61,16 +61,16 @@ def drop(out: str, name: str) -> None:
 def check_writable(out: str) -> None:
     """Make the run's folder. Raises UserError when nothing can be written there."""
     try:
-        view(out).mkdir(parents=True, exist_ok=True)
-        put(out, ".probe", "")
-        drop(out, ".probe")
+        view_dir(out).mkdir(parents=True, exist_ok=True)
+        write_note(out, ".probe", "")
+        delete_note(out, ".probe")
     except OSError as e:
         raise UserError(f"out={out}: cannot be written: {e.strerror or e}") from None
     except Outage as e:
         raise UserError(f"out={out}: cannot be written: {e}") from None
 
 
-def kept(out: str, inside: str = "export") -> Iterator[Blob]:
+def list_files(out: str, inside: str = "export") -> Iterator[Blob]:
     """The histories and evaluations of a remote run, and what is inside of one of its folders."""
     for folder in (out, f"{out}/{inside}"):
         for blob in store.store(out).list(folder + "/"):
@@ -79,10 +79,10 @@ def kept(out: str, inside: str = "export") -> Iterator[Blob]:
                 yield blob
 
 
-def alive(out: str) -> bool:
+def is_running(out: str) -> bool:
     """Whether a process is at work on a run, as far as this machine can tell."""
     if is_remote(out):
-        owner = json.loads(get(out, layout.OWNER) or "{}")
+        owner = json.loads(read_note(out, layout.OWNER) or "{}")
         return bool(time.time() - owner.get("time", 0) < DEAD)
     return files.is_folder_locked(Path(out))
 
@@ -98,7 +98,7 @@ class Copy:
     def fetch(self) -> None:
         """Bring what has changed, unless the folder has that and more: the machine of rank 0 is ahead of its copies.
         Raises UserError and Outage."""
-        for blob in kept(self.out, self.inside) if is_remote(self.out) else ():
+        for blob in list_files(self.out, self.inside) if is_remote(self.out) else ():
             if self.tags.get(blob.url) == blob.tag:
                 continue
             try:
@@ -122,19 +122,19 @@ class Background(threading.Thread):
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.ended = threading.Event()
-        self.told = ""
+        self.reported = ""
 
-    def again(self) -> None:
+    def tick(self) -> None:
         raise NotImplementedError
 
     def run(self) -> None:
         while not self.ended.wait(SECONDS):
             try:
-                self.again()
+                self.tick()
             except (UserError, Outage, OSError) as e:
-                if str(e) != self.told:
+                if str(e) != self.reported:
                     log.warning("%s", e)
-                self.told = str(e)
+                self.reported = str(e)
 
     def close(self) -> None:
         self.ended.set()
@@ -146,9 +146,9 @@ class Follower(Background):
 
     def __init__(self, out: str) -> None:
         super().__init__("follow-remote")
-        self.out, self.copy = out, Copy(out, view(out))
+        self.out, self.copy = out, Copy(out, view_dir(out))
 
-    def again(self) -> None:
+    def tick(self) -> None:
         self.copy.fetch()
 
     def __enter__(self) -> "Follower":
@@ -166,16 +166,16 @@ class StopSignal(Background):
     """Whether somebody asked a run to stop."""
 
     def __init__(self, out: str) -> None:
-        super().__init__("bell")
-        self.out, self.rung = out, False
+        super().__init__("stop-signal")
+        self.out, self.requested = out, False
         if is_remote(out):
             self.start()
 
-    def again(self) -> None:
-        self.rung = self.rung or get(self.out, layout.STOP) is not None
+    def tick(self) -> None:
+        self.requested = self.requested or read_note(self.out, layout.STOP) is not None
 
     def asked(self) -> bool:
-        return self.rung if is_remote(self.out) else (Path(self.out) / layout.STOP).exists()
+        return self.requested if is_remote(self.out) else (Path(self.out) / layout.STOP).exists()
 
     def close(self) -> None:
         if self.is_alive():
@@ -190,10 +190,10 @@ class Mirror(Background):
 
     def __init__(self, out: str, command: str) -> None:
         super().__init__("mirror")
-        self.out, self.folder, self.command = out, work(out), command
+        self.out, self.folder, self.command = out, work_dir(out), command
         self.sent: dict[Path, tuple[int, int]] = {}
         self.lock = threading.Lock()
-        self.beaten = 0.0
+        self.renewed = 0.0
         self._claim()
         Copy(out, self.folder).fetch()
         self.start()
@@ -204,20 +204,20 @@ class Mirror(Background):
             if time.monotonic() > began + 2 * DEAD:
                 raise UserError(f"out={self.out}: another command is running there, on {owner['host']}")
             time.sleep(1)
-        self._beat()
+        self.renew()
 
     def _owner(self) -> dict[str, Any] | None:
-        text = get(self.out, layout.OWNER)
+        text = read_note(self.out, layout.OWNER)
         return json.loads(text) if text else None  # type: ignore[no-any-return]
 
-    def _beat(self) -> None:
+    def renew(self) -> None:
         sign = {"command": self.command, "time": time.time(), "host": socket.gethostname()}
-        put(self.out, layout.OWNER, json.dumps(sign))
-        self.beaten = time.monotonic()
+        write_note(self.out, layout.OWNER, json.dumps(sign))
+        self.renewed = time.monotonic()
 
-    def again(self) -> None:
-        if time.monotonic() > self.beaten + BEAT:
-            self._beat()
+    def tick(self) -> None:
+        if time.monotonic() > self.renewed + BEAT:
+            self.renew()
         self.copy()
 
     def copy(self) -> None:
@@ -236,6 +236,6 @@ class Mirror(Background):
         super().close()
         try:
             self.copy()
-            drop(self.out, layout.OWNER)
+            delete_note(self.out, layout.OWNER)
         except (UserError, Outage, OSError) as e:
             log.warning("not all of %s could be copied: %s; the same command sends it", self.folder, e)

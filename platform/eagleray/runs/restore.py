@@ -33,7 +33,7 @@ def restore(path: str) -> Restored:
     """Restore a run from its newest checkpoint, or from one checkpoint file. Raises UserError."""
     file = Path(path)
     if is_remote(path) or file.is_dir():
-        folder = remote.view(path.rstrip("/"))
+        folder = remote.view_dir(path.rstrip("/"))
         state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
             raise UserError(f"{path}: no intact checkpoint in its checkpoints/")

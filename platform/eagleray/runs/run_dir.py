@@ -32,7 +32,7 @@ class RunDir:
         self, out: str, rank: int, tracking: Tracking, params: Mapping[str, Any], *, keep: int, command: float
     ) -> None:
         """`keep` checkpoints; `command` says when that of this run was begun, in seconds since 1970."""
-        self.out, self.path, self.rank, self.tracking, self.params = out, remote.work(out), rank, tracking, params
+        self.out, self.path, self.rank, self.tracking, self.params = out, remote.work_dir(out), rank, tracking, params
         self.command, self.keep = command, keep
         self.closing: list[Callable[[], None]] = []
         self.mlflow: MLflow | None = None
@@ -43,8 +43,8 @@ class RunDir:
 
     def __enter__(self) -> "RunDir":
         self.path.mkdir(parents=True, exist_ok=True)
-        self.bell = remote.StopSignal(self.out)
-        self.closing.append(self.bell.close)
+        self.stop_signal = remote.StopSignal(self.out)
+        self.closing.append(self.stop_signal.close)
         if self.rank == 0:
             self.closing.append(files.lock_folder(self.path, patience=PATIENCE).close)
             if is_remote(self.out):
@@ -98,7 +98,7 @@ class RunDir:
 
     def asked(self) -> bool:
         """The same, for a rank that waits and must ask for itself."""
-        return self.bell.asked()
+        return self.stop_signal.asked()
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self.rank == 0:

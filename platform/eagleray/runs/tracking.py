@@ -395,5 +395,5 @@ def one_line(error: Exception) -> str:
 
 def tracking_of(out: str) -> Tracking:
     """Where the history of the run in `out` goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
-    uri = tracking_uri(remote.view(out), os.environ.get("MLFLOW_TRACKING_URI"))
+    uri = tracking_uri(remote.view_dir(out), os.environ.get("MLFLOW_TRACKING_URI"))
     return Tracking(uri, name=out.rpartition("/")[2])

@@ -13,7 +13,7 @@ from eagleray.base.console import out
 from eagleray.base.files import read_lines
 from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
-from eagleray.sweeps.study import Book
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import count, in_words
 
 ROWS = 24  # of the live table; what runs, and what was last
@@ -23,15 +23,15 @@ ORDER = ("running", "waiting", "finished", "stopped", "failed")
 class Show:
     """Call it now and then."""
 
-    def __init__(self, book: Book) -> None:
-        self.book, self.live = book, Live(console=out, auto_refresh=False, transient=True)
+    def __init__(self, study: Study) -> None:
+        self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
         self.began: dict[str, tuple[float, int]] = {}  # when a trial was first seen to run, and at which step
 
     def __enter__(self) -> "Show":
         if out.is_terminal:
             self.live.start()
         else:
-            self.book.note = lambda line: out.print(line, markup=False)
+            self.study.note = lambda line: out.print(line, markup=False)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,12 +44,12 @@ class Show:
 
     def table(self) -> Table:
         """Of what is running, waiting and was last done, at most so many rows."""
-        book, keys = self.book, self.book.keys()
-        with book.lock:
-            rows = [dict(r) for r in book.rows.values()]
-        table = Table(title=f"{book.folder.name}: {count(book.sweep)} trials, {states(rows)}", title_justify="left")
-        several = len(book.sweep.alternatives) > 1
-        for name in ["trial", *["alternative"] * several, *short(keys), "step", book.sweep.objective.key]:
+        study, keys = self.study, self.study.keys()
+        with study.lock:
+            rows = [dict(r) for r in study.rows.values()]
+        table = Table(title=f"{study.folder.name}: {count(study.sweep)} trials, {states(rows)}", title_justify="left")
+        several = len(study.sweep.alternatives) > 1
+        for name in ["trial", *["alternative"] * several, *short(keys), "step", study.sweep.objective.key]:
             table.add_column(name)
         table.add_column("state")
         table.add_column("ETA", justify="right")
@@ -66,7 +66,7 @@ class Show:
         """Where a trial is, from its own folder where it runs."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
-        lines = read_lines(self.book.folder / "trials" / row["id"] / layout.METRICS)
+        lines = read_lines(self.study.folder / "trials" / row["id"] / layout.METRICS)
         step = lines[-1]["step"] if lines else row["step"]
         at, start = self.began.setdefault(row["id"], (time.monotonic(), step))
         eta = ""
@@ -92,20 +92,20 @@ def states(rows: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"{found[s]} {s}" for s in ORDER if found[s])
 
 
-def conclude(book: Book, files: list[Path]) -> None:
+def conclude(study: Study, files: list[Path]) -> None:
     """Every trial in one line is in trials.csv; here the best, and where everything is."""
-    out.print(f"{count(book.sweep)} trials: {states(book.rows.values())}", markup=False)
-    for row in book.rows.values():
+    out.print(f"{count(study.sweep)} trials: {states(study.rows.values())}", markup=False)
+    for row in study.rows.values():
         if row["state"] == "failed" and out.is_terminal:
             out.print(f"trial {row['id']} failed: {row['why']}", markup=False)
-    if best := book.best():
+    if best := study.best():
         values = " ".join(f"{k}={in_words(v)}" for k, v in best["values"].items())
         out.print(
-            f"best      trial {best['id']} {best['alternative']} {values}: {book.sweep.objective.key} "
+            f"best      trial {best['id']} {best['alternative']} {values}: {study.sweep.objective.key} "
             f"{best['metric']:.4g}\n"
-            f"again     OMP_NUM_THREADS={book.sweep.cpus} eagleray pretrain {book.folder}/best.yaml",
+            f"again     OMP_NUM_THREADS={study.sweep.cpus} eagleray pretrain {study.folder}/best.yaml",
             markup=False,
         )
     else:
         out.print("no trial took all its steps, so there is no best one", markup=False)
-    out.print(f"results   {book.folder}: {', '.join(p.name for p in files)}", markup=False)
+    out.print(f"results   {study.folder}: {', '.join(p.name for p in files)}", markup=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.base.plotting import BLUE, DPI, GREY, INK, RED
-from eagleray.sweeps.study import Book
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import RANGES, in_words
 
 COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
@@ -17,30 +17,30 @@ NAMED = 12  # curves at most that have their trial's name; of more, the best one
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 
-def draw(book: Book) -> list[Path]:
+def draw(study: Study) -> list[Path]:
     """Write keys.png, parallel.png and curves.png into the sweep's folder; nothing while no trial has a result."""
-    rows = [r for r in book.rows.values() if r["metric"] is not None]
+    rows = [r for r in study.rows.values() if r["metric"] is not None]
     if not rows:
         return []
-    names = list(book.sweep.alternatives)
+    names = list(study.sweep.alternatives)
     colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(names)}
-    return [keys(book, rows, colours), parallel(book, rows, colours), curves(book, colours)]
+    return [keys(study, rows, colours), parallel(study, rows, colours), curves(study, colours)]
 
 
-def keys(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
+def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
     from matplotlib.figure import Figure
 
-    varied = book.keys()
+    varied = study.keys()
     columns = min(len(varied), COLUMNS)
     lines = math.ceil(len(varied) / columns)
     width = max(3.0 * columns + 0.6, 6.0)
     figure = Figure(figsize=(width, 2.7 * lines + 0.8), dpi=DPI, layout="constrained")
-    figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
+    figure.suptitle(title(study), fontsize=10, color=INK, x=0.01, ha="left")
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in axes.flat[len(varied) :]:
         panel.set_visible(False)
     for panel, key in zip(axes.flat, varied, strict=False):
-        scale = Scale([r["values"][key] for r in rows if key in r["values"]], kinds(book)[key])
+        scale = Scale([r["values"][key] for r in rows if key in r["values"]], kinds(study)[key])
         for row in rows:
             if key in row["values"]:
                 done = row["state"] == "finished"
@@ -57,25 +57,25 @@ def keys(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, st
         panel.set_xlabel(key, fontsize=9)
         panel.tick_params(labelsize=8)
         if panel.get_subplotspec().is_first_col():
-            panel.set_ylabel(book.sweep.objective.key, fontsize=9)
-    legend(figure, book, colours)
-    return save(figure, book.folder / "keys.png")
+            panel.set_ylabel(study.sweep.objective.key, fontsize=9)
+    legend(figure, study, colours)
+    return save(figure, study.folder / "keys.png")
 
 
-def parallel(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
+def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
     """One line per trial from key to key; darker is better. Dots lead past a key that an alternative lacks."""
     from matplotlib.figure import Figure
 
-    varied = book.keys()
-    columns = [*varied, book.sweep.objective.key]
-    several = len(book.sweep.alternatives) > 1
+    varied = study.keys()
+    columns = [*varied, study.sweep.objective.key]
+    several = len(study.sweep.alternatives) > 1
     columns = ["alternative", *columns] if several else columns
-    table = [{**r["values"], "alternative": r["alternative"], book.sweep.objective.key: r["metric"]} for r in rows]
-    scales = {c: Scale([t[c] for t in table if c in t], kinds(book).get(c, "uniform")) for c in columns}
+    table = [{**r["values"], "alternative": r["alternative"], study.sweep.objective.key: r["metric"]} for r in rows]
+    scales = {c: Scale([t[c] for t in table if c in t], kinds(study).get(c, "uniform")) for c in columns}
     figure = Figure(figsize=(max(1.7 * len(columns), 6.0), 4.4), dpi=DPI, layout="constrained")
-    figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
+    figure.suptitle(title(study), fontsize=10, color=INK, x=0.01, ha="left")
     axes = figure.subplots()
-    order = sorted(range(len(rows)), key=lambda i: rows[i]["metric"], reverse=book.sweep.objective.mode == "min")
+    order = sorted(range(len(rows)), key=lambda i: rows[i]["metric"], reverse=study.sweep.objective.mode == "min")
     for rank, i in enumerate(order):
         at = [(x, scales[c].share(table[i][c])) for x, c in enumerate(columns) if c in table[i]]
         strength = 0.2 + 0.8 * rank / max(len(order) - 1, 1)
@@ -94,38 +94,38 @@ def parallel(book: Book, rows: Sequence[Mapping[str, Any]], colours: Mapping[str
     axes.set_yticks([])
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-    return save(figure, book.folder / "parallel.png")
+    return save(figure, study.folder / "parallel.png")
 
 
-def curves(book: Book, colours: Mapping[str, str]) -> Path:
+def curves(study: Study, colours: Mapping[str, str]) -> Path:
     """The objective over the share of each trial's steps, as the scheduler saw it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.4), dpi=DPI, layout="constrained")
-    figure.suptitle(title(book), fontsize=10, color=INK, x=0.01, ha="left")
+    figure.suptitle(title(study), fontsize=10, color=INK, x=0.01, ha="left")
     axes = figure.subplots()
-    best = book.best()
-    for name, reports in book.reports.items():
-        row = book.rows[name]
+    best = study.best()
+    for name, reports in study.reports.items():
+        row = study.rows[name]
         chosen = best is not None and best["id"] == name
         x, y = [r["percent"] for r in reports], [r["value"] for r in reports]
         colour = colours[row["alternative"]]
         axes.plot(x, y, color=colour, linewidth=2.2 if chosen else 1.0, alpha=1.0 if chosen else 0.6)
         fill = colour if row["state"] == "finished" else "white"
         axes.plot(x[-1], y[-1], MARKS.get(row["state"], "."), color=colour, markerfacecolor=fill, markersize=6)
-        if chosen or len(book.reports) <= NAMED:
+        if chosen or len(study.reports) <= NAMED:
             axes.annotate(name, (x[-1], y[-1]), xytext=(5, 0), textcoords="offset points", fontsize=7.5, va="center")
     axes.set_xlabel("% of a trial's steps", fontsize=9)
-    axes.set_ylabel(book.sweep.objective.key, fontsize=9)
+    axes.set_ylabel(study.sweep.objective.key, fontsize=9)
     axes.set_xlim(0, 105)
     axes.tick_params(labelsize=8)
-    legend(figure, book, colours)
-    return save(figure, book.folder / "curves.png")
+    legend(figure, study, colours)
+    return save(figure, study.folder / "curves.png")
 
 
-def kinds(book: Book) -> dict[str, str]:
+def kinds(study: Study) -> dict[str, str]:
     """How each key is varied; one that is chosen from a list in one alternative is drawn as a list for all."""
-    found = [(k, v.kind) for b in book.sweep.alternatives.values() for k, v in b.space.items()]
+    found = [(k, v.kind) for b in study.sweep.alternatives.values() for k, v in b.space.items()]
     return dict(sorted(found, key=lambda kind: kind[1] not in RANGES))
 
 
@@ -161,12 +161,12 @@ class Scale:
             axes.set_xlim(-0.5, len(self.known) - 0.5)
 
 
-def legend(figure: Any, book: Book, colours: Mapping[str, str]) -> None:
+def legend(figure: Any, study: Study, colours: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
 
     several = len(colours) > 1
     marks = [Line2D([], [], color=c, marker="o", linestyle="", label=n) for n, c in colours.items()] if several else []
-    states = {r["state"] for r in book.rows.values() if r["metric"] is not None}
+    states = {r["state"] for r in study.rows.values() if r["metric"] is not None}
     for state, text in ("finished", "all its steps"), ("stopped", "stopped early"):
         fill = GREY if state == "finished" else "none"
         if state in states:
@@ -175,10 +175,10 @@ def legend(figure: Any, book: Book, colours: Mapping[str, str]) -> None:
     figure.legend(handles=marks, loc="outside right upper", fontsize=8, frameon=False)
 
 
-def title(book: Book) -> str:
-    best = book.best()
-    text = f"{book.folder.name}: {len(book.rows)} trials"
-    return text + (f", best {best['id']} with {book.sweep.objective.key} {best['metric']:.4g}" if best else "")
+def title(study: Study) -> str:
+    best = study.best()
+    text = f"{study.folder.name}: {len(study.rows)} trials"
+    return text + (f", best {best['id']} with {study.sweep.objective.key} {best['metric']:.4g}" if best else "")
 
 
 def wrapped(key: str) -> str:

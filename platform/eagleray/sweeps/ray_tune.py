@@ -21,9 +21,9 @@ from eagleray.runs.plan import resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
-from eagleray.sweeps.study import Book
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import RANGES, Space, Sweep, recipe_of, tidy
-from eagleray.sweeps.trial import POLL, Following, place_of, reap
+from eagleray.sweeps.trial import POLL, Trial, reap, trial_dir
 
 DEATHS = 3  # of a trial's process, after which the trial has failed
 MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something
@@ -38,20 +38,20 @@ VARIABLES = {
 Screen = AbstractContextManager[Callable[[], None]]
 
 
-class Desk:
+class LocalState:
     """What only this process has. Tune writes all that it is given to a file, which nobody reads: this is left out."""
 
-    def __init__(self, book: Book, asked: threading.Event) -> None:
-        self.book, self.asked = book, asked
+    def __init__(self, study: Study, asked: threading.Event) -> None:
+        self.study, self.asked = study, asked
 
     def __reduce__(self) -> Any:
         return object, ()
 
-    def __deepcopy__(self, memo: Any) -> "Desk":
+    def __deepcopy__(self, memo: Any) -> "LocalState":
         return self
 
 
-def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading.Event, screen: Screen) -> None:
+def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threading.Event, screen: Screen) -> None:
     """Run all trials that are not done, `most` at once, until they are, or `asked` to stop; `screen`
     shows how they are. Raises UserError."""
     os.environ.update(VARIABLES)
@@ -61,20 +61,20 @@ def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading
         from ray import tune
 
         nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-        each, width = share(book.sweep, nodes)
-        pauses = book.sweep.scheduler in ("hyperband", "pbt")
+        each, width = share(study.sweep, nodes)
+        pauses = study.sweep.scheduler in ("hyperband", "pbt")
         if most and pauses and most < width:
-            raise UserError(f"--max-concurrent {most}: scheduler={book.sweep.scheduler} needs to pause trials at will")
-        desk, pbt = Desk(book, asked), book.sweep.scheduler == "pbt"
+            raise UserError(f"--max-concurrent {most}: scheduler={study.sweep.scheduler} needs to pause trials at will")
+        local, pbt = LocalState(study, asked), study.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
             trainable(tracking, each),
-            param_space=population(book) if pbt else None,
+            param_space=population(study) if pbt else None,
             tune_config=tune.TuneConfig(
                 metric="value",
-                mode=book.sweep.objective.mode,
-                search_alg=None if pbt else searcher(desk),
-                scheduler=scheduler(desk),
-                num_samples=1 if pbt else book.open_trials(),
+                mode=study.sweep.objective.mode,
+                search_alg=None if pbt else searcher(local),
+                scheduler=scheduler(local),
+                num_samples=1 if pbt else study.open_trials(),
                 max_concurrent_trials=None if pauses else min(most or width, width),
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.config["row"]["id"],
@@ -82,17 +82,17 @@ def launch(book: Book, tracking: Tracking, *, most: int | None, asked: threading
             ),
             run_config=tune.RunConfig(
                 name=f"tune-{time.time():.0f}",
-                storage_path=str(book.folder / ".ray"),
+                storage_path=str(study.folder / ".ray"),
                 verbose=0,
-                stop=stopper(desk),
-                callbacks=[journal(desk)],
+                stop=stopper(local),
+                callbacks=[journal(local)],
                 failure_config=tune.FailureConfig(max_failures=DEATHS),
             ),
         )
-        _fit(tuner, book, asked, show)
+        _fit(tuner, study, asked, show)
 
 
-def _fit(tuner: Any, book: Book, asked: threading.Event, show: Callable[[], None]) -> None:
+def _fit(tuner: Any, study: Study, asked: threading.Event, show: Callable[[], None]) -> None:
     """In a thread of its own: in the main thread Tune would take Ctrl-C. Whoever asks to stop asks every run to."""
     problem: list[BaseException] = []
 
@@ -108,9 +108,9 @@ def _fit(tuner: Any, book: Book, asked: threading.Event, show: Callable[[], None
         thread.join(POLL)
         show()
         if asked.is_set():
-            for row in list(book.rows.values()):
+            for row in list(study.rows.values()):
                 if row["state"] == "running":
-                    (place_of(book.folder, row["id"]) / layout.STOP).touch()
+                    (trial_dir(study.folder, row["id"]) / layout.STOP).touch()
     for e in problem:
         cause = getattr(e, "cause", e)
         raise cause if isinstance(cause, UserError) else RuntimeError(f"Ray Tune gave up: {e}") from e
@@ -134,11 +134,11 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str,
     return {"CPU": sweep.cpus, "GPU": int(gpu)}, fits
 
 
-def scheduler(desk: Desk) -> Any:
+def scheduler(local: LocalState) -> Any:
     """Time is in percent of a trial's own steps: batch sizes change how many these are."""
     from ray.tune import schedulers
 
-    sweep = desk.book.sweep
+    sweep = local.study.sweep
     if sweep.scheduler == "asha":
 
         class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
@@ -149,7 +149,7 @@ def scheduler(desk: Desk) -> Any:
             def on_trial_add(self, controller: Any, trial: Any) -> None:
                 if not self.seen:
                     self.seen = True
-                    for name, row in desk.book.rows.items():
+                    for name, row in local.study.rows.items():
                         if row["state"] in ("finished", "stopped"):
                             self.remember(controller, _Gone(name), name)
                 super().on_trial_add(controller, trial)
@@ -160,7 +160,7 @@ def scheduler(desk: Desk) -> Any:
                 self.tell(controller, trial, name)
 
             def tell(self, controller: Any, trial: Any, name: str) -> None:
-                for r in desk.book.reports.get(name, []):
+                for r in local.study.reports.get(name, []):
                     super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
 
         return Remembering(
@@ -213,63 +213,63 @@ def _domain(v: Any) -> Any:
     return list(v.given)
 
 
-def handed(book: Book, row: Mapping[str, Any]) -> dict[str, Any]:
+def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
     """What a trial's process is given."""
-    recipe = recipe_of(book.sweep, row["alternative"], row["values"], f"trial {row['id']}")
-    told = book.reports.get(row["id"], [])
+    recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
+    told = study.reports.get(row["id"], [])
     return {
         "id": row["id"],
-        "folder": str(book.folder),
+        "folder": str(study.folder),
         "recipe": config.to_plain(resolve_paths(recipe)),
         "plugins": plugins.pack(recipe.plugins),
         "values": row["values"],
-        "objective": book.sweep.objective.key,
+        "objective": study.sweep.objective.key,
         "after": told[-1]["percent"] if told else 0.0,
-        "pause": 100 * book.sweep.interval if book.sweep.scheduler == "pbt" else None,
-        "threads": book.sweep.cpus,
+        "pause": 100 * study.sweep.interval if study.sweep.scheduler == "pbt" else None,
+        "threads": study.sweep.cpus,
     }
 
 
-def population(book: Book) -> dict[str, Any]:
+def population(study: Study) -> dict[str, Any]:
     """All trials at once, as PBT wants them."""
     from ray import tune
 
     rows = []
-    while row := book.next():
-        book.set(row["id"], state="running")
-        rows.append(handed(book, row))
+    while row := study.next():
+        study.set(row["id"], state="running")
+        rows.append(trial_settings(study, row))
     return {"row": tune.grid_search(rows)}
 
 
-def searcher(desk: Desk) -> Any:
+def searcher(local: LocalState) -> Any:
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
-        """Hands out the book's rows."""
+        """Hands out the study's rows."""
 
         def suggest(self, trial_id: str) -> Any:
-            row = desk.book.next()
+            row = local.study.next()
             if row is None:
                 return Searcher.FINISHED
-            desk.book.set(row["id"], state="running")
-            return {"row": handed(desk.book, row)}
+            local.study.set(row["id"], state="running")
+            return {"row": trial_settings(local.study, row)}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             pass
 
         def save(self, path: str) -> None:
-            """There is nothing that the book does not have."""
+            """There is nothing that the study does not have."""
 
         def restore(self, path: str) -> None:
             pass
 
-    return Rows(metric="value", mode=desk.book.sweep.objective.mode)
+    return Rows(metric="value", mode=local.study.sweep.objective.mode)
 
 
-def stopper(desk: Desk) -> Any:
+def stopper(local: LocalState) -> Any:
     from ray.tune import Stopper
 
-    end = time.monotonic() + 3600 * (desk.book.sweep.hours or math.inf)
+    end = time.monotonic() + 3600 * (local.study.sweep.hours or math.inf)
 
     class Asked(Stopper):  # type: ignore[misc]
         def __call__(self, trial_id: str, result: Any) -> bool:
@@ -277,54 +277,54 @@ def stopper(desk: Desk) -> Any:
 
         def stop_all(self) -> bool:
             if time.monotonic() > end:
-                desk.asked.set()
-            return desk.asked.is_set()
+                local.asked.set()
+            return local.asked.is_set()
 
     return Asked()
 
 
-def journal(desk: Desk) -> Any:
+def journal(local: LocalState) -> Any:
     from ray import tune
 
     class Journal(tune.Callback):  # type: ignore[misc]
-        """What Tune says goes into the book."""
+        """What Tune says goes into the study."""
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            row = desk.book.rows[str(trial)]
-            known = row["step"] or (place_of(desk.book.folder, row["id"]) / layout.METRICS).exists()
-            desk.book.set(row["id"], state="running")
-            desk.book.note(f"trial {row['id']} {'goes on' if known else 'begins'}: {words(row)}")
+            row = local.study.rows[str(trial)]
+            known = row["step"] or (trial_dir(local.study.folder, row["id"]) / layout.METRICS).exists()
+            local.study.set(row["id"], state="running")
+            local.study.note(f"trial {row['id']} {'goes on' if known else 'begins'}: {words(row)}")
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
             if "value" in result:
                 values = trial.config["row"]["values"]  # PBT changes them
-                desk.book.report(name, result["step"], result["steps"], result["percent"], result["value"])
-                desk.book.set(name, values=dict(values), seconds=result["seconds"])
+                local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])
+                local.study.set(name, values=dict(values), seconds=result["seconds"])
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            if (place_of(desk.book.folder, name) / layout.FAILED).exists():
+            if (trial_dir(local.study.folder, name) / layout.FAILED).exists():
                 return self.on_trial_error(iteration, trials, trial)
-            through = finished(place_of(desk.book.folder, name))
-            state = "finished" if through else "waiting" if desk.asked.is_set() else "stopped"
-            row = desk.book.rows[name]
-            desk.book.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
+            through = finished(trial_dir(local.study.folder, name))
+            state = "finished" if through else "waiting" if local.asked.is_set() else "stopped"
+            row = local.study.rows[name]
+            local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
             if state != "waiting":
-                desk.book.note(
-                    f"trial {name} {state} at step {row['step']}: {desk.book.sweep.objective.key} {row['metric']:.4g}"
+                local.study.note(
+                    f"trial {name} {state} at step {row['step']}: {local.study.sweep.objective.key} {row['metric']:.4g}"
                 )
 
         def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            desk.book.note(f"trial {trial}: its process died")
+            local.study.note(f"trial {trial}: its process died")
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            reap(place_of(desk.book.folder, name))
-            file = place_of(desk.book.folder, name) / layout.FAILED
+            reap(trial_dir(local.study.folder, name))
+            file = trial_dir(local.study.folder, name) / layout.FAILED
             why = file.read_text() if file.exists() else "its process died"
-            desk.book.set(name, state="failed", why=why)
-            desk.book.note(f"trial {name} failed: {why}")
+            local.study.set(name, state="failed", why=why)
+            local.study.note(f"trial {name} failed: {why}")
 
     return Journal()
 
@@ -339,34 +339,34 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
     so no part of what Tune writes down: its address may hold a password."""
     from ray import tune
 
-    class Trial(tune.Trainable):  # type: ignore[misc]
+    class TuneTrial(tune.Trainable):  # type: ignore[misc]
         def setup(self, given: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
             self.tracking = tracking
-            self.following = Following(self.trial_name, given["row"], tracking)
+            self.pretraining = Trial(self.trial_name, given["row"], tracking)
 
         def reset_config(self, given: dict[str, Any]) -> bool:
-            self.following.end()
-            self.following = Following(self.trial_name, given["row"], self.tracking)
+            self.pretraining.end()
+            self.pretraining = Trial(self.trial_name, given["row"], self.tracking)
             return True
 
         def step(self) -> dict[str, Any]:
-            return self.following.next()
+            return self.pretraining.next()
 
         def cleanup(self) -> None:
-            self.following.end()
+            self.pretraining.end()
 
         def save_checkpoint(self, folder: str) -> None:
             """Tune keeps no weights: the run has them, up to the step at which it is stopped here."""
-            self.following.end()
-            mark = {"trial": self.trial_name, "percent": self.following.told}
+            self.pretraining.end()
+            mark = {"trial": self.trial_name, "percent": self.pretraining.reported}
             (Path(folder) / "mark.json").write_text(json.dumps(mark))
 
         def load_checkpoint(self, folder: Any) -> None:
             mark = json.loads((Path(folder) / "mark.json").read_text())
-            self.following.told = mark["percent"]  # what is before it has been told
+            self.pretraining.reported = mark["percent"]  # what is before it has been told
             if mark["trial"] != self.trial_name:
-                self.following.adopt(mark["trial"])
+                self.pretraining.adopt(mark["trial"])
 
-    given = tune.with_resources(tune.with_parameters(Trial, tracking=tracking), each)
+    given = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
     given.__qualname__ = "Trial"  # what processes and Ray's pages show
     return given

@@ -24,9 +24,9 @@ from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import span
 from eagleray.runs.tracking import Tracking, one_line, tracking_uri
-from eagleray.sweeps import plots, study
+from eagleray.sweeps import plots
 from eagleray.sweeps.live_table import Show, conclude
-from eagleray.sweeps.study import Book
+from eagleray.sweeps.study import DONE, Study, begin, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
@@ -46,78 +46,80 @@ def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool)
     check_objective(sweep)
     remote.check_writable(str(folder))
     with files.lock_folder(folder):
-        study.begin(sweep, folder)
-        book = Book(sweep, folder)
-        if not book.open_trials():
+        begin(sweep, folder)
+        study = Study(sweep, folder)
+        if not study.open_trials():
             out.print(f"done already: {folder} has done its {count(sweep)} trials", markup=False)
-            return end(book, None, done=True)
-        if book.rows and not resume:
-            done = count(sweep) - book.open_trials()
+            return end(study, None, done=True)
+        if study.rows and not resume:
+            done = count(sweep) - study.open_trials()
             raise UserError(
                 f"out={folder}: holds this sweep, {done} of {count(sweep)} trials done; --resume continues it, "
                 "another out= begins anew"
             )
         check_data(sweep, folder)
         files.write_atomic(folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
-        book.wait_again()
-        return conduct(book, most)
+        study.wait_again()
+        return conduct(study, most)
 
 
-def conduct(book: Book, most: int | None) -> dict[str, Any]:
+def conduct(study: Study, most: int | None) -> dict[str, Any]:
     from eagleray.sweeps import ray_tune
 
-    tracking = parent(book)
-    out.print(describe(book), markup=False)
+    tracking = parent(study)
+    out.print(describe(study), markup=False)
     asked = threading.Event()
-    ray_tune.launch(book, tracking, most=most, asked=asked, screen=screen(book, asked))
-    book.wait_again()
-    told = end(book, tracking, done=not book.open_trials())
-    if book.open_trials():
-        out.print(f"{book.open_trials()} trials are left; the same command with --resume continues", markup=False)
+    ray_tune.launch(study, tracking, most=most, asked=asked, screen=screen(study, asked))
+    study.wait_again()
+    told = end(study, tracking, done=not study.open_trials())
+    if study.open_trials():
+        out.print(f"{study.open_trials()} trials are left; the same command with --resume continues", markup=False)
     return told
 
 
-def describe(book: Book) -> str:
-    s = book.sweep
-    left = book.open_trials()
+def describe(study: Study) -> str:
+    s = study.sweep
+    left = study.open_trials()
     of = f"{left} of {count(s)} trials are left" if left < count(s) else f"{left} trials"
     names = ", ".join(n for n in s.alternatives if n)
     return (
         f"{of}{' of ' + names if names else ''}; {s.objective.mode} of {s.objective.key}, search {s.search}, "
-        f"scheduler {s.scheduler}\n{', '.join(book.keys())} are varied; everything is in {book.folder}"
+        f"scheduler {s.scheduler}\n{', '.join(study.keys())} are varied; everything is in {study.folder}"
     )
 
 
-def end(book: Book, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
+def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
     """Table, plots and best recipe, here and in MLflow."""
-    written = [book.folder / "sweep.yaml", study.write_table(book)]
-    best = book.best()
+    written = [study.folder / "sweep.yaml", write_table(study)]
+    best = study.best()
     if best:
-        recipe = recipe_of(book.sweep, best["alternative"], best["values"], "best")
+        recipe = recipe_of(study.sweep, best["alternative"], best["values"], "best")
         workers = recipe.workers if span(recipe.workers)[1] > 1 else 0
-        written.append(study.write_best(book, resolve_paths(recipe), best, workers=workers))
+        written.append(write_best(study, resolve_paths(recipe), best, workers=workers))
     try:
-        written += plots.draw(book)
+        written += plots.draw(study)
     except Exception as e:  # no picture is worth a sweep
         out.print(f"warning: no plots: {one_line(e)}", markup=False)
     if tracking and tracking.parent:
         told = {"best": best["metric"]} if best else {}
-        told |= {s: float(sum(r["state"] == s for r in book.rows.values())) for s in study.DONE}
+        told |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
         try:
             track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", told, written)
         except Exception as e:
             out.print(f"warning: MLflow at {track.shown(tracking.uri)}: {one_line(e)}", markup=False)
-    conclude(book, written)
-    rows = list(book.rows.values())
-    return {"out": str(book.folder), "best": best, "trials": rows, "finished": done}
+    conclude(study, written)
+    rows = list(study.rows.values())
+    return {"out": str(study.folder), "best": best, "trials": rows, "finished": done}
 
 
-def parent(book: Book) -> Tracking:
+def parent(study: Study) -> Tracking:
     """Where the trials' histories go, under a run of the sweep's own where MLflow can be reached."""
-    uri = tracking_uri(book.folder, os.environ.get("MLFLOW_TRACKING_URI"))
-    params = {k: v for k, v in config.flatten(config.to_plain(book.sweep)).items() if not k.startswith("alternatives.")}
+    uri = tracking_uri(study.folder, os.environ.get("MLFLOW_TRACKING_URI"))
+    params = {
+        k: v for k, v in config.flatten(config.to_plain(study.sweep)).items() if not k.startswith("alternatives.")
+    }
     try:
-        made = track.parent_run(Tracking(uri), book.folder / layout.MLFLOW, book.folder.name, params)
+        made = track.parent_run(Tracking(uri), study.folder / layout.MLFLOW, study.folder.name, params)
         return Tracking(uri, parent=made)
     except Exception as e:
         out.print(f"warning: MLflow at {track.shown(uri)}: {one_line(e)}", markup=False)
@@ -164,7 +166,7 @@ def check_data(sweep: Sweep, folder: Path) -> None:
 
 
 @contextmanager
-def screen(book: Book, asked: threading.Event) -> Iterator[Show]:
+def screen(study: Study, asked: threading.Event) -> Iterator[Show]:
     """Shows the trials; asked to stop, every one of them saves and stops."""
-    with stop_on_signal(asked.set, "stopping all trials after their steps"), Show(book) as show:
+    with stop_on_signal(asked.set, "stopping all trials after their steps"), Show(study) as show:
         yield show

@@ -23,7 +23,7 @@ DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by
 GROWS = ("trials", "hours", "out")  # what may differ when a sweep is continued
 
 
-class Book:
+class Study:
     """`trials.jsonl`, a row per trial that was begun, and `reports.jsonl`, what the scheduler was told. One process
     writes."""
 
@@ -105,24 +105,24 @@ def _identity(sweep: Sweep) -> dict[str, Any]:
     return {k.replace("alternatives..", ""): v for k, v in keys.items() if k not in GROWS}
 
 
-def write_best(book: Book, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
+def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
     """The resolved recipe of the best trial, for a run of its own beside the trials."""
-    tree = config.to_plain(recipe) | {"out": str(book.folder / "best"), "workers": workers}
-    text = f"# Trial {best['id']} of {book.folder.name}: {book.sweep.objective.key} {best['metric']:.6g}.\n"
-    path = book.folder / "best.yaml"
+    tree = config.to_plain(recipe) | {"out": str(study.folder / "best"), "workers": workers}
+    text = f"# Trial {best['id']} of {study.folder.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
+    path = study.folder / "best.yaml"
     files.write_atomic(path, text + yaml.safe_dump(tree, sort_keys=False))
     return path
 
 
-def write_table(book: Book) -> Path:
+def write_table(study: Study) -> Path:
     """`trials.csv`: every trial once."""
-    path = book.folder / "trials.csv"
-    keys = book.keys()
+    path = study.folder / "trials.csv"
+    keys = study.keys()
     fixed = ["id", "alternative", "state", "step", "steps", "metric", "seconds", "why"]
     with path.open("w", newline="") as f:
         table = csv.writer(f)
         table.writerow([*fixed[:2], *keys, *fixed[2:]])
-        for row in book.rows.values():
+        for row in study.rows.values():
             table.writerow(
                 [row["id"], row["alternative"], *(row["values"].get(k, "") for k in keys), *(row[k] for k in fixed[2:])]
             )

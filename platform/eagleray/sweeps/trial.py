@@ -30,25 +30,25 @@ POLL = 0.2  # seconds between two looks at a run's metrics
 PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
 
 
-def place_of(folder: Path, name: str) -> Path:
+def trial_dir(folder: Path, name: str) -> Path:
     return folder / "trials" / name
 
 
-class Following:
+class Trial:
     """A trial's pretraining run in a thread of its own, begun when it is first asked for, and what it says."""
 
-    def __init__(self, name: str, given: Mapping[str, Any], tracking: Tracking) -> None:
-        self.folder = Path(given["folder"])
-        self.out, self.given, self.told = place_of(self.folder, name), given, float(given["after"])
-        tree = put(given["recipe"], given["values"]) | {"out": str(self.out)}
+    def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
+        self.folder = Path(settings["folder"])
+        self.out, self.settings, self.reported = trial_dir(self.folder, name), settings, float(settings["after"])
+        tree = put(settings["recipe"], settings["values"]) | {"out": str(self.out)}
         self.tracking = replace(tracking, name=f"{self.folder.name}-{name}")
         self.thread: threading.Thread | None = None
-        self.steps, self.box = 0, dict[str, Any]()
+        self.steps, self.outcome = 0, dict[str, Any]()
         try:
-            plugins.install(given["plugins"])
+            plugins.install(settings["plugins"])
             self.recipe = config.check(Recipe, tree, f"trial {name}")
         except UserError as e:  # such as of a plug-in that imports what this machine has not
-            self.box["error"] = e
+            self.outcome["error"] = e
         self.began = time.monotonic()
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class Following:
             (self.out / left).unlink(missing_ok=True)
         files.write_atomic(self.out / layout.RECIPE, config.dump(self.recipe))
         write_plugins(str(self.out), self.recipe.plugins)
-        self.box = {}
+        self.outcome = {}
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
 
@@ -66,23 +66,23 @@ class Following:
         try:
             self.steps = make_plan(self.recipe).steps
             if done := finished(self.out, self.steps):
-                self.box["summary"] = done
+                self.outcome["summary"] = done
             elif span(self.recipe.workers)[1] > 1:
                 import ray
 
                 callbacks = [placements(self.out)]
-                self.box["summary"] = ray_train.fit(ray, self.recipe, tracking=self.tracking, callbacks=callbacks)
+                self.outcome["summary"] = ray_train.fit(ray, self.recipe, tracking=self.tracking, callbacks=callbacks)
             else:
-                torch.set_num_threads(self.given["threads"])
-                self.box["summary"] = pretrain.pretrain(
+                torch.set_num_threads(self.settings["threads"])
+                self.outcome["summary"] = pretrain.pretrain(
                     self.recipe, world.local(), tracking=self.tracking, command=time.time()
                 )
         except Exception as e:
-            self.box["error"] = e
+            self.outcome["error"] = e
 
     def next(self) -> dict[str, Any]:
         """What Tune is told: the objective when there is a new one, or the end."""
-        if self.thread is None and "error" in self.box:
+        if self.thread is None and "error" in self.outcome:
             self.out.mkdir(parents=True, exist_ok=True)
             return self.last()
         if self.thread is None:
@@ -92,19 +92,19 @@ class Following:
             alive = self.thread.is_alive()
             for record in self.records():
                 percent = 100 * record["step"] / self.steps
-                if self.told < percent < 100:
-                    pause = self.given["pause"]
-                    if pause and percent // pause > self.told // pause:
+                if self.reported < percent < 100:
+                    pause = self.settings["pause"]
+                    if pause and percent // pause > self.reported // pause:
                         self.end()  # not ahead of an exchange of weights
-                    self.told = percent
-                    return self.result(record["step"], percent, record[self.given["objective"]])
+                    self.reported = percent
+                    return self.result(record["step"], percent, record[self.settings["objective"]])
             if not alive:
                 return self.last()
             time.sleep(POLL)
 
     def records(self) -> list[dict[str, Any]]:
         """The lines so far that have the objective."""
-        path, key = self.out / layout.METRICS, self.given["objective"]
+        path, key = self.out / layout.METRICS, self.settings["objective"]
         return [r for r in read_lines(path) if math.isfinite(r.get(key, math.nan))] if self.steps else []
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class Following:
         return told | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
-        if "error" in self.box:
-            return self.fail(self.box["error"])
-        summary, key = self.box.get("summary"), self.given["objective"]
+        if "error" in self.outcome:
+            return self.fail(self.outcome["error"])
+        summary, key = self.outcome.get("summary"), self.settings["objective"]
         if summary is None:  # asked to stop
-            return {"done": True, "percent": self.told}
+            return {"done": True, "percent": self.reported}
         seen = [r[key] for r in self.records()]
         value = summary.get(key, seen[-1] if seen else None)
         if value is None:
@@ -126,7 +126,7 @@ class Following:
     def fail(self, error: Exception) -> dict[str, Any]:
         """The trial is over: another start would end in the same way."""
         (self.out / layout.FAILED).write_text(line(error))
-        return {"done": True, "percent": self.told}
+        return {"done": True, "percent": self.reported}
 
     def end(self) -> None:
         """Ask the run to save and stop, and wait for it: its workers and what they hold are free afterwards."""
@@ -140,7 +140,7 @@ class Following:
 
     def adopt(self, donor: str) -> None:
         """Go on from another trial's newest checkpoint, with this one's values."""
-        state = checkpoint.newest(place_of(self.folder, donor) / "checkpoints")
+        state = checkpoint.newest(trial_dir(self.folder, donor) / "checkpoints")
         if state is None:
             return
         state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
@@ -148,7 +148,7 @@ class Following:
             if "momentum" in group:
                 group["momentum"] = self.recipe.optim.momentum
         checkpoint.save(self.out / "checkpoints", state["step"], state, keep=self.recipe.checkpoint.keep)
-        line = {"step": state["step"], "from": donor, "values": self.given["values"]}
+        line = {"step": state["step"], "from": donor, "values": self.settings["values"]}
         files.append_lines(self.out / layout.LINEAGE, [line])
 
 
