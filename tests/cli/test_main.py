@@ -75,7 +75,7 @@ def test_wrong_recipes(tmp_path: Path, capsys):
     assert "did you mean 'dino_vits16_in1k_ep100'" in refused(capsys, "show", "dino_vits16_in1k_ep10")
     assert "no such recipe file" in refused(capsys, "show", str(tmp_path / "none.yaml"))
     (tmp_path / "list.yaml").write_text("- 1\n")
-    assert "a recipe is a mapping" in refused(capsys, "show", str(tmp_path / "list.yaml"))
+    assert "expected a mapping of keys to values" in refused(capsys, "show", str(tmp_path / "list.yaml"))
     (tmp_path / "torn.yaml").write_text("a: [1\n")
     assert "is not YAML" in refused(capsys, "show", str(tmp_path / "torn.yaml"))
 

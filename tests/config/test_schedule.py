@@ -22,7 +22,7 @@ def test_drops_come_after_the_warm_up():
 
 
 def test_drops_or_a_cosine():
-    with pytest.raises(ValueError, match=r"drops=\[60\] and end=0.0: expected one of them"):
+    with pytest.raises(ValueError, match=r"drops=\[60\] and end=0.0: expected only one of them"):
         Schedule(value=1.0, end=0.0, drops=(60,))
     with pytest.raises(UserError, match=r"lr: .*drops=.* and end="):
         config.check(Optim, {"lr": {"value": 0.03, "drops": [120, 160], "end": 0}}, "r")

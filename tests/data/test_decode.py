@@ -147,7 +147,7 @@ def text(data: bytes) -> bytes:
 BREAK: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda d: b"", "cannot identify image file"),
     "text": (text, "cannot identify image file"),
-    "header": (lambda d: d[:20], "a JPEG that ends inside its header"),
+    "header": (lambda d: d[:20], "the JPEG ends inside its header"),
     "magic": (lambda d: b"\0\0" + d[2:], "cannot identify image file"),
     "garbage": (lambda d: d[:2] + b"\0" * 200, "damaged JPEG header"),
 }

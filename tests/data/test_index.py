@@ -317,7 +317,7 @@ def test_a_file_that_is_no_index_is_refused_until_it_is_written_anew(tmp_path: P
         parquet.write_table(pyarrow.table({"of": ["another program"]}), tmp_path / NAME)
     else:
         (tmp_path / NAME).write_bytes(content)
-    with pytest.raises(UserError, match=f"{tmp_path}/{NAME}: is not an index of this program"):
+    with pytest.raises(UserError, match=f"{tmp_path}/{NAME}: not an index.parquet written by eagleray"):
         opened(tmp_path)
     write_index(str(tmp_path))
     assert len(opened(tmp_path)) == 6

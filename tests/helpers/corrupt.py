@@ -21,7 +21,7 @@ INDEXED = [
 DECODED = {
     "bad_cut_at_90": "truncated",
     "bad_cut_at_10": "truncated",
-    "bad_header_only": "a JPEG that ends inside its header",
+    "bad_header_only": "the JPEG ends inside its header",
     "bad_magic": "cannot identify image file",
     "bad_text": "cannot identify image file",
     "bad_checksum": "data stream",

@@ -262,7 +262,7 @@ def test_variants_train(keys: dict[str, Any]):
     [
         ("method.mode=ce, method.grid=3", r"method.grid=3: 4 x 4 tokens of a view of 16 pixels .* method.grid=4"),
         ("method.mode=ce, method.stages=all", "method.stages=all: stages differ in their number of offsets"),
-        ("views=[{size: 16, randaugment: rand-m9.5-mstd0.5}]", "timm's name of a RandAugment policy is expected"),
+        ("views=[{size: 16, randaugment: rand-m9.5-mstd0.5}]", "expected timm's name of a RandAugment policy"),
         ("views=[{size: 16}, {size: 8}]", r"views: sizes of \[8, 16\] pixels; .* one size is expected"),
     ],
 )
@@ -387,7 +387,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("train", "test", "classes", "said"),
     [
-        ("none", None, 20, "data.train: has no labels, and the method learns from them"),
+        ("none", None, 20, "data.train: has no labels, which the method needs"),
         ("some", None, 20, r"data.train: no label at 000000\S* in \S+\.tar, and so on at 1 of 64 images"),
         (
             "high",

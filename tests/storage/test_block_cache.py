@@ -173,7 +173,7 @@ def test_a_full_disk_makes_it_slower_not_shorter(
     cache = Cache(tmp_path, 10**6)
     monkeypatch.setattr(Path, "write_bytes", full)
     assert get(cache, 1) == content(1)
-    assert "cannot keep a block: No space left on device" in caplog.text
+    assert "cannot cache a block: No space left on device" in caplog.text
     assert kept(tmp_path) == 0
 
 

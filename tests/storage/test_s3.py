@@ -105,7 +105,7 @@ def test_shards_are_listed_by_folder_glob_and_braces(bucket: str, tmp_path: Path
     assert names("train/x-{000,001}.tar", "train/*1.tar", "train-b") == ["train-b/z", "train/x-000", "train/x-001"]
     assert "no .tar shards there" in one_line(lambda: names("none"))
     assert f"no shard {bucket}/train/x-003.tar" in one_line(lambda: names("train/x-{002..003}.tar"))
-    assert "a wildcard may stand in the file name only" in one_line(lambda: names("*/x-000.tar"))
+    assert "wildcards are allowed in the file name only" in one_line(lambda: names("*/x-000.tar"))
 
 
 def test_one_request_lists_a_folder(bucket: str, tmp_path: Path, anew: Callable[..., None]) -> None:
@@ -267,7 +267,7 @@ def test_missing_credentials_are_one_line(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     anew()
-    assert one_line(lambda: opened(bucket)).endswith("; no AWS credentials were found, so it was asked for without")
+    assert one_line(lambda: opened(bucket)).endswith("; no AWS credentials were found, so the request was anonymous")
 
 
 def test_an_endpoint_that_nobody_listens_on_is_one_line_in_a_minute(

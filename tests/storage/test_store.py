@@ -105,7 +105,7 @@ def test_braces_are_those_of_a_shell(pattern: str) -> None:
         ("q*.tar", "no .tar shards there"),
         ("empty", "empty: no .tar shards there; `eagleray prepare` makes them from images"),
         ("index.parquet", "index.parquet: no .tar shards there"),
-        ("*/z.tar", "a wildcard may stand in the file name only"),
+        ("*/z.tar", "wildcards are allowed in the file name only"),
     ],
 )
 def test_what_is_not_there_is_one_line(folder: Path, pattern: str, message: str) -> None:

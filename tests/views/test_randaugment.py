@@ -57,9 +57,9 @@ def test_global_generators_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"randaugment": "rand-m9"}, r"randaugment=rand-m9 goes with jitter=0, got jitter=0.8"),
-        ({"randaugment": "rnd-m9", "jitter": 0}, r"randaugment: timm's name of a RandAugment policy is expected"),
-        ({"randaugment": "rand-x9", "jitter": 0}, r"randaugment: timm's name of a RandAugment policy is expected"),
+        ({"randaugment": "rand-m9"}, r"randaugment=rand-m9 needs jitter=0, got jitter=0.8"),
+        ({"randaugment": "rnd-m9", "jitter": 0}, r"randaugment: expected timm's name of a RandAugment policy"),
+        ({"randaugment": "rand-x9", "jitter": 0}, r"randaugment: expected timm's name of a RandAugment policy"),
         ({"erasing": 1.5}, "erasing: "),
     ],
 )

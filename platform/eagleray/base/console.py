@@ -1,4 +1,4 @@
-"""The console: where commands print, and how they stop on a signal."""
+"""Prints what commands have to say, and asks them to stop at a signal."""
 
 import importlib.util
 import signal
@@ -15,7 +15,7 @@ out = Console(highlight=False, soft_wrap=True)
 
 @contextmanager
 def silence(quiet: bool) -> Iterator[None]:
-    """Print nothing for a person while a program reads the result, if `quiet`."""
+    """Suppress all console output in the block if `quiet`, because the output is JSON for a program."""
     out.quiet = quiet
     try:
         yield

@@ -1,5 +1,7 @@
-"""The collectives that methods use; on a single process each returns its input. Ranks may hold different numbers of
-rows."""
+"""Collective operations between the ranks of a run, also for ranks with different numbers of rows.
+
+On a single process each operation returns its input.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +12,22 @@ from torch import Tensor
 
 
 def size() -> int:
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def offset(rows: Sequence[int]) -> int:
-    """Return the first row of this rank in a gathered batch."""
+    """Return the position of this rank's first row in a gathered batch."""
     return sum(rows[: rank()])
 
 
 def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Gather (B, ...) of each rank to (sum of rows, ...) on all ranks, in rank order, without a gradient."""
+    """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...), without a gradient."""
     if size() == 1:
         return x.detach()
     padded = x.new_zeros(max(rows), *x.shape[1:])
@@ -52,7 +56,7 @@ class _Total(torch.autograd.Function):
 
 
 def total_with_grad(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks; a rank's gradient is that of the sum of all ranks' losses."""
+    """Sum a tensor over all ranks; gradients are those of the sum of all ranks' losses."""
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
@@ -69,13 +73,15 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Gather (B, ...) of each rank to (sum of rows, ...) on all ranks; a rank's gradient is that of the sum of all
-    ranks' losses with respect to its rows."""
+    """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...).
+
+    The gradient of a rank's rows is that of the sum of all ranks' losses.
+    """
     return _Gather.apply(x, tuple(rows)) if size() > 1 else x  # type: ignore[no-any-return]
 
 
 def gather_objects(x: Any) -> list[Any]:
-    """Gather a picklable object of every rank on all ranks, in rank order; meant for small and rare objects."""
+    """Return the objects of all ranks, in rank order, on every rank; they are pickled, so keep them small and rare."""
     if size() == 1:
         return [x]
     out: list[Any] = [None] * size()

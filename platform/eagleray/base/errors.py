@@ -2,17 +2,19 @@
 
 
 class UserError(ValueError):
-    """The person who started this must change something: what was given, what was expected, which key, file or shard.
-    The command line exits with 2."""
+    """The user has to change something: the message says which key, file or shard is wrong and what was expected.
+
+    The command line exits with status 2."""
 
 
 class PluginError(UserError):
-    """A plug-in cannot be found or imported, or does not keep a contract."""
+    """A plug-in cannot be found or imported, or does not behave as its interface requires."""
 
 
 class Outage(RuntimeError):
-    """A store or a server did not answer for too long; the same command may succeed later. The command
-    line exits with 1."""
+    """A store or a server has not answered for too long; the same command may succeed later.
+
+    The command line exits with status 1."""
 
 
 class Preempted(RuntimeError):

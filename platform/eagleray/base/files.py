@@ -50,17 +50,19 @@ def cache_folder(name: str) -> Path:
 
 
 class JsonLines:
-    """A history such as `metrics.jsonl`: one object per line, in order of steps. A line that a full disk does not
-    take is written together with a later one."""
+    """Appends records to a file such as `metrics.jsonl`, one JSON object per line, in the order of the steps.
+
+    A line that does not fit on a full disk is kept and written together with a later one."""
 
     def __init__(self, path: Path, *, step: int) -> None:
-        """Continue a file after a step; lines of later steps are dropped, because those steps are taken again."""
+        """Continue a file after a step; lines of later steps are dropped, because those steps will be repeated."""
         lines = [r for r in read_lines(path) if r["step"] <= step]
         write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
         self._path, self._file = path, path.open("ab", buffering=0)
         self._late = b""
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
         data, size = self._late + json.dumps(record).encode() + b"\n", os.fstat(self._file.fileno()).st_size
         rest = memoryview(data)
         try:
@@ -69,7 +71,7 @@ class JsonLines:
         except OSError as e:
             os.ftruncate(self._file.fileno(), size)  # no part of a line
             if not self._late:
-                log.warning("%s: %s; its lines are kept in memory until there is room", self._path, e.strerror)
+                log.warning("%s: %s; new lines are kept in memory until there is room", self._path, e.strerror)
             self._late = data
             return
         self._late = b""
@@ -77,12 +79,12 @@ class JsonLines:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file with a JSON object on each line, and skip lines that a killed writer left half written."""
-    found = []
-    # Not splitlines: a text may hold what that takes for an end.
+    records = []
+    # splitlines would also split at other characters, which a text may contain.
     for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+            records.append(json.loads(line))
+    return records
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -115,7 +117,7 @@ def lock_folder(folder: Path, *, patience: float = 0.0) -> IO[str]:
             if time.monotonic() >= end:
                 file.seek(0)
                 with file:
-                    raise UserError(f"out={folder}: process {file.read()} is still running there") from None
+                    raise UserError(f"out={folder}: process {file.read()} is still using this folder") from None
             time.sleep(0.2)
     file.truncate(0)
     file.write(str(os.getpid()))

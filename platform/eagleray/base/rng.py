@@ -1,4 +1,4 @@
-"""Seeds Python's and NumPy's global random generators for a while, because timm draws from them."""
+"""Temporarily seeds the global random generators of Python and NumPy, because timm draws from them."""
 
 import random
 import threading

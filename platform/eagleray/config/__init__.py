@@ -1,4 +1,4 @@
-"""YAML becomes typed, complete values, or one line that names the wrong key.
+"""Turns YAML files into typed values with every default, or into an error that names the wrong key.
 
 Files, names and `a.b=value` overrides go in; checked dataclasses come out.
 

@@ -1,4 +1,4 @@
-"""The recipes and sweeps that eagleray ships, by name."""
+"""Finds the recipes and sweeps that eagleray ships, by name."""
 
 import difflib
 import functools
@@ -20,7 +20,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where
 
 
 def folder(name: str) -> Path:
-    """The repository's own `pipelines/`, from a checkout or from inside the installed wheel."""
+    """Return a folder of shipped files, such as `pipelines`, in the checkout or inside the installed wheel."""
     spec = importlib.util.find_spec("eagleray")
     assert spec is not None
     assert spec.origin is not None
@@ -62,7 +62,7 @@ def recipe(name: str) -> ShippedRecipe:
 
 
 def tree(name: str) -> dict[str, Any]:
-    """Return the keys of a shipped recipe over those of its base. Raises UserError."""
+    """Return the keys of a shipped recipe, merged over those of its base. Raises UserError."""
     own = recipe(name)
     if own.base is None:
         return dict(own.keys)

@@ -1,4 +1,4 @@
-"""Plug-ins are the user's own Python files and packages: they are loaded, identified by their source, and sent along.
+"""Loads plug-ins, which are the user's own Python files and packages, and sends them to other processes.
 
 A plug-in is named by the path of a file, by a module's dotted name, or by an installed package's entry point of the
 group `eagleray.plugins`.
@@ -42,14 +42,14 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Copy:
-    """The files of a plug-in as they lie in a folder."""
+    """The Python files of one copy of a plug-in, with the folder that holds them."""
 
     folder: Path  # that Python imports from
     sources: Sources
 
     @property
     def sha256(self) -> str:
-        """The digest of the paths and the contents of all files."""
+        """Return the SHA-256 of the paths and contents of all files."""
         digest = hashlib.sha256()
         for relative, data in sorted(self.sources.items()):
             digest.update(f"{relative}\0{len(data)}\0".encode() + data)
@@ -88,7 +88,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
 
 
 def load_installed() -> None:
-    """Import the plug-ins that installed packages announce. Raises PluginError."""
+    """Import the plug-ins that installed packages declare as entry points. Raises PluginError."""
     for module in _announced(tuple(sys.path)):
         if module not in _LOADED:
             load(module)
@@ -96,14 +96,14 @@ def load_installed() -> None:
 
 @functools.cache
 def _announced(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The modules of all entry points of our group; `path` is Python's own, which says where to look."""
+    """Return the modules of all entry points of eagleray's group; `path` is `sys.path`, the key of the cache."""
     return tuple(dict.fromkeys(point.module for point in importlib.metadata.entry_points(group=GROUP)))
 
 
 def resolve(listed: Any, *, folder: Path | None = None) -> list[dict[str, str]]:
-    """Load the plug-ins that a recipe in `folder` lists, and return them as the resolved recipe keeps them.
+    """Load the plug-ins that a recipe in `folder` lists, and return their names and digests for the resolved recipe.
 
-    An entry of a resolved recipe has a digest, which has to be that of the source. Raises PluginError."""
+    Raises PluginError when an entry of a resolved recipe has another digest than the source."""
     if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
         raise PluginError(f"plugins: expected a list of files and modules, got {listed!r}")
     plugins: dict[str, Plugin] = {}
@@ -128,12 +128,12 @@ def unload() -> None:
 
 
 def loaded_plugins() -> dict[str, Plugin]:
-    """The plug-ins that this process has imported, by name."""
+    """Return the plug-ins that this process has imported, by name."""
     return {name: loaded.plugin for name, loaded in _LOADED.items()}
 
 
 def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
-    """The loaded plug-in that has registered something under this name; backbones are registered with timm."""
+    """Return the loaded plug-in that has registered something under this name; backbones are registered with timm."""
     if kind == "backbone":
         timm = sys.modules.get("timm")  # which a plug-in with a backbone has imported
         module = timm.model_entrypoint(name).__module__ if timm and timm.is_model(name) else ""
@@ -144,7 +144,7 @@ def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -
 
 
 def owner(module: str) -> Plugin | None:
-    """The loaded plug-in that a module belongs to: itself, its package, or another part of the same package."""
+    """Return the loaded plug-in that a module belongs to: itself, its package, or another part of the same package."""
     top = module.partition(".")[0]
     within = [p for p in _LOADED.values() if f"{module}.".startswith(f"{p.module.__name__}.")]
     beside = [p for p in _LOADED.values() if p.module.__name__.partition(".")[0] == top]
@@ -153,7 +153,7 @@ def owner(module: str) -> Plugin | None:
 
 
 def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
-    """The sources of some loaded plug-ins, or of all, by name, to be sent to another process with `install`."""
+    """Return the sources of some loaded plug-ins, or of all, by name, for `install` in another process."""
     names = list(_LOADED) if plugins is None else [p.name for p in plugins]
     return {name: _LOADED[name].sources for name in names}
 
@@ -178,7 +178,7 @@ def write(folder: Path, sources: Sources) -> None:
 
 
 def _files(name: str, folders: Iterable[Path]) -> list[Copy]:
-    """The copies of a file, at least one. Raises PluginError."""
+    """Return all copies of a plug-in file, at least one. Raises PluginError."""
     paths = [path for path in (Path(name), *(folder / name for folder in folders)) if path.is_file()]
     try:
         copies = [Copy(path.parent, {path.name: path.read_bytes()}) for path in paths]
@@ -190,8 +190,9 @@ def _files(name: str, folders: Iterable[Path]) -> list[Copy]:
 
 
 def _packages(name: str, folders: Iterable[Path]) -> list[Copy]:
-    """The copies of a module, at least one: every Python file of its top-level package, so that a change anywhere in it
-    is noticed. Raises PluginError."""
+    """Return all copies of a plug-in module, at least one. Raises PluginError.
+
+    A copy has every Python file of the top-level package, so that a change anywhere in it is noticed."""
     top = name.partition(".")[0]
     specs = [PathFinder.find_spec(top, [str(folder)]) for folder in (Path.cwd(), *folders)]
     with contextlib.suppress(ImportError, ValueError):  # of a name that is no module's
@@ -236,7 +237,7 @@ def _import(module_name: str, copy: Copy, name: str, *, is_file: bool) -> Module
 
 
 def _check_name(module_name: str, copy: Copy, name: str, *, is_file: bool) -> None:
-    """Raises PluginError where another module has the name already."""
+    """Check that no other module has the plug-in's name. Raises PluginError."""
     top = module_name if is_file else module_name.partition(".")[0]
     there = sys.modules.get(top)
     path = Path((there and (there.__file__ or next(iter(there.__path__), ""))) or "").resolve()
@@ -247,7 +248,7 @@ def _check_name(module_name: str, copy: Copy, name: str, *, is_file: bool) -> No
 
 
 def _prefer(folder: Path, top: str) -> None:
-    """Let Python import a package from this folder."""
+    """Add a folder to those that Python imports packages from."""
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:
@@ -270,7 +271,7 @@ def _unload(module_name: str, *, keep: Container[str] = ()) -> None:
 
 
 def _where(error: BaseException, copy: Copy) -> str:
-    """The file and the line of the plug-in where an error arose."""
+    """Return the file and the line of the plug-in in which an error arose."""
     lines = [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
     lines += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     for file, line in lines[:1] if isinstance(error, SyntaxError) else reversed(lines):

@@ -1,9 +1,9 @@
-"""The numbers of a recipe, published and our own, and its cost in words."""
+"""Writes the results of a recipe, published and our own, and its cost as sentences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Every metric that `published` and `ours` may have, and how it is written. Shares are in percent.
+# Every metric that the recipe keys `published` and `ours` may have, and how it is printed.
 METRICS: Mapping[str, str] = {
     "linear": "linear {} %",
     "knn": "kNN {} %",
@@ -19,7 +19,7 @@ METRICS: Mapping[str, str] = {
     "correspondence": "correspondence {} %",
     "gain": "{:+}",
 }
-# What else an entry of `published` may have: where it is printed, and the data and the length, where they differ.
+# The other keys of an entry of `published`: where it was published, and the data and epochs where they differ.
 DETAILS = ("source", "data", "epochs", "note")
 
 
@@ -29,7 +29,7 @@ def numbers(entry: Mapping[str, Any]) -> str:
 
 
 def published_words(published: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was published, each entry with its source; `none` where nothing was."""
+    """Return the published results, each with its source, or `none`."""
     return "; ".join(map(_entry, published)) or "none"
 
 
@@ -42,7 +42,7 @@ def _entry(entry: Mapping[str, Any]) -> str:
 
 
 def cost_words(cost: Mapping[str, Any]) -> str:
-    """Return what a run cost its authors; `not published` where they do not say."""
+    """Return what a run cost its authors, or `not published`."""
     if not cost:
         return "not published"
     devices = next((f"{cost[kind]} {kind[:3].upper()}s" for kind in ("gpus", "tpus") if kind in cost), "")
@@ -53,7 +53,7 @@ def cost_words(cost: Mapping[str, Any]) -> str:
 
 
 def ours_words(ours: Mapping[str, Any]) -> str:
-    """Return what was measured here, with the untrained backbone's numbers; `not run` where nothing was."""
+    """Return our own results, with those of the untrained backbone, or `not run`."""
     if not ours:
         return "not run"
     words = numbers(ours)

@@ -1,4 +1,4 @@
-"""Register what a plug-in adds to eagleray: a method, a view operation, a dataset source, a protocol or a callback.
+"""Registers what a plug-in adds: a method, a view operation, a dataset source, a protocol or a callback.
 
     from eagleray import Method, register
 
@@ -37,15 +37,15 @@ _ENTRIES: dict[tuple[Kind, str], Entry] = {}
 
 
 def entries(kind: Kind) -> dict[str, Entry]:
-    """Everything of one kind that plug-ins have registered, by name."""
+    """Return everything of one kind that plug-ins have registered, by name."""
     return {name: entry for (k, name), entry in _ENTRIES.items() if k == kind}
 
 
 class Registry(Mapping[str, T]):
-    """What eagleray ships of one kind, by name, and whatever plug-ins have registered beside it."""
+    """A mapping of names to everything of one kind, both shipped with eagleray and registered by plug-ins."""
 
     def __init__(self, kind: Kind, shipped: Mapping[str, T], make: Callable[[Entry], T]) -> None:
-        """`make` turns a plug-in's entry into an item such as the shipped ones."""
+        """`make` turns the entry of a plug-in into a value of the same type as the shipped ones."""
         self.kind, self.shipped, self.make = kind, shipped, make
 
     def __getitem__(self, name: str) -> T:
@@ -63,7 +63,7 @@ class Registry(Mapping[str, T]):
 
 
 def forget(package: str, *, keep: Container[str] = ()) -> None:
-    """Drop what the modules of a package have registered, but for the modules in `keep`."""
+    """Remove everything that a package's modules have registered, except for the modules in `keep`."""
     for key, entry in list(_ENTRIES.items()):
         if entry.module.partition(".")[0] == package and entry.module not in keep:
             del _ENTRIES[key]

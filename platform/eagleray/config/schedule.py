@@ -1,4 +1,4 @@
-"""Numbers that move over training, as pure functions of progress."""
+"""Schedules of learning rates, momenta and temperatures, as pure functions of the training progress."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training has come; derived from the step alone, so nothing here is ever checkpointed."""
+    """The position in training, which follows from the step alone, so that it is never checkpointed."""
 
     step: int
     steps_per_epoch: int
@@ -19,24 +19,26 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Linear from `warmup_from` to `value` over `warmup` epochs, then half a cosine, or a straight line, to `end`, or a
-    tenth at each of `drops`, if given. Raises ValueError for both."""
+    """A linear warm-up from `warmup_from` to `value` over `warmup` epochs, and then a decay.
+
+    With `end`, the value falls to `end` along half a cosine, or in a straight line if `straight`. With `drops`, it is
+    divided by ten at each of these epochs. Raises ValueError when both are set."""
 
     value: float
     warmup_from: float = 0.0
     warmup: float = 0.0  # epochs
     end: float | None = None
     drops: tuple[float, ...] = ()  # epochs
-    inclusive: bool = False  # the last warm-up step is at `value` already (DINO), not the first after it (MoCo v3)
-    per_epoch: bool = False  # moves between epochs only
-    straight: bool = False  # to `end` (DRLoc's weight)
-    # As timm's scheduler asked after each step (MoBY): a step behind, so the first two are alike, and a cosine counted
-    # from the start of training, so `value` is never quite reached.
+    inclusive: bool = False  # the last warm-up step has `value` already (DINO), not the first after it (MoCo v3)
+    per_epoch: bool = False  # the value changes between epochs only
+    straight: bool = False  # a straight line to `end` instead of a cosine (DRLoc's weight)
+    # As with timm's scheduler, which MoBY calls after each step: the schedule lags by one step, so the first two are
+    # equal, and the cosine starts at step 0, so `value` is never quite reached.
     timm: bool = False
 
     def __post_init__(self) -> None:
         if self.drops and self.end is not None:
-            raise ValueError(f"drops={list(self.drops)} and end={self.end}: expected one of them")
+            raise ValueError(f"drops={list(self.drops)} and end={self.end}: expected only one of them")
 
     def __call__(self, at: Progress) -> float:
         ticks = 1 if self.per_epoch else at.steps_per_epoch  # in one epoch
@@ -50,5 +52,5 @@ class Schedule:
         left = max(at.epochs * ticks - begin, 1)
         if self.straight:
             return self.end + (self.value - self.end) * (1 - min(now - begin, left) / left)
-        # Multiplied before divided, as in DINO: 1 + cos loses digits near pi, and those that it keeps depend on this.
+        # Multiply before dividing, as DINO does: 1 + cos loses digits near pi, and the order decides which remain.
         return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - begin, left) / left))

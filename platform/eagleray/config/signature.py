@@ -1,6 +1,6 @@
-"""Read which keyword-only parameters a class or a function takes from its source, so that nothing heavy is imported.
+"""Reads the keyword-only parameters of a class or function from its source, so that nothing heavy is imported.
 
-Source that this does not understand, such as a plug-in's own types, costs an import: Python is asked instead.
+Where the source uses more than this module understands, the module is imported instead.
 """
 
 import ast
@@ -30,8 +30,9 @@ class Unreadable(Exception):
 
 
 def fields(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
-    """The keyword-only parameters of a module's one public class, or of one of its functions, but for those in `skip`:
-    from the source or, where that is not enough, from the imported module."""
+    """Return the keyword-only parameters of a module's one public class, or of a function, except for those in `skip`.
+
+    They are read from the source or, where that is not enough, from the imported module."""
     try:
         return from_source(module, function, skip=skip)
     except Unreadable:
@@ -47,7 +48,7 @@ def public_class(module: str) -> type:
 
 
 def from_import(target: Callable[..., Any], *, skip: Container[str] = ()) -> Fields:
-    """The keyword-only parameters of an imported class or function."""
+    """Return the keyword-only parameters of an imported class or function."""
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)  # type: ignore[misc]
     parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return {
@@ -56,7 +57,8 @@ def from_import(target: Callable[..., Any], *, skip: Container[str] = ()) -> Fie
 
 
 def from_source(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
-    """The keyword-only parameters of a module's one public class, or of one of its functions, without importing it.
+    """Return the keyword-only parameters of a module's one public class, or of a function, without importing it.
+
     Raises Unreadable."""
     source = _source(module)
     if function is None:
@@ -77,7 +79,7 @@ def from_source(module: str, function: str | None = None, *, skip: Container[str
 
 
 def forget() -> None:
-    """Read every module's source again when it is next asked for."""
+    """Clear the cache, so that the source of every module is read again."""
     _source.cache_clear()
 
 
@@ -106,7 +108,7 @@ def constant(module: str, name: str, *, class_name: str | None = None) -> Any:
 
 
 def headline(module: str) -> str:
-    """The first sentence of a module's docstring, on one line."""
+    """Return the first sentence of a module's docstring, on one line."""
     text = " ".join((ast.get_docstring(_source(module).tree) or "").split())
     # A full stop that ends a sentence: not that of `et al.` or of an initial.
     return re.split(r"(?<!\bal\.)(?<!\b[A-Z]\.)(?<=\.)\s(?=[A-Z])", text, maxsplit=1)[0]
@@ -131,13 +133,13 @@ class _Source:
                     self.imported |= {a.asname or a.name: (origin, a.name) for a in names}
 
     def annotation(self, node: ast.expr | None) -> Any:
-        """Raises Unreadable where there is none, or one that is written as a string."""
+        """Return the value of an annotation. Raises Unreadable when it is missing or written as a string."""
         if node is None or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
             raise Unreadable(f"{self.module}: expected an annotation that is no string")
         return self.value(node)
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression that consists of names, literals, `a[b]`, `a | b` and the calls in CALLS."""
+        """Evaluate an expression of names, literals, `a[b]`, `a | b` and the calls in CALLS. Raises Unreadable."""
         match node:
             case ast.Constant(value=value):
                 return value
@@ -162,7 +164,7 @@ class _Source:
         raise Unreadable(f"{self.module}:{node.lineno}: {ast.unparse(node)}")
 
     def name(self, name: str) -> Any:
-        """What a name of this module stands for."""
+        """Return the value that a name has in this module. Raises Unreadable."""
         if name in self.assigned:
             return self.value(self.assigned[name])
         if name in self.imported:
@@ -178,13 +180,13 @@ class _Source:
 
 
 def _bound(alias: ast.alias) -> str:
-    """The module that `import a.b` or `import a.b as c` binds to a name."""
+    """Return the module that `import a.b` or `import a.b as c` binds to a name."""
     return alias.name if alias.asname else alias.name.partition(".")[0]
 
 
 @functools.cache
 def _source(module: str) -> _Source:
-    """Raises Unreadable for a module without Python source."""
+    """Parse the source of a module. Raises Unreadable for a module without Python source."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise Unreadable(f"{module}: has no Python source")

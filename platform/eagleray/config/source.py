@@ -1,4 +1,4 @@
-"""Datasets as a recipe names them: one URL, or a list of URLs and of mappings that say more."""
+"""Parses the datasets of a recipe: one URL, or a list of URLs and of mappings with a repeat count."""
 
 from typing import Annotated, Any
 
@@ -10,19 +10,19 @@ from eagleray.config import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Source:
-    """Shards, and how many times each of their samples is read in an epoch, every time with other crops."""
+    """Shards, and how often each of their samples is read in an epoch, with new crops each time."""
 
     url: str  # folder, glob or brace pattern of shards; file or s3://
     repeat: Annotated[int, Field(gt=0)] = 1
 
 
-def _as_list(given: Any) -> Any:
-    items = [given] if isinstance(given, str) else given
-    return [{"url": i} if isinstance(i, str) else i for i in items] if isinstance(items, list | tuple) else given
+def _as_list(value: Any) -> Any:
+    items = [value] if isinstance(value, str) else value
+    return [{"url": i} if isinstance(i, str) else i for i in items] if isinstance(items, list | tuple) else value
 
 
 def _shortest_form(sources: tuple[Source, ...]) -> Any:
-    """As a person would write it."""
+    """Return the sources in the shortest form that a recipe allows."""
     items = [s.url if s.repeat == 1 else {"url": s.url, "repeat": s.repeat} for s in sources]
     return items[0] if len(items) == 1 and isinstance(items[0], str) else items
 

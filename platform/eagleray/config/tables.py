@@ -1,4 +1,4 @@
-"""A recipe file read as the recipes that it holds: one of its own name, a list of named ones, or a grid with axes."""
+"""Expands a recipe file into its recipes: a single one, a list of named ones, or a grid with axes."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -8,15 +8,15 @@ from typing import Any
 
 from eagleray.config.tree import RecipeError, merge, nearest
 
-# What a file says about a recipe; it never reaches the run.
+# Keys that describe a recipe and are not passed to the run.
 ABOUT = ("about", "title", "note", "published", "cost", "ours")
-# How a file is laid out.
+# Keys that define the layout of a file.
 LAYOUT = ("base", "name", "axes", "exceptions", "recipes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedRecipe:
-    """A recipe of pipelines/: what is said about it, and its keys over those of its base."""
+    """A recipe of pipelines/: its description, and the keys that it sets over those of its base."""
 
     name: str
     file: Path
@@ -30,7 +30,7 @@ class ShippedRecipe:
 
 
 def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree without what a file says about a recipe."""
+    """Return the tree without the keys that only describe the recipe."""
     return {key: value for key, value in tree.items() if key not in ABOUT}
 
 
@@ -102,7 +102,7 @@ def _check_exceptions(path: Path, axes: Mapping[str, Any], exceptions: Any) -> N
 
 
 def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge recipe keys and add notes to each other; the rest of what is said about a recipe is replaced whole."""
+    """Merge recipe keys and join notes; other descriptive keys of `over` replace those of `under`."""
     said = {key: over[key] for key in ABOUT if key in over}
     if under.get("note") and over.get("note"):
         said["note"] = f"{under['note']} {over['note']}"
@@ -137,7 +137,7 @@ def _shipped(
 
 
 def published_entries(path: Path, name: str, numbers: Any, defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what was published as mappings of metrics: a number of `metric`, a mapping, or a list of mappings."""
+    """Yield the published results as mappings of metrics, from a number of `metric`, a mapping or a list of them."""
     for one in numbers if isinstance(numbers, list) else [numbers] if numbers not in (None, {}) else []:
         if isinstance(one, int | float) and "metric" in defaults:
             one = {defaults["metric"]: one}

@@ -1,4 +1,4 @@
-"""YAML in, typed and complete recipes out; or one line saying which key is wrong."""
+"""Loads YAML recipes and checks them against typed dataclasses; an error names the wrong key."""
 
 import difflib
 import importlib.util
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class RecipeError(UserError):
-    """A recipe does not fit; the message names every wrong key by its dotted path and what was expected."""
+    """A recipe is invalid; the message names every wrong key by its dotted path and what was expected."""
 
 
 def load(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
-    """Read a recipe of the given dataclass, `a.b=value` overrides last. Raises RecipeError."""
+    """Load a recipe of the dataclass `kind` from a file, with `a.b=value` overrides on top. Raises RecipeError."""
     return check(kind, read(path, overrides), str(path))
 
 
 def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
-    """The checked, complete recipe of a tree of plain values. Raises RecipeError naming `source`."""
+    """Turn a tree of plain values into a checked, complete recipe. Raises RecipeError, which names `source`."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as e:
@@ -37,17 +37,17 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
 
 
 def to_plain(recipe: object) -> dict[str, Any]:
-    """The resolved recipe as plain values, every default written out."""
+    """Convert a resolved recipe into plain values, with every default written out."""
     return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
 
 
 def dump(recipe: object) -> str:
-    """The resolved recipe as YAML; `load` gives back an equal one."""
+    """Return the resolved recipe as YAML, from which `load` reads an equal recipe."""
     return yaml.safe_dump(to_plain(recipe), sort_keys=False)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested mappings: `{a: {b: 1}}` to `{a.b: 1}`."""
+    """Turn nested mappings into one with dotted keys: `{a: {b: 1}}` becomes `{a.b: 1}`."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         out |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -55,7 +55,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first dotted keys in which two flat trees differ, in words; nothing where they are equal."""
+    """Describe the first keys in which two flattened trees differ; an empty string if they are equal."""
     differ = [k for k in sorted(there.keys() | here.keys()) if there.get(k) != here.get(k)]
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
     return ", ".join(f"{k} is {there.get(k)} there and {here.get(k)} here" for k in differ[:3]) + more
@@ -68,9 +68,10 @@ def read(
     shipped: Callable[[str], Mapping[str, Any]] | None = None,
     within: tuple[Path, ...] = (),
 ) -> dict[str, Any]:
-    """Return the unchecked tree of a file over its `base`, with the overrides on top. A base is another file, or the
-    name of something shipped, whose tree `shipped` returns. `within` are the files that this one is a base of. Raises
-    RecipeError."""
+    """Return the unchecked tree of a file, merged over its `base` and under the overrides.
+
+    A base is another file, or the name of a shipped recipe, whose tree `shipped` returns. `within` are the files whose
+    base this one is. Raises RecipeError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
@@ -78,7 +79,7 @@ def read(
     except yaml.YAMLError as e:
         raise RecipeError(f"{path}: is not YAML: " + " ".join(str(e).split())) from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
+        raise RecipeError(f"{path}: expected a mapping of keys to values, got a {type(tree).__name__}")
     if base := tree.pop("base", None):
         if not isinstance(base, str) or (path.parent / base).resolve() in (path.resolve(), *within):
             raise RecipeError(f"{path}: base: expected the name or the file of another recipe, got {base!r}")
@@ -99,7 +100,7 @@ def read(
 
 
 def override(item: str) -> dict[str, Any]:
-    """`a.b=value` as the nested mapping it stands for; the value is YAML. Raises RecipeError."""
+    """Turn `a.b=value`, with a YAML value, into a nested mapping. Raises RecipeError."""
     key, equals, text = item.partition("=")
     if not equals or not all(key.split(".")):
         raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
@@ -116,7 +117,7 @@ def override(item: str) -> dict[str, Any]:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` wins: mappings merge key by key, anything else, a list too, is replaced whole."""
+    """Merge two trees key by key; where both have a value, also a list, that of `over` replaces the other."""
     out = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` clears
@@ -126,7 +127,7 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """A class named in a recipe, with its complete, checked keyword arguments."""
+    """A class that a recipe names, with all its keyword arguments, checked."""
 
     package: str
     name: str
@@ -134,17 +135,17 @@ class Part:
 
     @property
     def target(self) -> Any:
-        """The class itself, which is imported here and not before."""
+        """Import and return the class."""
         plugin = plugin_parts(self.package).get(self.name)
         return plugin or part(self.package, self.name)
 
     def build(self, *positional: Any) -> Any:
-        """An object of the class: the arguments given here first, then those of the recipe by name."""
+        """Create an object of the class from these arguments and the recipe's keyword arguments."""
         return self.target(*positional, **self.args)
 
 
 class _PartError(ValueError):
-    """Carries the wrong keys of a Part through the validator around it."""
+    """Reports the wrong keys of a Part to the validator of the recipe."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("; ".join(lines))
@@ -152,10 +153,10 @@ class _PartError(ValueError):
 
 
 def part_of(package: str) -> Any:
-    """The type of a recipe field that names a module of `package`: its one public class is built with the other keys.
+    """Return the type of a recipe field whose `name` is a module of `package` and whose other keys are its arguments.
 
-    The schema is that class's signature: keyword-only parameters, their annotations and defaults. They are read from
-    the source, so the class is imported only once it is built or asked for.
+    The keyword-only parameters of the module's one public class, with annotations and defaults, are the allowed keys.
+    They are read from the source, so the class is imported only when it is used.
     """
 
     def checked(spec: Any) -> Part:
@@ -186,13 +187,13 @@ def part_of(package: str) -> Any:
 
 
 def plugin_parts(package: str) -> dict[str, type]:
-    """The classes that plug-ins have registered beside those of the package."""
+    """Return the classes that plug-ins have registered in addition to those of the package."""
     kind: Any = package.rpartition(".")[2].removesuffix("s")
     return {name: entry.target for name, entry in register.entries(kind).items()}
 
 
 def parts(package: str) -> list[str]:
-    """The names that a recipe may give for this package: its modules, less the contract they share."""
+    """Return the names that a recipe may use: the package's modules without the one of the base class."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations
@@ -206,7 +207,7 @@ def part(package: str, name: str) -> type:
 
 
 def part_constant(package: str, name: str, constant: str) -> Any:
-    """Return a class attribute of a part, which is read from the source where that is enough, so nothing is imported.
+    """Return a class attribute of a part, read from the source without an import where possible.
 
     Raises RecipeError when the package has no part of this name.
     """
@@ -222,7 +223,7 @@ def part_constant(package: str, name: str, constant: str) -> Any:
 
 
 def explain(error: ValidationError, kind: Any) -> Iterator[str]:
-    """One line per wrong key: dotted path, what was given, what was expected."""
+    """Yield one line per wrong key: its dotted path, what was expected and what was given."""
     for e in error.errors():
         path = ".".join(str(p) for p in e["loc"])
         inner = e.get("ctx", {}).get("error")
@@ -240,7 +241,7 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
 
 
 def allowed_keys(kind: Any, path: Sequence[Any]) -> list[str]:
-    """The keys that are allowed at a path below a dataclass or model."""
+    """Return the keys that are allowed at a path below a dataclass or model."""
     for step in path:
         in_list = isinstance(step, int)
         kind = getattr(kind, "__args__", (kind,))[0] if in_list else get_type_hints(kind).get(step)
@@ -249,7 +250,7 @@ def allowed_keys(kind: Any, path: Sequence[Any]) -> list[str]:
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """A hint that ends an error message: the word that was probably meant, or all there are, if they are few."""
+    """Return a hint for the end of an error message: the word that was probably meant, or all words if they are few."""
     close = difflib.get_close_matches(word, words, 1)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -1,4 +1,4 @@
-"""Number types of recipes that pydantic has no name for."""
+"""Defines the constrained numbers of recipes: shares, numbers of classes and sizes in bytes."""
 
 import re
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""What the loader hands to a method."""
+"""Defines the batch that the loader passes to a method."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One global step's share for this rank. B images, V views in the order of the recipe, W ranks."""
+    """One rank's share of a global batch: B images in V views, in the order of the recipe, on one of W ranks."""
 
     views: list[Tensor]  # V x (B, 3, H, W), normalised
     index: Tensor  # (B,) position in the dataset

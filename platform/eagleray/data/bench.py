@@ -1,4 +1,4 @@
-"""How fast each stage of the input runs on this machine, on the user's own shards, and which one limits it."""
+"""Measures how fast each stage of the input runs on this machine, and which stage limits the others."""
 
 import itertools
 import math
@@ -28,22 +28,22 @@ from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=224, count=2)])
 IMAGES = 256  # images that are decoded and cropped again and again
-LANES, ROWS = 8, 4  # of the stream; images of each lane in a step
+LANES, ROWS = 8, 4  # lanes of the stream, and images of each lane in a step
 PROCESSES = 4  # of the loader, at most
-PATIENT = 4  # times as long as asked for, where a store is slow
-HALF = 0.5  # of what is possible: below it something else is wrong
+PATIENT = 4  # a slow store is measured up to so many times as long
+HALF = 0.5  # share of the possible rate below which the loader itself is at fault
 LARGE = 640  # pixels: the mean longer side above which smaller images would help much
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What was done in some seconds."""
+    """The images and bytes that a stage handled in some seconds."""
 
     name: str
     seconds: float
     images: int
     bytes: int  # of image files
-    processes: int = 0  # that share the CPU work; 0: it is not the CPU that works
+    processes: int = 0  # that share the CPU work; 0 where the CPU is idle
 
     @property
     def rate(self) -> float:
@@ -51,13 +51,14 @@ class Stage:
         return self.images / self.seconds
 
     def row(self) -> dict[str, float]:
+        """Return the rates of the stage by their names in the report."""
         core = {"images_per_s_per_core": self.rate / self.processes} if self.processes else {}
         return {"images_per_s": self.rate, "mb_per_s": self.bytes / self.seconds / 1e6} | core
 
 
 @dataclass(frozen=True)
 class Report:
-    """The stages in the order of an image's way, and what to do about the slowest."""
+    """The stages in the order in which an image passes them, and advice on the slowest."""
 
     url: str
     images: int
@@ -69,12 +70,14 @@ class Report:
     advice: str  # a sentence
 
     def json(self) -> dict[str, Any]:
+        """Return the report as plain values, rounded."""
         stages = {s.name: {k: float(f"{v:.4g}") for k, v in s.row().items()} for s in self.stages}
         times = {"list_s": round(self.list_s, 4), "index_s": round(self.index_s, 4)}
         facts = {"url": self.url, "images": self.images, "cores": self.cores}
         return facts | times | {"stages": stages, "bottleneck": self.bottleneck, "advice": self.advice}
 
     def lines(self) -> Iterator[str]:
+        """Yield the report as lines of text."""
         yield f"{self.images} images, {self.cores} cores; listing {self.list_s:.2f} s, index {self.index_s:.2f} s"
         yield f"{'stage':<8}{'images/s':>10}{'MB/s':>10}{'per core':>10}"
         for stage in self.stages:
@@ -84,7 +87,7 @@ class Report:
 
 
 def bench(url: str, *, seconds: float, note: Note) -> Report:
-    """Each stage for some seconds. Raises UserError where the shards cannot be read or none of their images decodes."""
+    """Measure each stage for some seconds. Raises UserError when the shards or all of their images are unreadable."""
     begin = time.perf_counter()
     shard_repeats(url)
     listed = time.perf_counter()
@@ -100,30 +103,30 @@ def bench(url: str, *, seconds: float, note: Note) -> Report:
 
 
 def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], float]:
-    """The stages, and the mean longer side of the images in pixels."""
+    """Return the measured stages, and the mean longer side of the images in pixels."""
     stream = small_stream(index)
-    kept: list[bytes] = []
+    files: list[bytes] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         raw = time_stage("store", math.inf, block_work(index, seconds))
         block = raw.bytes / raw.images * len(index) / len(index.block_sizes)
-        held = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
-        came = time_stage("read", seconds, read_work(stream, kept), least=held)
-        images = decode_all(kept, index.shards[0].url)
+        lead = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
+        read = time_stage("read", seconds, read_work(stream, files), least=lead)
+        images = decode_all(files, index.shards[0].url)
         core = [
             time_stage(n, seconds, f(images), processes=1) for n, f in (("decode", decode_work), ("crop", crop_work))
         ]
         processes = min(cores, PROCESSES, stream.lanes)
-        steps = loader_work(stream, processes, came.bytes / came.images)
-        found = [raw, came, *core, time_stage("loader", seconds, steps, least=held, processes=processes)]
+        steps = loader_work(stream, processes, read.bytes / read.images)
+        stages = [raw, read, *core, time_stage("loader", seconds, steps, least=lead, processes=processes)]
     finally:
         torch.set_num_threads(threads)
-    return found, float(np.mean([max(image.shape) for _, image in images]))
+    return stages, float(np.mean([max(image.shape) for _, image in images]))
 
 
 def small_stream(index: Index) -> Stream:
-    """A stream that a set of any size fills."""
+    """Return a stream with a batch small enough for a dataset of any size."""
     lanes = min(LANES, len(index))
     return Stream(index, VIEWS, seed=0, lanes=lanes, batch=lanes * min(ROWS, len(index) // lanes))
 
@@ -132,7 +135,7 @@ Work = tuple[int, int]  # images, bytes
 
 
 def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
-    """What is done of it in these seconds, one piece at least; up to PATIENT times as long until `least` bytes are."""
+    """Time a stage for some seconds, and for up to PATIENT times as long until `least` bytes have been handled."""
     images = size = 0
     begin = end = time.perf_counter()
     for n, length in work:
@@ -143,8 +146,9 @@ def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 
 
 
 def block_work(index: Index, seconds: float) -> Iterator[Work]:
-    """Whole blocks in random order, as many requests at a time as a reader makes. It ends by itself, with all that was
-    asked for: of a slow store, much is still on its way when the time is over."""
+    """Read whole blocks in random order, with as many requests at a time as a reader makes.
+
+    It stops requesting after `seconds` and then waits for all answers, because a slow store still owes many of them."""
     end = time.perf_counter() + seconds
 
     def one(block: int) -> Work:
@@ -155,37 +159,39 @@ def block_work(index: Index, seconds: float) -> Iterator[Work]:
     return ordered_map(one, itertools.takewhile(lambda _: time.perf_counter() < end, order), width=THREADS)
 
 
-def read_work(stream: Stream, kept: list[bytes]) -> Iterator[Work]:
-    """Every image's bytes, as a reader gets them; the first ones are kept."""
+def read_work(stream: Stream, files: list[bytes]) -> Iterator[Work]:
+    """Read the bytes of every image as a reader does, and add the first ones to `files`."""
     try:
         for _, data in stream.samples(range(stream.lanes), start=0):
-            if len(kept) < IMAGES:
-                kept.append(bytes(data))
+            if len(files) < IMAGES:
+                files.append(bytes(data))
             yield 1, len(data)
     except BadImage as e:
         raise UserError(f"{stream.index.shards[0].url}: an image cannot be used: {e}") from None
 
 
-def decode_all(kept: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
-    """The images that can be decoded."""
+def decode_all(files: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
+    """Return the files that can be decoded, with their images. Raises UserError when there are none."""
     images = []
-    for data in kept:
+    for data in files:
         try:
             images.append((data, decode(data)))
         except BadImage as e:
             problem = e
     if not images:
-        raise UserError(f"{url}: none of {len(kept)} images can be decoded: {problem}")
+        raise UserError(f"{url}: none of {len(files)} images can be decoded: {problem}")
     return images
 
 
 def decode_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+    """Decode the images again and again."""
     for data, _ in itertools.cycle(images):
         decode(data)
         yield 1, len(data)
 
 
 def crop_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
+    """Cut two random crops from each image, again and again."""
     views = VIEWS.views
     out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in views]
     for number, (data, image) in enumerate(itertools.cycle(images)):
@@ -195,7 +201,7 @@ def crop_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
 
 
 class _HostOnly(Loader):
-    """The loader without the work on the device."""
+    """A loader that does no work on the device."""
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[StepPart, ...]:  # type: ignore[override]
         for part in parts:
@@ -205,7 +211,7 @@ class _HostOnly(Loader):
 
 
 def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
-    """Steps of loader processes that run already; `mean` is the bytes of an image."""
+    """Read steps from loader processes, after the first, which waits for their start; `mean` is the bytes per image."""
     steps: Iterator[Any] = _HostOnly(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)
     next(steps)
     images = stream.batch, round(stream.batch * mean)
@@ -213,7 +219,7 @@ def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
 
 
 def find_bottleneck(stages: dict[str, Stage], *, cores: int, side: float, remote: bool) -> tuple[str, str]:
-    """The stage that limits the loader, and a sentence on what to do about it."""
+    """Return the stage that limits the loader, and a sentence on what to do about it."""
     rate, processes = {name: stage.rate for name, stage in stages.items()}, stages["loader"].processes
     core = 1 / (1 / rate["decode"] + 1 / rate["crop"])
     works, comes = processes * core, min(rate["store"], rate["read"])

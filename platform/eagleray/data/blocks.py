@@ -1,4 +1,4 @@
-"""One fetcher per loader process: ranged reads side by side, in the order of their need, and every sample checked."""
+"""Fetches blocks with several ranged reads at a time, and checks the checksum of every sample."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 
 try:
-    from isal.isal_zlib import crc32  # the same sum, six times faster
+    from isal.isal_zlib import crc32  # the same checksum, six times faster
 except ImportError:
     from zlib import crc32
 
@@ -22,7 +22,7 @@ THREADS = 8  # requests at a time
 
 
 class Pool:
-    """Threads that do one thing after the other. They are daemons: a store that hangs shall not keep the process."""
+    """A pool of daemon threads, which do not keep the process alive when a store hangs."""
 
     def __init__(self, threads: int) -> None:
         self.queue: SimpleQueue[Any] = SimpleQueue()
@@ -36,7 +36,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """End when the requests under way are done; what waits is dropped."""
+        """Drop the waiting calls; the threads end with their current ones."""
         self.open = False
         self.queue.put(None)
 
@@ -60,8 +60,10 @@ class _Bytes(NamedTuple):
 
 
 class Block:
-    """The samples of a run, on their way. Checksums are compared at every read: what was replaced in one epoch must not
-    come back in the next."""
+    """The samples of a run of a block, which are fetched in the background.
+
+    Checksums are compared at every read, so that a sample that was replaced in one epoch does not return in the next.
+    """
 
     def __init__(self, fetcher: "Fetcher", run: Run) -> None:
         self.fetcher, self.run = fetcher, run
@@ -74,40 +76,41 @@ class Block:
             lambda: self._verify(fetcher.read_through_cache(run) if fetcher.cache else fetcher.read(self.first, last))
         )
 
-    def _verify(self, found: _Bytes) -> tuple[_Bytes, set[int]]:
-        """With the offsets of images whose sums differ; done where it is fetched, beside what uses the images."""
-        begin, data = found
-        return found, {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
+    def _verify(self, content: _Bytes) -> tuple[_Bytes, set[int]]:
+        """Add the offsets of the images with a wrong checksum; runs in the thread that fetches the block."""
+        begin, data = content
+        return content, {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
 
     def label(self, sample: int) -> int:
+        """Return the class of a sample, -1 where it has none."""
         return self.labels[sample - self.first]  # type: ignore[no-any-return]
 
     def bytes(self, sample: int) -> memoryview:
-        """An image's bytes as they were indexed. Raises BadImage where the store has others by now."""
+        """Return an image's bytes as they were indexed. Raises BadImage when they have changed in the store."""
         offset, size, crc = self.spans[sample - self.first]
         (begin, data), wrong = self.future.result()
         if offset not in wrong:
             return data[offset - begin : offset - begin + size]
-        data = self.fetcher.read_again(self.run, sample)  # it may have happened on the way
+        data = self.fetcher.read_again(self.run, sample)  # they may have changed in transit
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
 
 
 class Fetcher:
-    """Blocks of an index, from a node's cache where there is one."""
+    """Fetches the blocks of an index from the store, by way of the node's cache if there is one."""
 
     def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE) -> None:
         self.index, self.cache, self.patience = index, cache, patience
         self.pool = Pool(THREADS)
 
     def read(self, first: int, last: int) -> _Bytes:
-        """Neighbouring samples `first` to `last` (excluded): of a tar, one request."""
+        """Read the samples `first` to `last` (excluded) of a shard; from a tar, with one request."""
         begin, _ = byte_range(self.index.rows(first, last))
         return _Bytes(begin, self.index.read(first, last, patience=self.patience))
 
     def read_through_cache(self, run: Run) -> _Bytes:
-        """The whole block, of which a lane may use a part and another lane the rest, by way of the cache."""
+        """Read a whole block by way of the cache, because another lane may use the rest of it."""
         assert self.cache is not None
         first, last = self._block(run)
         rows = self.index.rows(first, last)
@@ -118,7 +121,7 @@ class Fetcher:
         return int(self.index.starts[run.block]), int(self.index.starts[run.block + 1])
 
     def read_again(self, run: Run, sample: int) -> memoryview:
-        """Bytes of one image from the store, whatever the cache has."""
+        """Read one image from the store again, and delete its block from the cache."""
         if self.cache:
             rows = self.index.rows(*self._block(run))
             self.cache.drop(rows.blob, *byte_range(rows))

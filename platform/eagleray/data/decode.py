@@ -1,4 +1,4 @@
-"""Bytes of an image file to pixels, whatever the file is called and whatever odd format it has."""
+"""Decodes image files, JPEG with torchvision and all other formats with PIL, by content and not by file name."""
 
 import warnings
 
@@ -12,7 +12,7 @@ MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
 
 
 def decode(data: bytes | memoryview) -> Tensor:
-    """An upright uint8 RGB image (3, H, W). Raises BadImage."""
+    """Decode an image file into an upright uint8 RGB tensor (3, H, W). Raises BadImage."""
     try:
         return _jpeg(data) if data[:2] == b"\xff\xd8" else _other(data)
     except BadImage:
@@ -25,7 +25,7 @@ def _jpeg(data: bytes | memoryview) -> Tensor:
     height, width, channels = jpeg_size(data)
     if height * width > MAX_PIXELS:
         raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
-    if channels == 4:  # Adobe's inverted CMYK is PIL's business
+    if channels == 4:  # only PIL decodes Adobe's inverted CMYK
         return _other(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the bytes are read-only, and nobody writes to them
@@ -34,7 +34,7 @@ def _jpeg(data: bytes | memoryview) -> Tensor:
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:
-    """Height, width and channels from a JPEG's frame header. Raises BadImage when there is none."""
+    """Read height, width and channels from a JPEG's frame header. Raises BadImage when there is none."""
     at = 2
     while at + 9 < len(data):
         if data[at] != 0xFF:
@@ -43,7 +43,7 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             return int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9]), data[at + 9]
         at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
-    raise BadImage("a JPEG that ends inside its header")
+    raise BadImage("the JPEG ends inside its header")
 
 
 def _other(data: bytes | memoryview) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where every sample is, made once by reading the tars and kept in one file per folder of shards."""
+"""Indexes shards: reads every tar once and stores where its samples are, in one file per folder of shards."""
 
 import functools
 import hashlib
@@ -23,7 +23,7 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.retry import PATIENCE
 
-CACHED_SHARDS = 128  # shards whose rows a process holds at hand
+CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
 Note = Callable[[str], None]
 Tick = Callable[[int, int], None]  # shards done, shards in all
@@ -52,11 +52,11 @@ def _keys(file: File, group: int) -> pa.ChunkedArray:
 
 @dataclass(frozen=True)
 class Index:
-    """N usable samples in the order of their S shards, and the B blocks that they lie in."""
+    """The N usable samples of S shards, in the order of the shards, and the B blocks that they are divided into."""
 
     shards: list[Blob]
-    files: list[File]  # S: the index of each
-    repeats: NDArray[np.int64]  # (S,) times that a shard is read in an epoch
+    files: list[File]  # S: the index file of each shard
+    repeats: NDArray[np.int64]  # (S,) how often each shard is read in an epoch
     first: NDArray[np.int64]  # (S + 1,) first sample of each shard, and N
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
     bad: list[BadSample]
@@ -67,15 +67,15 @@ class Index:
 
     @property
     def block_sizes(self) -> NDArray[np.int64]:
-        """Samples per block (B,)."""
+        """The number of samples (B,) of each block."""
         return np.diff(self.starts)
 
     def _shard_of(self, sample: int) -> int:
-        """The shard of a sample."""
+        """Return the position in `shards` of a sample's shard."""
         return int(np.searchsorted(self.first, sample, "right")) - 1
 
     def rows(self, first: int, last: int) -> Rows:
-        """Samples `first` to `last` (excluded), which lie in one shard."""
+        """Return the rows of the samples `first` to `last` (excluded), which lie in one shard."""
         s = self._shard_of(first)
         begin, end = first - self.first[s], last - self.first[s]
         numbers = _numbers(self.files[s], self._group(s))
@@ -93,37 +93,38 @@ class Index:
         return store.store(rows.blob.url).read(rows.blob.url, begin, end - begin, tag=rows.blob.tag, patience=patience)
 
     def key(self, sample: int) -> str:
+        """Return the WebDataset key of a sample."""
         s = self._shard_of(sample)
         return str(self.files[s].read(self._group(s), ["key"])["key"][sample - self.first[s]])
 
     def bad_sample(self, sample: int, reason: str) -> BadSample:
-        """A sample that turned out not to be usable."""
+        """Describe a sample that turned out to be broken."""
         rows = self.rows(sample, sample + 1)
         return BadSample(image_folder.address(rows.blob), self.key(sample), int(rows.offset[0]), reason)
 
     @functools.cached_property
     def shard(self) -> NDArray[np.int32]:
-        """Position in `shards` (N,)."""
+        """The position in `shards` of each sample's shard (N,)."""
         return np.repeat(np.arange(len(self.shards), dtype=np.int32), np.diff(self.first))
 
     @functools.cached_property
     def offset(self) -> NDArray[np.int64]:
-        """(N,)"""
+        """The first byte of each image in its shard (N,)."""
         return self._column("offset").to_numpy()
 
     @functools.cached_property
     def size(self) -> NDArray[np.int64]:
-        """(N,)"""
+        """The bytes of each image (N,)."""
         return self._column("size").to_numpy()
 
     @functools.cached_property
     def label(self) -> NDArray[np.int64]:
-        """(N,)"""
+        """The class of each sample (N,), -1 where it has none."""
         return self._column("label").to_numpy()
 
     @functools.cached_property
     def crc(self) -> NDArray[np.uint32]:
-        """(N,)"""
+        """The CRC-32 of each image's bytes (N,)."""
         return self._column("crc").to_numpy()
 
     def _group(self, shard: int) -> int:
@@ -145,8 +146,8 @@ def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, pat
     """The index of some shards, or of local folders of images; what is not indexed yet is indexed first, and `note` is
     told.
 
-    The file is kept beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
-    when a shard is not the one that was indexed or is gone, and when there is no image at all.
+    The file is stored beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
+    when an indexed shard has changed or is missing, and when there is no usable image at all.
     """
     repeats = shard_repeats(urls, patience)
     known = dict(itertools.chain.from_iterable(_folders(urls, spare, note=note, patience=patience)))
@@ -172,7 +173,7 @@ def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, pat
 
 
 def write_index(urls: Urls, *, tick: Tick | None = None) -> list[tuple[str, int, int]]:
-    """Index some shards anew, whatever an older index says. Returns (index URL, usable, bad) of every folder."""
+    """Index shards again and replace an older index; return (index URL, usable, bad) for every folder."""
     out = []
     for known in _folders(urls, None, note=lambda _: None, again=True, tick=tick):
         mine = [f.shards[f.groups[name(b)]] for b, f in known]
@@ -182,13 +183,13 @@ def write_index(urls: Urls, *, tick: Tick | None = None) -> list[tuple[str, int,
 
 
 def save(folder: str, shards: Tables) -> str:
-    """Write the index of a folder whose shards' rows are known, as a table of SCHEMA for each. Returns its URL."""
+    """Write the index of a folder from one table of SCHEMA per shard, and return its URL."""
     tagged = ((replace(b, tag=store.store(b.url).tag(b)), table) for b, table in shards)
     return index_file.save(tagged, [f"{folder}/{NAME}"])
 
 
 def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
-    """How often each shard is read in an epoch. Raises UserError when it is asked for with two numbers."""
+    """Return how often each shard is read in an epoch. Raises UserError when a shard is given with two numbers."""
     out: dict[str, int] = {}
     for source in [urls] if isinstance(urls, str) else urls:
         one = Source(url=source) if isinstance(source, str) else source
@@ -212,7 +213,7 @@ def _folders(
     tick: Tick | None = None,
     patience: float = PATIENCE,
 ) -> Iterator[ShardFiles]:
-    """Each folder's shards with the file that has their rows."""
+    """Yield the shards of each folder with the index file that has their rows; index what is missing."""
     given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
     tars, folders = _split(given)
     for folder in folders:
@@ -231,7 +232,7 @@ def _folders(
         gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in asked)}
         if gone and not again:
             raise UserError(
-                f"{folder}/{min(gone)}: is gone since it was indexed; `eagleray index {folder}` accepts that"
+                f"{folder}/{min(gone)}: is indexed, but no longer exists; `eagleray index {folder}` accepts that"
             )
         new = [b for b in mine if again or not _is_indexed(b, known)]
         if new or gone:
@@ -295,7 +296,7 @@ def _old_blob(name: str, file: File, folder: str) -> Blob:
 
 
 def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
-    """Whether the index knows this shard. Raises UserError when it knows another one of this name."""
+    """Return whether a shard is indexed. Raises UserError when it has changed since."""
     if name(blob) not in known:
         return False
     old = _old_blob(name(blob), known[name(blob)], store.parent(blob.url))

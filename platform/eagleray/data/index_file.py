@@ -1,7 +1,7 @@
-"""The file that an index is kept in: Parquet, a row group for every shard with its usable samples first, and in its
-metadata what a reader needs of all of them: names, tags and blocks.
+"""Reads and writes index.parquet, which has a row group for every shard, usable samples first.
 
-So it is opened without reading a row, and the rows of a block are read when its turn comes.
+Its metadata holds the names, tags and blocks of all shards, so an index is opened without reading a row, and the rows
+of a shard are read only when they are needed.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ Tables = Iterable[tuple[Blob, pa.Table]]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What the metadata of an index says of a shard."""
+    """The entry of a shard in the metadata of an index."""
 
     name: str
     size: int  # bytes
@@ -59,7 +59,7 @@ class File:
     """One index.parquet on a local disk."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError when it is something else."""
+        """Open the file. Raises ValueError when it is not an index."""
         try:
             self.path, self._lock = path, threading.Lock()
             self._file = pq.ParquetFile(path, memory_map=True)
@@ -72,13 +72,13 @@ class File:
         return File, (self.path,)
 
     def read(self, group: int, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
-        """All rows of a shard."""
+        """Return all rows of a shard."""
         with self._lock:
             return self._file.read_row_group(group, list(columns), use_threads=False)
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
-    """Samples in each block, a run of about BLOCK bytes, when those of one shard (n,) are cut in their order."""
+    """Divide the samples of one shard (n,) into blocks of about BLOCK bytes, and return the samples of each block."""
     if not len(offset):
         return []
     piece = (offset + size - offset[0]) // BLOCK
@@ -86,11 +86,16 @@ def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
 
 
 def name(blob: Blob) -> str:
+    """Return the file name of a shard."""
     return blob.url.rpartition("/")[2]
 
 
 def load(url: str, again: bool) -> dict[str, File]:
-    """What an index knows, by the names of the shards, so that a folder may be moved together with its index."""
+    """Return the index file for each shard that it has, or nothing if there is no index.
+
+    Shards are identified by their file names, so that a folder may be moved together with its index. With `again`, an
+    unreadable index counts as none; otherwise it raises UserError.
+    """
     try:
         file = File(local_copy(url))
     except FileNotFoundError:
@@ -101,13 +106,13 @@ def load(url: str, again: bool) -> dict[str, File]:
         if again:  # it is about to be replaced
             return {}
         raise UserError(
-            f"{url}: is not an index of this program ({e}); delete it or `eagleray index` the shards"
+            f"{url}: not an index.parquet written by eagleray ({e}); delete it, or run `eagleray index`"
         ) from None
     return dict.fromkeys(file.groups, file)
 
 
 def local_copy(url: str) -> Path:
-    """The file itself, or a copy of it on this machine's disk. Raises FileNotFoundError when there is none."""
+    """Return a local path with the content of a URL. Raises FileNotFoundError when there is no such file."""
     if not url.startswith("s3:"):
         path = store.local_path(url)
         if not path.is_file():
@@ -123,26 +128,27 @@ def local_copy(url: str) -> Path:
         data = store.store(url).get(url)
         try:
             store.put_bytes(str(path), data)
-        except OSError:  # a home that cannot be written
+        except OSError:  # a home folder that cannot be written
             path = Path(tempfile.mkdtemp(prefix="eagleray-")) / path.name
             path.write_bytes(data)
     return path
 
 
-def save(shards: Tables, places: Sequence[str]) -> str:
-    """Write an index to the first of these places that takes it, which is returned. Raises UserError."""
+def save(shards: Tables, urls: Sequence[str]) -> str:
+    """Write an index to the first of these URLs that can be written, and return that URL. Raises UserError."""
     with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
         write(shards, Path(file.name))
-        for url in places:
+        for url in urls:
             try:
                 store.store(url).put(url, Path(file.name))
                 return url
             except OSError as e:
                 error = e
-    raise UserError(f"{places[0]}: cannot be written: {error.strerror or error}")
+    raise UserError(f"{urls[0]}: cannot be written: {error.strerror or error}")
 
 
 def write(shards: Tables, path: Path) -> None:
+    """Write an index with a row group for each shard, in the order of their URLs."""
     entries = []
     options: Any = {"compression": "zstd", "write_statistics": False, "use_dictionary": ["label", "reason"]}
     with pq.ParquetWriter(path, SCHEMA, column_encoding=PACKED, **options) as writer:

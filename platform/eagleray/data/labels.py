@@ -1,4 +1,4 @@
-"""Whether the labels of some shards are those of a classifier."""
+"""Checks that the labels of a dataset are valid classes."""
 
 import numpy as np
 
@@ -7,15 +7,16 @@ from eagleray.data.index import Index
 
 
 def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
-    """Raises UserError where the data that the recipe names at `key` have a label that is no class, and, with `every`,
-    where an image has none or there are more classes than labels."""
+    """Check that every label of the dataset at the recipe key `key` is a class from 0 to `classes` - 1.
+
+    With `every`, each image needs a label and no class at the end may be unused. Raises UserError."""
     if not index.labelled:
-        raise UserError(f"{key}: has no labels, and the method learns from them")
+        raise UserError(f"{key}: has no labels, which the method needs")
     label = index.label
     wrong = (label >= classes) | ((label < 0) & every)
-    found = np.unique(label[label >= 0])
-    top = int(found[-1])
-    have = f"there are {len(found)} labels, {found[0]} to {top}"
+    labels = np.unique(label[label >= 0])
+    top = int(labels[-1])
+    have = f"there are {len(labels)} labels, {labels[0]} to {top}"
     if wrong.any():
         sample = int(wrong.argmax())
         what = f"label {label[sample]}" if label[sample] >= 0 else "no label"
@@ -23,5 +24,5 @@ def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
             f"{key}: {what} at {index.key(sample)} in {index.rows(sample, sample + 1).blob.url}, and so on at "
             f"{wrong.sum()} of {len(label)} images; {have}, and method.classes={classes} takes 0 to {classes - 1}"
         )
-    if every and len(found) == top + 1 < classes:  # with gaps, some classes may well be missing at the end too
+    if every and len(labels) == top + 1 < classes:  # with gaps, classes may be missing at the end too
         raise UserError(f"method.classes={classes}: {have}, in {key}; expected method.classes={top + 1}")

@@ -1,4 +1,4 @@
-"""Batches on the device: readers in worker processes, photometric operations on the device, one batch ahead."""
+"""Loads batches: worker processes read and crop, and the device applies colour operations, one batch ahead."""
 
 import queue
 import signal
@@ -18,12 +18,12 @@ from eagleray.data.reader import StepPart, Stream
 from eagleray.views import photometric
 
 T = TypeVar("T")
-POLL = 0.5  # seconds between two questions whether to stop
-LAST = 10.0  # seconds that a step may still take when nobody wants it any more
+POLL = 0.5  # seconds between two calls of `should_stop`
+LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
 
 
 class Loader:
-    """One rank's share of the stream. Raises UserError when there are more readers than lanes."""
+    """Loads one rank's share of the stream. Raises UserError when there are more readers than lanes."""
 
     def __init__(self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device) -> None:
         self.stream, self.rank, self.workers, self.device = stream, rank, workers, device
@@ -47,13 +47,15 @@ class Loader:
         )
         readers = iter(loader)
         if self.workers and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises wherever the main thread happens to be
-        parts_in_turn = [readers] * max(self.workers, 1)  # one of each worker makes a step
+            signal.signal(
+                signal.SIGCHLD, signal.SIG_DFL
+            )  # PyTorch's handler raises wherever the main thread happens to be
+        parts_in_turn = [readers] * max(self.workers, 1)  # a step consists of one part per worker
         steps = _interruptible(zip(*parts_in_turn, strict=False), should_stop)
         yield from _one_batch_ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
-        """Join the readers' parts on the device."""
+        """Join the readers' parts of a step on the device. Raises the error of a part that has one."""
         for part in parts:
             if part.error:
                 raise part.error
@@ -73,7 +75,7 @@ class Loader:
 
 
 class _PartDataset(IterableDataset[StepPart]):
-    """The parts of one reader: this process, or the loader process that iterates over it."""
+    """The parts of one reader, which is this process or the loader process that iterates over the dataset."""
 
     def __init__(self, stream: Stream, first: int, readers: int, start: int, stop: int | None) -> None:
         self.stream, self.first, self.readers, self.start, self.stop = stream, first, readers, start, stop
@@ -94,18 +96,18 @@ class _PartDataset(IterableDataset[StepPart]):
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave Ctrl-C to the main process, which ends the step and saves first."""
+    """Ignore Ctrl-C in a loader process; the main process handles it, and finishes the step and saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Iterator[T]:
-    """The steps, fetched by a thread of its own, so that `should_stop` is heard while the store is silent."""
+    """Yield the steps, read by another thread, so that `should_stop` is also called while the store does not answer."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
-    wanted, over = threading.Semaphore(1), threading.Event()
+    requests, over = threading.Semaphore(1), threading.Event()
 
     def work() -> None:
-        while wanted.acquire() and not over.is_set():
+        while requests.acquire() and not over.is_set():
             try:
                 ready.put((next(steps), None))
             except BaseException as e:  # StopIteration, too
@@ -123,20 +125,20 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Itera
                 continue
             if isinstance(error, StopIteration):
                 return
-            if isinstance(error, OSError | EOFError | RuntimeError):  # what PyTorch says of it depends on the moment
+            if isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch's message varies
                 raise RuntimeError(f"a loader process died: {' '.join(str(error).split()) or type(error).__name__}")
             if error:
                 raise error
-            wanted.release()  # the next one, while this one is worked on
+            requests.release()  # read the next step while this one is used
             yield step  # type: ignore[misc]
     finally:
         over.set()
-        wanted.release()
+        requests.release()
         thread.join(LAST)
 
 
 def _one_batch_ahead(steps: Iterator[tuple[StepPart, ...]], loader: Loader) -> Iterator[tuple[Batch, list[BadSample]]]:
-    """Copy and prepare the next batch on a stream of its own while the current one is trained on."""
+    """Copy and prepare the next batch on a CUDA stream of its own while the current one is trained on."""
     side = torch.cuda.Stream(loader.device)
     ready: tuple[Any, torch.cuda.Event] | None = None
     for parts in steps:

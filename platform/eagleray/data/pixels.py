@@ -1,4 +1,4 @@
-"""Decode an image file with Pillow, which reads nearly every format and loads no PyTorch."""
+"""Decodes image files with Pillow, which reads nearly every format and does not import PyTorch."""
 
 import io
 import re
@@ -24,11 +24,11 @@ def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
 def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
     """Decode an image into upright RGB pixels (H, W, 3). Raises whatever Pillow does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of half a bomb, of a palette's transparency
+        warnings.simplefilter("ignore")  # about large images and palettes with transparency
         with Image.open(io.BytesIO(data)) as image:
             image.load()  # the first frame of an animation
             upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more: PIL would clip them to white
+        if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more, which PIL would clip to white
             deep = np.asarray(upright, np.float32)
             scale = 1 / 257 if deep.max() > 255 else 1.0
             upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))

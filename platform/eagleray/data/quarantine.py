@@ -1,4 +1,4 @@
-"""Samples that cannot be used: what they are, why, and when there are too many of them."""
+"""Records broken samples in `quarantine.jsonl`, and ends a run that has too many of them."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from eagleray.base.files import append_lines, read_lines
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A broken sample, or, where `key` is empty, a whole shard."""
+    """A broken sample, or a broken shard if `key` is empty."""
 
     shard: str  # URL
     key: str
@@ -19,16 +19,16 @@ class BadSample:
 
 
 class Quarantine:
-    """`quarantine.jsonl` of a run; each sample once, over all epochs and restarts."""
+    """Records each broken sample of a run once, over all epochs and restarts."""
 
     def __init__(self, path: Path, *, samples: int, limit: float) -> None:
-        """Up to `limit` (a share) of `samples` may be bad."""
+        """`limit` is the largest share of the `samples` that may be broken."""
         self.path, self.samples, self.limit = path, samples, limit
         self.seen = {(bad["shard"], bad["key"], bad["offset"]) for bad in read_lines(path)}
 
-    def add(self, found: Iterable[BadSample], *, write: bool = True) -> None:
-        """Note what is new. Raises UserError once there are more than the limit allows."""
-        new = {(b.shard, b.key, b.offset): b for b in found if (b.shard, b.key, b.offset) not in self.seen}
+    def add(self, bad_samples: Iterable[BadSample], *, write: bool = True) -> None:
+        """Record the samples that are new. Raises UserError when more samples are broken than the limit allows."""
+        new = {(b.shard, b.key, b.offset): b for b in bad_samples if (b.shard, b.key, b.offset) not in self.seen}
         self.seen |= new.keys()
         if write and new:
             append_lines(self.path, map(asdict, new.values()))
@@ -39,5 +39,5 @@ class Quarantine:
             )
 
     def __len__(self) -> int:
-        """Bad samples; a bad shard counts as one."""
+        """Return the number of broken samples; a broken shard counts as one."""
         return len(self.seen)

@@ -1,4 +1,4 @@
-"""From lanes to cropped samples: one reader walks its lanes, decodes, crops, and replaces what is broken."""
+"""Reads the samples of a reader's lanes: decodes and crops them, and replaces broken ones."""
 
 import functools
 import itertools
@@ -30,22 +30,23 @@ from eagleray.views.sampling import Views
 
 @dataclass
 class StepPart:
-    """What one reader gives to one step: b images, V views in G groups of neighbours of one size."""
+    """The b images that one reader contributes to a step, in V views; neighbouring views of one size form G groups."""
 
     pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
-    params: Tensor  # (V, b, 18), see views.draw
+    params: Tensor  # (V, b, 18), see views.sampling
     index: Tensor  # (b,)
     label: Tensor  # (b,)
     bad: list[BadSample] = field(default_factory=list)
-    error: UserError | Outage | None = None  # why there is nothing to read any more
+    error: UserError | Outage | None = None  # why the reader cannot continue
 
     def pin_memory(self) -> "StepPart":
+        """Pin the pixels, as PyTorch's DataLoader asks."""
         self.pixels = [p.pin_memory() for p in self.pixels]
         return self
 
 
 def size_groups(views: Views) -> list[tuple[int, int]]:
-    """(count, size) of neighbouring views of one size."""
+    """Return (count, size) for each group of neighbouring views of one size."""
     out: list[tuple[int, int]] = []
     for view in views.views:
         if out and out[-1][1] == view.size:
@@ -56,8 +57,7 @@ def size_groups(views: Views) -> list[tuple[int, int]]:
 
 
 def pixel_buffer(*shape: int) -> Tensor:
-    """Room for uint8 pixels; in a loader process in memory that the main process sees too, where anything else would
-    be copied when it is handed over."""
+    """Allocate uint8 pixels; a loader process uses shared memory, so that nothing is copied to the main process."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as PyTorch's own collation does
@@ -66,7 +66,7 @@ def pixel_buffer(*shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Stream:
-    """The endless sequence of global batches, of which a reader gives the lanes that it owns."""
+    """The endless sequence of global batches, of which each reader reads its own lanes."""
 
     index: Index
     views: Views
@@ -74,7 +74,7 @@ class Stream:
     lanes: int
     batch: int
     cache: Cache | None = None
-    patience: float = PATIENCE  # seconds that the store may stay away
+    patience: float = PATIENCE  # seconds to retry a store that does not answer
 
     @property
     def steps_per_epoch(self) -> int:
@@ -82,7 +82,7 @@ class Stream:
 
     @functools.cached_property
     def samples_per_lane(self) -> int:
-        """Samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
+        """The samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
         try:
             return lane_length(int(self.sizes.sum()), lanes=self.lanes, batch=self.batch)
         except ValueError as e:
@@ -90,24 +90,24 @@ class Stream:
 
     @functools.cached_property
     def visits(self) -> NDArray[np.int64]:
-        """The block of each visit of an epoch, in the order of the blocks (M,): a repeated one is visited again."""
+        """The block of each of the M visits of an epoch, in the order of the blocks; a repeated block has several."""
         shard = np.searchsorted(self.index.first, self.index.starts[:-1], "right") - 1
         return np.repeat(np.arange(len(shard)), self.index.repeats[shard])
 
     @functools.cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Samples per visit (M,)."""
+        """The number of samples of each visit (M,)."""
         return self.index.block_sizes[self.visits]
 
     def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[StepPart]:
-        """The lanes' part of every step from `start` on. Ends before `stop`, or with a part that carries an error."""
+        """Yield the lanes' part of every step from `start` on, before `stop`; a part with an error is the last."""
         rows = len(lanes) * (self.batch // self.lanes)
         steps = self._steps(lanes, start, stop)
         for _ in itertools.count() if stop is None else range(start, stop):
             part = self._empty(rows)
             try:
-                drawn = [self._fill(part, row, item) for row, item in enumerate(next(steps))]
-                u, more = (np.array(x) for x in zip(*drawn, strict=True))
+                numbers = [self._fill(part, row, item) for row, item in enumerate(next(steps))]
+                u, more = (np.array(x) for x in zip(*numbers, strict=True))
                 params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
                 part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
             except (UserError, Outage) as e:
@@ -117,14 +117,14 @@ class Stream:
                 return
 
     def samples(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        """The lanes' samples and their bytes as they are, in reading order. Raises BadImage."""
+        """Yield the lanes' samples and their undecoded bytes, in reading order. Raises BadImage."""
         for items in self._steps(lanes, start, stop):
             for item in items:
                 sample = int(item.lane_run.order[item.at])
                 yield sample, item.block.bytes(sample)
 
     def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_NextSample"]]:
-        """What the lanes read in every step, all of it asked for before any of it is waited for."""
+        """Yield the samples of every step; all their blocks are requested before any is waited for."""
         each = self.batch // self.lanes
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
@@ -143,7 +143,7 @@ class Stream:
     def _lane_runs(
         self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]
     ) -> Iterator["_LaneRun"]:
-        """A lane's runs from a step on."""
+        """Yield a lane's runs from the step `start` on."""
         epoch, step = divmod(start, self.steps_per_epoch)
         each = self.batch // self.lanes
         skip, left = step * each, math.inf if stop is None else (stop - start) * each
@@ -176,7 +176,7 @@ class Stream:
         (V, EXTRA_WIDTH)."""
         sample, block, image = self._decode(part, item)
         lane_run = item.lane_run
-        # Keyed by the sample that was meant, as a stand-in shall not look as it does in its own place.
+        # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
         key = int(lane_run.order[item.at]) + lane_run.copy * len(self.index)
         u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=lane_run.epoch, sample=key)
         boxes = sampling.crops(self.views, u, *image.shape[1:])
@@ -194,7 +194,7 @@ class Stream:
         return u, more
 
     def _decode(self, part: StepPart, item: "_NextSample") -> tuple[int, Block, Tensor]:
-        """The sample, or the next good one of its block, or of the lane's other blocks."""
+        """Decode the sample, or the next good one of its block or of the lane's other blocks. Raises UserError."""
         for sample, block in self._candidates(item):
             try:
                 return sample, block, decode(block.bytes(sample))
@@ -216,19 +216,19 @@ class Stream:
 
 @dataclass(slots=True)
 class _LaneRun:
-    """A run of a lane."""
+    """A run that a lane reads, with its position in it."""
 
     epoch: int
     runs: Lane
-    run: int  # the one that this is
+    run: int  # the position of this run in `runs`
     order: NDArray[np.int64]  # its samples in reading order
-    copy: int  # times that they have been read in this epoch, where a source is repeated
-    at: int  # the next of them
+    copy: int  # how often these samples were read before in this epoch
+    at: int  # the position of the next sample in `order`
 
 
 @dataclass(frozen=True, slots=True)
 class _NextSample:
-    """One sample to be read: `lane_run.order[at]`."""
+    """The sample that a lane reads next, `lane_run.order[at]`."""
 
     lane_run: _LaneRun
     at: int
@@ -236,22 +236,22 @@ class _NextSample:
 
 
 class _LaneReader:
-    """A lane's samples, its next block on the way while this one is read."""
+    """Yields a lane's samples, and fetches the next block while the current one is read."""
 
     def __init__(self, fetcher: Fetcher, lane_runs: Iterator[_LaneRun], each: int) -> None:
-        """All lanes ask for what they need for a step, `each` samples, and have it before any looks ahead."""
+        """Request the blocks of the first step, which takes `each` samples of the lane."""
         self.fetcher, self.lane_runs = fetcher, lane_runs
         self.open: deque[tuple[_LaneRun, Block]] = deque()
         while each > sum(len(lane_run.order) - lane_run.at for lane_run, _ in self.open) and self._request_block():
             pass
 
     def look_ahead(self) -> None:
-        """Between two steps, when nobody holds what is used up: two blocks at a time, the open one and the next."""
+        """Request the next block, so that a lane has two; called between steps, when used blocks have been released."""
         while len(self.open) < 2 and self._request_block():
             pass
 
     def _request_block(self) -> bool:
-        """Ask for the next block, where there is one."""
+        """Request the next block, and return whether there is one."""
         lane_run = next(self.lane_runs, None)
         if lane_run:
             self.open.append((lane_run, Block(self.fetcher, lane_run.runs[lane_run.run])))

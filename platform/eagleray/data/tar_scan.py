@@ -1,4 +1,4 @@
-"""What is in a tar of samples: one pass over its bytes, for headers, labels and checksums."""
+"""Lists the samples of a tar shard in one pass over its bytes: positions, labels and checksums."""
 
 import functools
 import io
@@ -20,7 +20,7 @@ READ = 4 * 2**20  # bytes per request
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample of a shard; with an empty key, what is wrong with the shard itself."""
+    """One sample of a shard, or with an empty key a fault of the shard itself."""
 
     key: str = ""
     offset: int = -1
@@ -32,13 +32,12 @@ class Row:
 
 @functools.cache
 def image_extensions() -> frozenset[str]:
-    """What a file of any format that PIL reads may end in, without the dot."""
+    """Return the file extensions, without the dot, of all image formats that PIL reads."""
     return frozenset(e[1:] for e, kind in Image.registered_extensions().items() if kind in Image.OPEN)
 
 
 def scan(blob: Blob) -> Iterator[Row]:
-    """The samples of one tar, bad ones with their reason: neighbouring members that share a key, as webdataset groups
-    them."""
+    """Yield the samples of one tar, grouped by key as webdataset does; broken ones have a reason."""
     samples = 0
     try:
         source: Any = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ)
@@ -65,9 +64,11 @@ class _Member:
 
 
 def _files(tar: tarfile.TarFile, blob: Blob, source: Any) -> Iterator[tuple[str, _Member]]:
-    """Key and member of every file; one whose bytes are cut off is the last."""
+    """Yield the key and the member of every file, up to the first whose bytes are cut off."""
     while member := tar.next():
-        parts = re.fullmatch(r"((?:.*/|)[^./][^.]*)\.([^/]*)", member.name)  # webdataset: a key ends at its first dot
+        parts = re.fullmatch(
+            r"((?:.*/|)[^./][^.]*)\.([^/]*)", member.name
+        )  # as in webdataset, a key ends at the first dot
         whole = member.offset_data + member.size <= blob.size
         if member.isfile() and parts:
             extension = parts[2].lower()

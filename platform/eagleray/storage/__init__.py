@@ -1,4 +1,4 @@
-"""Bytes of a file or an S3 object, by URL.
+"""Reads and writes files and S3 objects by URL.
 
 URLs and byte ranges go in; bytes come out, retried, verified and cached.
 

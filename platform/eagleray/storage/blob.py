@@ -1,4 +1,4 @@
-"""A stored file as every store describes it, and reusable buffers for its bytes."""
+"""Describes a stored file, and lends reusable buffers for its bytes."""
 
 import weakref
 from collections import deque
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SMALL = 2**20  # bytes; what is smaller is malloc's business
-UNIT = 20 * SMALL  # bytes; buffers come in multiples of it: one serves any usual block, and costs what is used of it
-SPARE = 16  # buffers at most that wait for the next block; never more than there were blocks
+SMALL = 2**20  # bytes; smaller buffers are left to malloc
+UNIT = 20 * SMALL  # bytes; buffer sizes are multiples of it: one fits any usual block, and untouched pages cost nothing
+SPARE = 16  # most buffers that are kept for the next blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
+    """A stored file: its URL, its size and a tag that changes with its content."""
+
     url: str
     size: int  # bytes
-    tag: str = ""  # s3: the ETag; local files get theirs from `Store.tag`, when it is needed
+    tag: str = ""  # s3: the ETag; empty for local files until `Store.tag` computes it
 
 
 spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
@@ -25,8 +27,8 @@ spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
 def new_buffer(length: int) -> memoryview:
     """Return a buffer of `length` bytes with arbitrary content.
 
-    The buffer of a block is reused once nobody holds it: fresh memory costs more time than the bytes that go into it,
-    and malloc would fragment it further with every epoch.
+    A block's buffer is reused once nothing refers to it: allocating fresh memory takes longer than filling it, and
+    malloc would fragment it more with every epoch.
     """
     if length < SMALL:
         return memoryview(bytearray(length))
@@ -39,7 +41,7 @@ def new_buffer(length: int) -> memoryview:
 
 
 def _take_spare(length: int) -> NDArray[np.uint8] | None:
-    """Take a spare buffer that fits, or return None; other threads may take and return some meanwhile."""
+    """Return a spare buffer that fits, or None; other threads may take and return buffers meanwhile."""
     for _ in range(len(spare_buffers)):
         try:
             base = spare_buffers.popleft()

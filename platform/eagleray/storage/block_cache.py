@@ -1,7 +1,7 @@
-"""Blocks on a node's disk, for all of its processes: each is fetched once, the least recently used go first.
+"""Caches blocks on a node's disk, shared by all of its processes; the least recently used blocks are deleted first.
 
-A file appears under its name only when it is whole. Locks are the kernel's and end with the process that holds them, so
-one that is killed leaves nothing behind but a part that the next writer of the block overwrites.
+A file appears under its name only when it is complete. The kernel releases the locks of a process that ends, so a
+killed process leaves nothing but a partial file, which the next writer of the block overwrites.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ from eagleray.base.files import atomic_path, file_lock
 from eagleray.storage.blob import Blob, new_buffer
 
 log = logging.getLogger(__name__)
-STRIPES = 64  # locks that all blocks share
-FREED_SHARE = 0.05  # of the limit is freed at least, as a look at all files takes its time
-STALE = 600  # seconds after which a part is nobody's
+STRIPES = 64  # lock files that all blocks share
+FREED_SHARE = 0.05  # share of the limit that one eviction frees at least, because listing all files is slow
+STALE = 600  # seconds after which a partial file is taken for abandoned
 
 
 class Cache:
+    """A folder of cached blocks with a limited size."""
+
     def __init__(self, folder: Path, limit: int) -> None:
-        """At most `limit` bytes. Raises UserError when the folder cannot be written."""
+        """`limit` is the largest size in bytes. Raises UserError when the folder cannot be written."""
         self.folder, self.limit = folder, limit
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +38,7 @@ class Cache:
         return self._path(*block).exists()
 
     def get(self, blob: Blob, begin: int, end: int, fetch: Callable[[], memoryview]) -> memoryview:
-        """A shard's bytes from `begin` to `end`; where they are not here, one process of the node fetches them."""
+        """Return a shard's bytes from `begin` to `end`; if they are not cached, one process per node fetches them."""
         path = self._path(blob, begin, end)
         data = _read(path, end - begin)
         if data is None:
@@ -44,7 +46,7 @@ class Cache:
                 data = _read(path, end - begin)
                 if data is None:
                     data = fetch()
-                    self._keep(path, data)
+                    self._write(path, data)
         return data
 
     def drop(self, blob: Blob, begin: int, end: int) -> None:
@@ -55,7 +57,7 @@ class Cache:
         name = hashlib.sha256(f"{blob.url} {blob.tag} {blob.size} {begin} {end}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.block"
 
-    def _keep(self, path: Path, data: memoryview) -> None:
+    def _write(self, path: Path, data: memoryview) -> None:
         if len(data) > self.limit:
             return
         try:
@@ -64,12 +66,12 @@ class Cache:
                 locks.enter_context(file_lock(self.folder / "lock"))  # held until the block has its name
                 self._make_room(len(data))
         except OSError as e:  # a full disk makes the run slower, not shorter
-            log.warning("%s: cannot keep a block: %s", self.folder, e.strerror)
+            log.warning("%s: cannot cache a block: %s", self.folder, e.strerror)
 
     def _make_room(self, size: int) -> None:
-        """Count a block of this size, after the oldest blocks have made room for it.
+        """Evict the oldest blocks if needed, and add a block of this size to the used bytes.
 
-        After a kill the count may be too high, never too low; it is corrected whenever it reaches the limit.
+        After a killed process the count may be too high, never too low; it is corrected when it reaches the limit.
         """
         text = (self.folder / "used").read_text()
         used = int(text) if text.isdigit() else self.limit
@@ -78,13 +80,13 @@ class Cache:
         (self.folder / "used").write_text(str(used + size))
 
     def _evict(self, target: int) -> int:
-        """Delete blocks, the least recently used first, down to a target. Returns the bytes that are left."""
+        """Delete the least recently used blocks until at most `target` bytes remain, and return the remaining bytes."""
         files = []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 stat = entry.stat()
-                left = entry.name.endswith(".part") and time.time() - stat.st_mtime > STALE
-                if left or entry.name.endswith(".block"):
+                abandoned = entry.name.endswith(".part") and time.time() - stat.st_mtime > STALE
+                if abandoned or entry.name.endswith(".block"):
                     files.append((stat.st_mtime, stat.st_size, entry.path))
         used = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
@@ -96,15 +98,15 @@ class Cache:
 
 
 def _read(path: Path, length: int) -> memoryview | None:
-    """A whole file, noted as used; None where it is not there or not of this length."""
+    """Return the content of a block and mark it as used, or None if it is missing or has another length."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != length:
                 return None
             os.utime(file.fileno())
             data, at = new_buffer(length), 0
-            while at < length and (got := file.readinto(data[at:])):
-                at += got
+            while at < length and (count := file.readinto(data[at:])):
+                at += count
     except OSError:
         return None
     return data if at == length else None

@@ -1,4 +1,4 @@
-"""A map in threads that keeps the order of its results and computes only a few of them ahead."""
+"""Maps a function over items in threads, in order, and computes only a few results ahead."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,5 +22,5 @@ def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int =
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for future in waiting:  # nobody wants them after an error
+            for future in waiting:  # after an error they are not needed
                 future.cancel()

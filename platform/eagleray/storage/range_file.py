@@ -1,18 +1,18 @@
-"""Byte ranges of stored files, read as streams."""
+"""Reads a byte range of a stored file, such as a member of a tar, as a file."""
 
 import io
 from typing import Any, NamedTuple
 
 from eagleray.storage import store
 
-READ = 2**20  # bytes per request to an object store, where many headers come with one answer
+READ = 2**20  # bytes per request to an object store; one answer holds many tar headers
 STEP = 4096  # bytes per read of a local file, and after a long jump
-PATIENCE = 600.0  # seconds: hours of work are not given up for a store that is away for a minute
-FAR = 4 * READ  # bytes from one header to the next, beyond which the bytes between are better left out
+PATIENCE = 600.0  # seconds; hours of work should survive a store that is down for a minute
+FAR = 4 * READ  # bytes between two headers, above which it is faster to skip what lies between them
 
 
 class Span(NamedTuple):
-    """A byte range of a stored file that is a file itself."""
+    """A file inside a stored file, such as a member of a tar: its name and byte range."""
 
     name: str
     url: str
@@ -21,12 +21,15 @@ class Span(NamedTuple):
 
 
 def read_span(span: Span) -> memoryview:
+    """Return the bytes of a span. Raises UserError and Outage."""
     return memoryview(store.store(span.url).read(span.url, span.offset, span.size, patience=PATIENCE))
 
 
 class RangeFile(io.RawIOBase):
-    """A span as a seekable stream. Where the reader is after `sparse` headers, reads are short as long as that does not
-    cost requests."""
+    """A span as a seekable stream.
+
+    With `sparse`, the caller reads only headers, so reads are short wherever that does not cost more requests.
+    """
 
     def __init__(self, span: Span, *, sparse: bool = False) -> None:
         self.span, self.at, self.end = span, 0, 0

@@ -1,4 +1,4 @@
-"""Retries of requests that fail for a while: throttling, resets, stalls, a server that restarts."""
+"""Repeats requests that fail temporarily: throttling, resets, stalls, a server that restarts."""
 
 import itertools
 import logging
@@ -11,23 +11,23 @@ from eagleray.base.errors import Outage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PATIENCE = 10.0  # seconds, for what a person waits for
+PATIENCE = 10.0  # seconds to retry while a person waits
 FIRST, LONGEST = 0.1, 15.0  # seconds between attempts
-QUIET = 5.0  # seconds before anybody is told
-_random = random.Random()  # not the global one, which a loader process seeds alike in every epoch
+QUIET = 5.0  # seconds before the first warning
+_random = random.Random()  # not the global generator, which loader processes seed equally in every epoch
 
 
 class Transient(Exception):
-    """A failure that may pass, with its reason in one line."""
+    """A failure that may be temporary, with its reason in one line."""
 
 
 def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) -> T:
     """Call `attempt` until it does not raise Transient, and return its result.
 
-    The pauses between calls double and differ at random, so that readers that failed together do not return together.
+    The pauses between calls double and vary at random, so that readers that failed together do not retry together.
     Raises Outage after `patience` seconds.
     """
-    began = told = time.monotonic()
+    began = warned = time.monotonic()
     for number in itertools.count():
         try:
             return attempt()
@@ -37,8 +37,8 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
         now = time.monotonic()
         if now + pause > began + patience:
             break
-        if now - told > QUIET * 2 ** min(number, 4):
+        if now - warned > QUIET * 2 ** min(number, 4):
             log.warning("%s: %s; tried %d times in %.0f s", url, problem, number + 1, now - began)
-            told = now
+            warned = now
         time.sleep(pause)
     raise Outage(f"{url}: {problem}; given up after {number + 1} attempts in {time.monotonic() - began:.0f} s")

@@ -1,4 +1,4 @@
-"""s3://: any S3-compatible endpoint through boto3, with the usual AWS settings and none of our own."""
+"""Reads and writes s3:// URLs on any S3-compatible server through boto3, with the usual AWS settings only."""
 
 import contextlib
 import os
@@ -16,31 +16,32 @@ from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 T = TypeVar("T")
 Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
-READ_TIMEOUT = 20  # seconds without a byte after which a transfer is cut
-GRACE = 20.0  # seconds after which a transfer must have been faster than SLOWEST
+READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
+GRACE = 20.0  # seconds after which a transfer slower than SLOWEST is aborted
 SLOWEST = 64 * 2**10  # bytes per second
-PIECE = 2**20  # bytes between two looks at the clock
-PART = 16 * 2**20  # bytes; a larger file is sent in parts of this length
-MOST_PARTS = 10_000  # of a file, by the protocol; there the parts become longer
-UPLOADS = 4  # parts on their way
+PIECE = 2**20  # bytes between two checks of the speed
+PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
+MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
+UPLOADS = 4  # parts uploaded at once
 THROTTLED = {"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"}
 THROTTLED |= {"RequestLimitExceeded", "TooManyRequestsException", "PriorRequestNotComplete", "InternalError"}
 CHANGED = "has changed since it was indexed"
-ANONYMOUS = "; no AWS credentials were found, so it was asked for without"
+ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
 class MissingFile(UserError):
-    """There is a place of this name, and no such file in it."""
+    """The bucket exists, but has no such file."""
 
 
 class S3Store:
-    """Reads and writes s3:// URLs. A process makes its own client; boto3 does not retry, `call_with_retries` does."""
+    """Reads and writes s3:// URLs with a client per process; `call_with_retries` repeats requests, boto3 does not."""
 
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
         self._lock = threading.Lock()
 
     def client(self) -> Any:
+        """Return the boto3 client of this process."""
         with self._lock:
             if self._client[0] != os.getpid():
                 self._client = (os.getpid(), make_client())
@@ -48,6 +49,7 @@ class S3Store:
 
     @property
     def anonymous(self) -> bool:
+        """Whether requests are sent without credentials."""
         from botocore import UNSIGNED
 
         return self.client().meta.config.signature_version is UNSIGNED
@@ -56,28 +58,28 @@ class S3Store:
         bucket, key = bucket_and_key(url)
 
         def run() -> Blobs:
-            asked = self.client().get_paginator("list_objects_v2")
-            pages = list(asked.paginate(Bucket=bucket, Prefix=key + start, Delimiter="/"))  # a page is one request
-            found = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
+            paginator = self.client().get_paginator("list_objects_v2")
+            pages = list(paginator.paginate(Bucket=bucket, Prefix=key + start, Delimiter="/"))  # a page is one request
+            files = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
             folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
             if key and not key.endswith("/") and f"{key}/" in folders:
                 return self.list(url + "/", patience=patience)
-            inside = [f for f in found if key.endswith("/") or not key or f[0] == key]
+            inside = [f for f in files if key.endswith("/") or not key or f[0] == key]
             return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
 
-        return self._insist(url, run, patience)
+        return self._call(url, run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
-        """A page at a time, so that an interrupted listing of millions goes on with its page."""
+        """Yield the files below a folder, page by page, so that a failed listing of millions repeats one page only."""
         bucket, key = bucket_and_key(url.rstrip("/") + "/")
-        asked = {"Bucket": bucket, "Prefix": key.lstrip("/")}
+        query = {"Bucket": bucket, "Prefix": key.lstrip("/")}
         while True:
-            page = self._insist(url, lambda: self.client().list_objects_v2(**asked), PATIENCE)
+            page = self._call(url, lambda: self.client().list_objects_v2(**query), PATIENCE)
             for o in page.get("Contents", []):
                 yield Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"'))
             if not page["IsTruncated"]:
                 return
-            asked["ContinuationToken"] = page["NextContinuationToken"]
+            query["ContinuationToken"] = page["NextContinuationToken"]
 
     def tag(self, blob: Blob) -> str:
         return blob.tag
@@ -89,14 +91,16 @@ class S3Store:
         same = {"IfMatch": tag.removeprefix("s3:")} if tag.startswith("s3:") else {}
 
         def run() -> memoryview:
-            got = self.client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{start + length - 1}", **same)
-            if got["ContentLength"] != length:
+            response = self.client().get_object(
+                Bucket=bucket, Key=key, Range=f"bytes={start}-{start + length - 1}", **same
+            )
+            if response["ContentLength"] != length:
                 raise UserError(
-                    f"{url}: {length} bytes expected at {start}, it ends after {got['ContentLength']} of them"
+                    f"{url}: {length} bytes expected at {start}, it ends after {response['ContentLength']} of them"
                 )
-            return read_body(got["Body"], length)
+            return read_body(response["Body"], length)
 
-        return self._insist(url, run, patience)
+        return self._call(url, run, patience)
 
     def get(self, url: str) -> bytes:
         bucket, key = bucket_and_key(url)
@@ -104,12 +108,12 @@ class S3Store:
         def run() -> bytes:
             client = self.client()
             try:
-                got = client.get_object(Bucket=bucket, Key=key)
+                response = client.get_object(Bucket=bucket, Key=key)
             except client.exceptions.NoSuchKey:
                 raise FileNotFoundError(url) from None
-            return bytes(read_body(got["Body"], got["ContentLength"]))
+            return bytes(read_body(response["Body"], response["ContentLength"]))
 
-        return self._insist(url, run, PATIENCE)
+        return self._call(url, run, PATIENCE)
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         size = source.stat().st_size
@@ -124,20 +128,20 @@ class S3Store:
     def _put_whole(self, url: str, source: Path, patience: float) -> None:
         bucket, key = bucket_and_key(url)
         data = source.read_bytes()
-        self._insist(url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
+        self._call(url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
 
     def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
-        """Part by part, a few at a time, so that what fails late in a large file is that part's business."""
+        """Upload a large file in parts, a few at a time, so that a failure repeats one part only."""
         bucket, key = bucket_and_key(url)
         name: dict[str, Any] = {"Bucket": bucket, "Key": key}
 
         def ask(request: Callable[[], T]) -> T:
-            return self._insist(url, request, patience)
+            return self._call(url, request, patience)
 
         def part(number: int) -> dict[str, Any]:
             data = os.pread(file.fileno(), length, (number - 1) * length)
-            said = ask(lambda: self.client().upload_part(**name, PartNumber=number, Body=data))
-            return {"PartNumber": number, "ETag": said["ETag"]}
+            answer = ask(lambda: self.client().upload_part(**name, PartNumber=number, Body=data))
+            return {"PartNumber": number, "ETag": answer["ETag"]}
 
         name["UploadId"] = ask(lambda: self.client().create_multipart_upload(**name))["UploadId"]
         try:
@@ -146,16 +150,18 @@ class S3Store:
                 parts = {"Parts": list(ordered_map(part, numbers, width=UPLOADS))}
             ask(lambda: self.client().complete_multipart_upload(**name, MultipartUpload=parts))
         except BaseException:
-            with contextlib.suppress(UserError, Outage):  # parts without an end cost money
-                self._insist(url, lambda: self.client().abort_multipart_upload(**name), 0)
+            with contextlib.suppress(UserError, Outage):  # an unfinished upload costs money
+                self._call(url, lambda: self.client().abort_multipart_upload(**name), 0)
             raise
 
     def delete(self, url: str) -> None:
         bucket, key = bucket_and_key(url)
-        self._insist(url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
+        self._call(url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
 
-    def _insist(self, url: str, run: Callable[[], T], patience: float) -> T:
-        """A request with any failure as one line: UserError for what a person must mend, Outage for what stayed."""
+    def _call(self, url: str, run: Callable[[], T], patience: float) -> T:
+        """Repeat a request until it succeeds.
+
+        Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
         from boto3.exceptions import Boto3Error
         from botocore import exceptions as boto
         from urllib3.exceptions import HTTPError
@@ -187,7 +193,7 @@ class S3Store:
 
 
 def make_client() -> Any:
-    """A client by the environment's settings; without credentials it asks as nobody, as for a public bucket."""
+    """Create a client from the environment's settings; without credentials it is anonymous, as for public buckets."""
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
@@ -208,26 +214,27 @@ def make_client() -> Any:
 
 
 def read_body(body: Any, length: int) -> memoryview:
-    """A whole body, from the socket into its place. Raises Transient when it is short, or comes more slowly than from a
-    store that works."""
+    """Read a response body straight from the socket into a buffer.
+
+    Raises Transient when the body is too short or the transfer too slow."""
     data, at, began = new_buffer(length), 0, time.monotonic()
-    stream = body._raw_stream._fp  # the answer itself: what is around it would copy every byte twice
+    stream = body._raw_stream._fp  # the raw response; its wrappers would copy every byte twice
     while at < length:
-        got = stream.readinto(data[at : at + PIECE])
-        if not got:
+        count = stream.readinto(data[at : at + PIECE])
+        if not count:
             body.close()
             raise Transient(f"{length} bytes expected, got {at}")
-        at += got
+        at += count
         seconds = time.monotonic() - began
         if seconds > GRACE and at < SLOWEST * seconds:
             body.close()
             raise Transient(f"stalled: {at} bytes in {seconds:.0f} s")
-    body._raw_stream.release_conn()  # for the next request
+    body._raw_stream.release_conn()  # so that the next request reuses it
     return data
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:
-    """Bucket and key. Raises UserError when somebody put credentials there."""
+    """Split an s3:// URL into bucket and key. Raises UserError when it contains credentials."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if "@" in bucket:
         raise UserError("s3://: credentials do not belong in a URL; set AWS_ACCESS_KEY_ID or AWS_PROFILE")
@@ -235,4 +242,5 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
+    """Return the message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__

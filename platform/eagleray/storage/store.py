@@ -1,4 +1,4 @@
-"""Bytes of a URL: local paths, file:// and s3://; and the shards that folders, globs and braces stand for."""
+"""Reads and writes local paths, file:// and s3:// URLs, and lists the shards that folders, globs and braces select."""
 
 import errno
 import fnmatch
@@ -22,37 +22,41 @@ from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 from eagleray.storage.s3 import S3Store
 
 T = TypeVar("T")
-EDGE = 4096  # bytes at both ends of a local file that tell whether it is still the same
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of a file server that restarts
+EDGE = 4096  # bytes at each end of a local file that its tag is computed from
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server that restarts
 
 
 class Store(Protocol):
-    """What the data plane needs of a store of bytes. Every method raises UserError naming the URL, and Outage when the
-    store did not answer for `patience` seconds."""
+    """The interface of a store of files.
+
+    Methods raise UserError, which names the URL, and Outage when the store has not answered for `patience` seconds.
+    """
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
-        """The files directly in a folder whose names begin with `start`, or the one file."""
+        """Return the files directly in a folder whose names begin with `start`, or the one file that the URL names."""
 
     def walk(self, url: str) -> Iterator[Blob]:
-        """The files in a folder and in all folders below it, in no order."""
+        """Yield the files in a folder and in all folders below it, in any order."""
 
     def tag(self, blob: Blob) -> str:
-        """Changes when the content does."""
+        """Return a string that changes when the content of the file does."""
 
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
-        """Exactly `length` bytes from `start`, of the content that had this tag, where the store can tell."""
+        """Return exactly `length` bytes from `start`; S3 refuses if the file no longer has this tag."""
 
     def get(self, url: str) -> bytes:
-        """The whole file; raises FileNotFoundError when there is none."""
+        """Return the whole file. Raises FileNotFoundError when there is none."""
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
-        """Store a local file; readers see the old content or the new. Raises OSError where nothing can be written."""
+        """Store a copy of a local file atomically. Raises OSError when it cannot be written."""
 
     def delete(self, url: str) -> None:
-        """Remove a file; no error where there is none."""
+        """Delete a file if it exists."""
 
 
 class LocalStore:
+    """Reads and writes local paths and file:// URLs."""
+
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         path = local_path(url)
 
@@ -63,9 +67,9 @@ class LocalStore:
         return _call_with_retries(url.rstrip("/"), run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
-        for place, _, names in os.walk(local_path(url)):
+        for folder, _, names in os.walk(local_path(url)):
             for name in names:
-                path = os.path.join(place, name)
+                path = os.path.join(folder, name)
                 if os.path.isfile(path):  # no broken link, no socket
                     yield Blob(path, os.path.getsize(path))
 
@@ -96,13 +100,13 @@ def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryvie
         with local_path(url).open("rb", buffering=0) as f:
             f.seek(start)
             at = 0
-            while at < length and (got := f.readinto(data[at:])):
-                at += got
+            while at < length and (count := f.readinto(data[at:])):
+                at += count
             return at
 
-    found = _call_with_retries(url, run, patience)
-    if found != length:
-        raise UserError(f"{url}: {length} bytes expected at {start}, the file ends after {found} of them")
+    count = _call_with_retries(url, run, patience)
+    if count != length:
+        raise UserError(f"{url}: {length} bytes expected at {start}, the file ends after {count} of them")
     return data
 
 
@@ -137,19 +141,22 @@ def is_remote(url: str) -> bool:
 
 
 def local_path(url: str) -> Path:
+    """Return the path of a local path or file:// URL."""
     return Path(url.removeprefix("file://"))
 
 
 def parent(url: str) -> str:
+    """Return the folder of a URL, without a slash at its end."""
     return url.rpartition("/")[0]
 
 
 def absolute(url: str) -> str:
-    """The URL with a local path made absolute: a worker's working folder is not the user's."""
+    """Make a local path absolute, because workers have another working folder than the user; leave other URLs."""
     return url if is_remote(url) else os.path.abspath(os.path.expanduser(local_path(url)))
 
 
 def put_bytes(url: str, data: bytes) -> None:
+    """Store a small file. Raises OSError when it cannot be written."""
     with tempfile.NamedTemporaryFile() as f:
         f.write(data)
         f.flush()
@@ -166,54 +173,59 @@ class Pattern:
 
     @property
     def is_glob(self) -> bool:
+        """Whether the pattern may select several files."""
         return not self.name or any(c in self.name for c in "*?[")
 
     def matches(self, name: str) -> bool:
+        """Return whether the pattern selects a tar file of this name in its folder."""
         return name.endswith(".tar") and (
             name == self.name or (self.is_glob and fnmatch.fnmatchcase(name, self.name or "*"))
         )
 
 
 def patterns(url: str) -> Iterator[Pattern]:
-    """What folders, globs and brace patterns mean, folder by folder. Raises UserError."""
+    """Yield a pattern for each folder that a URL, also with braces or a glob, selects. Raises UserError."""
     for one in expand_braces(absolute(url)):
         folder, _, name = one.rpartition("/")
         if any(c in folder for c in "*?["):
-            raise UserError(f"{url}: a wildcard may stand in the file name only")
+            raise UserError(f"{url}: wildcards are allowed in the file name only")
         whole = not name.endswith(".tar") and not any(c in name for c in "*?[")
         yield Pattern(url, one.rstrip("/") if whole else folder, "" if whole else name)
 
 
 def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
-    """The tar files that folders, globs and brace patterns stand for, in order of their URLs, each once. A folder is
-    listed once, however many of its files are asked for.
+    """Return the tar files that folders, globs and brace patterns select, each once, in the order of their URLs.
 
-    Raises UserError when a pattern matches no tar file, or a file that is named is not there.
+    A folder is listed once, however many patterns select files in it.
+
+    Raises UserError when a pattern matches no tar file, or a named file does not exist.
     """
-    found: dict[str, Blob] = {}
-    asked = [p for url in ([urls] if isinstance(urls, str) else urls) for p in patterns(url)]
-    for folder, group in itertools.groupby(sorted(asked, key=lambda p: p.folder), key=lambda p: p.folder):
+    shards: dict[str, Blob] = {}
+    selected = [p for url in ([urls] if isinstance(urls, str) else urls) for p in patterns(url)]
+    for folder, group in itertools.groupby(sorted(selected, key=lambda p: p.folder), key=lambda p: p.folder):
         mine = list(group)
-        # Of characters, not of path components: that is what a listing can be narrowed to.
+        # A prefix of characters, not of path components, is what a listing can be restricted to.
         start = os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine])  # noqa: RUF071
-        listed = {b.url.rpartition("/")[2]: b for b in _list_folder(folder, start, patience)}
+        files = {b.url.rpartition("/")[2]: b for b in _list_folder(folder, start, patience)}
         for p in mine:
-            meant = [n for n in listed if p.matches(n)] if p.is_glob else [p.name][: p.name in listed]
-            if not meant:
+            names = [n for n in files if p.matches(n)] if p.is_glob else [p.name][: p.name in files]
+            if not names:
                 hint = (
                     "; `eagleray prepare` makes them from images" if p.is_glob and not folder.startswith("s3:") else ""
                 )
                 what = "no .tar shards there" if p.is_glob else f"no shard {p.folder}/{p.name}"
                 raise UserError(f"{p.url}: {what}{hint}")
-            found |= {listed[n].url: listed[n] for n in meant}
-    if not found:
+            shards |= {files[n].url: files[n] for n in names}
+    if not shards:
         raise UserError("no shards are given")
-    return [found[url] for url in sorted(found)]
+    return [shards[url] for url in sorted(shards)]
 
 
 def _list_folder(folder: str, start: str, patience: float) -> list[Blob]:
-    """What is in a folder. A place that never answers is a wrong address to somebody who waits for it,
-    and an outage to a run that has read from it before."""
+    """List a folder of shards.
+
+    Raises UserError when the store does not answer a command that a person waits for, because the address is probably
+    wrong, and Outage when a run has read from it before."""
     try:
         return store(folder).list(folder + "/", start, patience=patience)
     except Outage as e:

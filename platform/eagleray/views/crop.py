@@ -1,4 +1,4 @@
-"""Crops of a decoded image, on the CPU in uint8."""
+"""Crops and resizes decoded uint8 images on the CPU."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as F
 
 from eagleray.config.view import View
 
-# What torchvision's antialiased resize comes down to, with a place to write to.
+# What torchvision's antialiased resize calls in the end, but with an output tensor.
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
@@ -19,12 +19,14 @@ RESIZE = {
 
 
 def crop(image: Tensor, boxes: NDArray[np.int64], views: Sequence[View], out: Sequence[Tensor]) -> None:
-    """Resized crops of an image (3, H, W) into `out`, V x (3, S, S); boxes (V, 4) are top, left, height, width."""
-    for (top, left, h, w), view, place in zip(boxes.tolist(), views, out, strict=True):
+    """Write the resized crop of each view into `out`, V x (3, S, S), from an image (3, H, W).
+
+    Boxes (V, 4) are top, left, height and width in pixels."""
+    for (top, left, h, w), view, target in zip(boxes.tolist(), views, out, strict=True):
         part = image[None, :, top : top + h, left : left + w]
-        RESIZE[view.interpolation](part, [view.size, view.size], False, None, None, out=place[None])
+        RESIZE[view.interpolation](part, [view.size, view.size], False, None, None, out=target[None])
 
 
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
-    """The evaluation view (3, size, size): short side to `resize`, bicubic, then the middle."""
+    """Resize the shorter side to `resize` pixels, bicubic, and return the centre crop (3, size, size)."""
     return F.center_crop(F.resize(image, [resize], InterpolationMode.BICUBIC, antialias=True), [size, size])

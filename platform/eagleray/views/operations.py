@@ -1,4 +1,4 @@
-"""Apply the operations of plug-ins to the crop of one view."""
+"""Applies the view operations of plug-ins to a crop."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from eagleray.config import register
 def operate(name: str, crop: Tensor, seed: int) -> None:
     """Apply the operation called `name` to a crop, uint8 (3, S, S), in place.
 
-    Raises PluginError when it fails or returns something else than such a crop."""
+    Raises PluginError when the operation fails or does not return a crop of the same shape and type."""
     entry = register.entries("view").get(name)
     if entry is None:
         raise PluginError(f"view operation {name!r}: this process has not loaded the plug-in that registers it")

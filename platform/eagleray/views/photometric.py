@@ -1,7 +1,7 @@
-"""Colour jitter, grayscale, blur, solarise, flip, normalise, erase: for a batch, on any device, each image its own way.
+"""Applies colour jitter, grayscale, blur, solarisation, flips, normalisation and erasing to a batch on any device.
 
-Each operation touches only the images that it applies to. Which those are is known on the CPU, where the parameters
-were drawn, so the device is never waited for.
+Each image has its own parameters, and each operation touches only the images that it applies to. Which those are is
+known on the CPU, where the parameters were drawn, so the host never waits for the device.
 """
 
 import functools
@@ -21,7 +21,7 @@ FLIP, JITTER, FIRST, BRIGHTNESS, GRAY, SIGMA, SOLARIZE, TOP = (
 
 
 def apply(images: Tensor, params: Tensor) -> Tensor:
-    """uint8 images (B, 3, S, S) on the device and their parameters (B, 18), on the CPU, to normalised views."""
+    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, 18) stay on the CPU."""
     x = images.float() / 255
     on_device = params.to(x.device, non_blocking=True)
     jitter = params[:, JITTER] > 0
@@ -37,7 +37,7 @@ def apply(images: Tensor, params: Tensor) -> Tensor:
 
 
 def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace the images where `on`, a mask on the CPU, by the function of them and their rows."""
+    """Replace the images that the mask `on` (B,), on the CPU, selects by `function` of the images and their rows."""
     rows = on.nonzero().squeeze(1)
     if len(rows):
         rows = rows.to(x.device, non_blocking=True)
@@ -45,19 +45,22 @@ def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tens
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Scale images (B, 3, S, S) by a factor (B,) each."""
     return (x * per_image(factor)).clamp_(0, 1)
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Blend each image with its mean luminance; factor 1 (B,) changes nothing."""
     return torch.lerp(gray(x).mean((1, 2, 3), keepdim=True), x, per_image(factor)).clamp_(0, 1)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Blend each image with its luminance; factor 1 (B,) changes nothing."""
     return torch.lerp(gray(x), x, per_image(factor)).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by a share of the circle, through HSV."""
+    """Rotate the hue of each image by `shift` (B,), a share of the full circle, through HSV."""
     r, g, b = x.unbind(1)
     value, top = x.max(1)
     chroma = value - x.min(1).values
@@ -69,14 +72,16 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def gray(x: Tensor) -> Tensor:
-    """Luminance (B, 1, S, S)."""
+    """Return the luminance (B, 1, S, S) of images (B, 3, S, S)."""
     r, g, b = x.split(1, 1)
     return LUMA[0] * r + LUMA[1] * g + LUMA[2] * b
 
 
 def blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur with reflected borders: two multiplications with a banded matrix per image, which uses the fast
-    matrix units where a convolution with a kernel per image would not."""
+    """Blur images with a Gaussian of `sigma` (B,) pixels each, with reflected borders.
+
+    Two multiplications with a banded matrix per image use the fast matrix units, which a convolution with a kernel per
+    image would not."""
     size = x.shape[-1]
     reach = min(TAPS // 2, size - 1)
     at = torch.arange(-reach, reach + 1, device=x.device)
@@ -90,22 +95,24 @@ def blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def solarize(x: Tensor) -> Tensor:
+    """Invert the pixels of 128 and more, of 255, in images in [0, 1]."""
     return torch.where(x >= 128 / 255, 1 - x, x)
 
 
 def normalise_(x: Tensor) -> Tensor:
-    """Images (B, 3, S, S) in [0, 1] to zero mean and unit deviation over ImageNet, in place."""
+    """Normalise images (B, 3, S, S) in [0, 1] in place, to zero mean and unit deviation over ImageNet."""
     return x.sub_(per_channel(MEAN, x.device)).div_(per_channel(STD, x.device))
 
 
 def normalise(images: Tensor, device: torch.device) -> Tensor:
-    """uint8 images (B, 3, S, S) as the device's backbone wants them."""
+    """Copy uint8 images (B, 3, S, S) to the device and normalise them for a backbone."""
     return normalise_(images.to(device, non_blocking=True).float().div_(255))
 
 
 def erase_(x: Tensor, boxes: Tensor) -> Tensor:
-    """Normal noise in boxes (B, 5) on the CPU, `draw.erased`, of images (B, 3, S, S), in place. Each box has a seed of
-    its own, so its noise is the same in any batch, on devices of one kind."""
+    """Fill the boxes (B, 5) of `sampling.erase_boxes` with normal noise, in images (B, 3, S, S), in place.
+
+    Boxes are on the CPU. Each has its own seed, so its noise is the same in any batch, on devices of one kind."""
     for row in boxes[:, 2].nonzero().squeeze(1).tolist():
         top, left, h, w, seed = (int(value) for value in boxes[row].tolist())
         noise = torch.Generator(x.device).manual_seed(seed)
@@ -115,9 +122,10 @@ def erase_(x: Tensor, boxes: Tensor) -> Tensor:
 
 @functools.cache
 def per_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
-    """(3, 1, 1), made once: a constant that is sent to the device in every step would make the host wait for it."""
+    """Return a constant (3, 1, 1) on the device, cached, because copying it in every step would make the host wait."""
     return torch.tensor(values, device=device).view(3, 1, 1)
 
 
 def per_image(factor: Tensor) -> Tensor:
+    """Reshape one number per image (B,) to (B, 1, 1, 1)."""
     return factor.view(-1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""RandAugment (Cubuk et al. 2020, arXiv:1909.13719), timm's, on a crop: every image's own choice of operations."""
+"""Applies timm's RandAugment (Cubuk et al. 2020, arXiv:1909.13719) to a crop."""
 
 import functools
 from typing import Any
@@ -17,24 +17,26 @@ from eagleray.views.photometric import MEAN
 
 @functools.cache
 def policy(name: str, size: int, interpolation: str) -> RandAugment:
-    """As timm makes it for crops of that size: what is moved in from outside has the mean colour."""
+    """Return timm's policy for crops of `size` pixels; pixels moved in from outside have the mean colour."""
     fill = tuple(round(255 * x) for x in MEAN)
     settings = {"translate_const": int(size * 0.45), "img_mean": fill}
-    found = rand_augment_transform(name, settings | {"interpolation": str_to_pil_interp(interpolation)})
-    for op in found.ops:
+    augmentation = rand_augment_transform(name, settings | {"interpolation": str_to_pil_interp(interpolation)})
+    for op in augmentation.ops:
         if op.name.startswith("Posterize"):
             op.aug_fn = posterize
-    return found
+    return augmentation
 
 
 def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Of 0 bits, which strong policies ask for, nothing is left; Pillow 13 refuses them."""
+    """Reduce an image to `bits` per channel; 0 bits, which strong policies use and Pillow 13 refuses, give black."""
     return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new("RGB", image.size)
 
 
 def augment(crop: Tensor, view: View, seed: int) -> None:
-    """Change a crop (3, S, S) of bytes in place, as the seed says. A mirrored view is mirrored after this, not before:
-    no operation tells left from right but by a sign, which is drawn."""
+    """Apply the view's policy to a uint8 crop (3, S, S) in place; the seed decides the operations.
+
+    A flipped view is flipped afterwards, unlike in timm. The distribution is the same, as the sign of every horizontal
+    operation is random."""
     assert view.randaugment
     image = Image.fromarray(crop.permute(1, 2, 0).numpy())
     with seed_global_generators(seed):

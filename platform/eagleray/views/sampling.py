@@ -1,7 +1,7 @@
-"""Random parameters of views: a pure function of (seed, epoch, sample, view), in torchvision's distributions.
+"""Draws the random parameters of views from the seed, the epoch and the sample alone, in torchvision's distributions.
 
-All views of a sample are drawn at once from one counter-based generator, a row of uniforms each, so a sample looks the
-same wherever and whenever it is read.
+One counter-based generator per sample gives each view a row of uniform numbers, so a sample looks the same wherever and
+whenever it is read.
 """
 
 import itertools
@@ -20,7 +20,7 @@ PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GR
     2 * TRIES, 2 * TRIES + 13
 )
 WIDTH = 2 * TRIES + 13
-# And of views that are augmented by policies or erased, from a generator beside it, where nothing above moves:
+# Uniforms per view that uses RandAugment or erasing, from a second generator, so that the numbers above do not change:
 # areas, aspect ratios, then one each of:
 ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
 EXTRA_WIDTH = 2 * TRIES + 5
@@ -45,7 +45,7 @@ COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 @dataclass(frozen=True)
 class Views:
-    """The recipe's views unrolled and as arrays, V in all."""
+    """The settings of all V views of a recipe as arrays; a view with count n appears n times."""
 
     views: tuple[View, ...]  # V, each with count 1 in effect
     scale: NDArray[np.float64]  # (V, 2)
@@ -74,13 +74,13 @@ class Views:
 
 
 def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """(V, WIDTH) numbers in [0, 1)."""
+    """Draw the numbers (V, WIDTH) in [0, 1) that decide the crops and colours of a sample's views."""
     key = np.array([seed, (epoch << 40) | sample], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random((views, WIDTH))
 
 
 def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """(V, EXTRA_WIDTH) numbers in [0, 1) beside `uniforms`; (V, 0) where no view needs them."""
+    """Draw the numbers (V, EXTRA_WIDTH) in [0, 1) for erasing and RandAugment; (V, 0) where no view needs them."""
     if not v.needs_extra:
         return np.empty((len(v.views), 0))
     key = np.array([seed, (epoch << 40) | sample], np.uint64)
@@ -88,7 +88,7 @@ def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[n
 
 
 def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
-    """(V, O) seeds below 2**63 of the views' own operations, O the most of any view; (V, 0) where there are none."""
+    """Draw seeds (V, O) below 2**63 for the at most O plug-in operations of each view; (V, 0) without any."""
     count = max(len(x.operations) for x in v.views)
     if not count:
         return np.empty((len(v.views), 0), np.int64)
@@ -98,7 +98,7 @@ def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[
 
 
 def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
-    """Top, left, height and width (V, 4) of random resized crops of an image, in pixels."""
+    """Return top, left, height and width (V, 4), in pixels, of the random resized crops of an image."""
     area = height * width * stretch(v.scale, u[:, :TRIES])
     ratio = np.exp(stretch(v.log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
@@ -115,7 +115,7 @@ def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[
 
 
 def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, int, int, int]:
-    """The largest centred crop whose aspect ratio lies in the range."""
+    """Return top, left, height and width of the largest centred crop whose aspect ratio lies in the range."""
     low, high = ratio
     h, w = height, width
     if width / height < low:
@@ -126,8 +126,10 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 
 
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """Parameters of the photometric operations (..., V, 18), columns as in COLUMNS, from uniforms (..., V, WIDTH), and
-    (..., V, EXTRA_WIDTH) where views are erased; sigma 0 means no blur, and a height of 0 that nothing is erased."""
+    """Return the parameters (..., V, 18) of the photometric operations, with the columns of COLUMNS.
+
+    They follow from uniforms (..., V, WIDTH) and, where views are erased, (..., V, EXTRA_WIDTH). A sigma of 0 means no
+    blur, an erase height of 0 no erasing."""
     flip, jitter, gray, blur, solarize = np.moveaxis(
         u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.probabilities, -1, 0
     )
@@ -148,8 +150,10 @@ def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | 
 
 
 def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Top, left, height and width (..., V, 5) of the boxes to be erased, in pixels, and a seed of 24 bits for their
-    noise, from (..., V, EXTRA_WIDTH); zeros where none fits or none is due. Zhong et al. 2020, arXiv:1708.04896."""
+    """Return the boxes to erase (..., V, 5): top, left, height and width in pixels, and a 24-bit seed for the noise.
+
+    They follow from uniforms (..., V, EXTRA_WIDTH); a row is zero where nothing is erased or no box fits. Random
+    erasing is by Zhong et al. 2020, arXiv:1708.04896."""
     side = v.size[:, None]
     area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
     aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
@@ -163,5 +167,5 @@ def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def stretch(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Uniforms (V, n) stretched to the intervals (V, 2)."""
+    """Scale uniforms (V, n) to the intervals (V, 2)."""
     return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * u
