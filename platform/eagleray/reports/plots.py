@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagleray.base.plotting import BLUE, GREY, RED
 from eagleray.reports.page import Picture, uri
 from eagleray.reports.read import Run
 from eagleray.runs import metrics
 from eagleray.runs.metrics import METRICS
-from eagleray.runs.plots import BLUE, BOTTOM, GREY, TOP, Curve, Line, Panel, fill, gradients, mark, thin
+from eagleray.runs.plots import BOTTOM, TOP, Curve, Line, Panel, fill, gradients, mark, thin
 
 SIZE = (4.6, 2.9)  # inches
-DPI = 200
+DPI = 200  # sharper than base.plotting.DPI, because a page is also read on a phone and printed
 POINTS = 600  # of a line
-COLOURS = (BLUE, "#b3261e", "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")
+COLOURS = (BLUE, RED, "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")
 STYLES = ("-", "--", ":", "-.")
 MOST = len(COLOURS) * len(STYLES)  # runs that can be told from each other
 
