@@ -143,8 +143,9 @@ def byte_range(rows: Rows) -> tuple[int, int]:
 
 
 def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, patience: float = PATIENCE) -> Index:
-    """The index of some shards, or of local folders of images; what is not indexed yet is indexed first, and `note` is
-    told.
+    """Open the index of some shards or of local folders of images; what has no index yet is indexed first.
+
+    `note` reports the indexing.
 
     The file is stored beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
     when an indexed shard has changed or is missing, and when there is no usable image at all.
@@ -197,7 +198,7 @@ def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
         urls_of_one = [b.url for b in store.list_shards(tars, patience=patience)] if tars else []
         for url in urls_of_one + [f"{folder}/{image_folder.NAME}" for folder in folders]:
             if out.setdefault(url, one.repeat) != one.repeat:
-                raise UserError(f"{one.url}: repeat={one.repeat}, and {url} is given with another number before")
+                raise UserError(f"{one.url}: repeat={one.repeat}, but {url} is also given with another number")
     return out
 
 
