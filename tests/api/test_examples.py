@@ -76,7 +76,7 @@ def home(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
             max_steps=2,
         )
         assert run.finished
-        yield folder
+    yield folder
     os.chdir(before)
 
 
@@ -112,7 +112,7 @@ def test_the_example_of(name: str, home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jobs, "Cluster", OneJob)
     monkeypatch.setattr(jobs.cluster_jobs, "submit", lambda cluster, package, *more, **keys: OneJob.known.id)
     monkeypatch.setattr(job_package, "check_sizes", lambda recipe: None)  # of a large model
-    monkeypatch.setenv("RAY_ADDRESS", OneJob.address)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", OneJob.address)
     torch.manual_seed(0)
     exec(compile(code, name, "exec"), {"eagleray": eagleray})
 

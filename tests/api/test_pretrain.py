@@ -19,6 +19,9 @@ import eagleray
 from eagleray import config
 from eagleray.api.overrides import overrides_of
 from eagleray.base.files import read_lines
+from eagleray.engine.export import to_timm
+from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
 
 ROOT = Path(eagleray.__file__).parent
 QUICK: dict[str, Any] = {"evaluate.probe_epochs": 0, "evaluate.limit": 32}
@@ -109,6 +112,23 @@ def test_a_run_its_checkpoint_and_its_export_are_one_backbone(run: eagleray.Run,
             assert torch.allclose(backbone(x).pooled, want, atol=1e-5), source
     with pytest.raises(eagleray.UserError, match=r"none\.pt: no such checkpoint"):
         eagleray.load(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize("keys", [{"pool": "mean"}, {"position": "dino"}, {"norm": "batch", "position": "sincos"}])
+def test_an_export_is_loaded_as_the_recipe_built_it(keys: dict[str, Any], tmp_path: Path):
+    """At any image size, where timm's own model may place its patches otherwise."""
+    network = Network(
+        name="vit_small_patch16_224",
+        options={"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
+        **keys,
+    )
+    given = {k: getattr(network, k) for k in ("position", "pool", "norm", "stem", "options")}
+    backbone = Backbone(network.name, **given).eval()
+    loaded = eagleray.load(to_timm(backbone, network, tmp_path))
+    x = torch.randn(2, 3, 48, 48)
+    with torch.inference_mode():
+        assert torch.equal(loaded(x).pooled, backbone(x).pooled)
+        assert torch.equal(loaded(x).patches, backbone(x).patches)
 
 
 def test_wrong_keys_are_exceptions_with_the_line_of_the_command(

@@ -62,7 +62,7 @@ def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
             beside.unlink(missing_ok=True)
         if not difference <= TOLERANCE:
             raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
-    description |= {"features": backbone.dim, "difference": difference}
+    description |= {"network": keys_of(network), "features": backbone.dim, "difference": difference}
     write_atomic(folder / "backbone.json", json.dumps(description, indent=1))
     return path
 
@@ -73,8 +73,13 @@ def describe(network: Network) -> dict[str, Any]:
     if network.norm == network.stem == "timm" and not ours:
         arguments = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
         return {"timm": network.name, "options": {**arguments[0], **arguments[1], **network.options}}
+    return {"backbone": keys_of(network)}
+
+
+def keys_of(network: Network) -> dict[str, Any]:
+    """Return the arguments with which Backbone builds a network, but those that are defaults."""
     keys = ("name", "position", "pool", "norm", "stem", "options")
-    return {"backbone": {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}}
+    return {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}
 
 
 def read_export(path: Path) -> Backbone:
@@ -82,7 +87,8 @@ def read_export(path: Path) -> Backbone:
     beside = path.with_suffix(".json")
     try:
         description = json.loads(beside.read_text())
-        keys = description.get("backbone") or {"name": description["timm"], "options": description["options"]}
+        keys = description.get("network") or description.get("backbone")
+        keys = keys or {"name": description["timm"], "options": description["options"]}  # of older exports
     except (OSError, ValueError, KeyError, AttributeError) as e:
         raise UserError(f"{beside}: not a description written by `eagleray export` ({type(e).__name__})") from None
     backbone = Backbone(**keys)
