@@ -11,6 +11,7 @@ from eagleray.api.stream import Loader
 from eagleray.base.console import out as console
 from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
+from eagleray.config import plugins as loading
 from eagleray.config.view import View
 from eagleray.data.index import write_index
 from eagleray.datasets import card
@@ -103,6 +104,7 @@ def prepare(
     labels: str | Path = "",
     images: str | Path = "",
     column: str = "",
+    plugins: Sequence[str | Path] = (),
     command: str | None = None,
 ) -> dict[str, Any]:
     """Turn a source of images into shards with their index and card, and return the card. The same call continues
@@ -113,7 +115,8 @@ def prepare(
     MiB of source bytes per shard. Images with a longer side above `max_side` pixels become JPEGs of that size, and
     those with a shorter side below `min_side` are left out, as are exact copies with `dedup`. `seed` shuffles.
     `workers` are Ray tasks at once, by default as many as there are CPUs; 0 means this process. `split`, `labels`,
-    `images` and `column` are for some sources only: docs/prepare.md. `command` is kept in the card, by default the
+    `images` and `column` are for some sources only: docs/prepare.md. `plugins` are files and modules to load, such as
+    one with a source of your own. `command` is kept in the card, by default the
     equal command of the command line.
 
     Raises UserError and Outage.
@@ -123,6 +126,7 @@ def prepare(
         card = eagleray.prepare("folder", "photos/", "prepared/", workers=0)
         card["images"]
     """
+    loading.use(plugins)
     options = PrepareOptions(
         source=source,
         origin=str(origin),

@@ -6,6 +6,7 @@ from typing import Any
 
 from eagleray.api.run import Run
 from eagleray.base.errors import UserError
+from eagleray.config import plugins as loading
 from eagleray.evaluation import evaluate as evaluation
 from eagleray.evaluation.results import Result
 
@@ -56,6 +57,7 @@ def evaluate(
     untrained: bool = False,
     workers: int = 0,
     out: str | Path | None = None,
+    plugins: Sequence[str | Path] = (),
     **settings: Any,
 ) -> Scores:
     """Evaluate a backbone and return the numbers by name.
@@ -65,7 +67,8 @@ def evaluate(
     `train` is held out. `coco`, `masks`, `davis` and `suite` are the folders that other `protocols` need.
     `untrained=True` evaluates the same architecture without training, too. `workers` Ray tasks extract features, 0
     means this process. Further keywords are settings of the protocols, such as `k=10`, or of one of them:
-    `**{"linear.epochs": 10}`. Every result is kept in results.json in `out`, by default the run's folder.
+    `**{"linear.epochs": 10}`. `plugins` are files and modules to load, which the run of a plug-in's method needs. Every
+    result is kept in results.json in `out`, by default the run's folder.
 
     Raises UserError when the backbone, the data or a setting is wrong, and its subclass Refused, after the other
     protocols are done, when some could not be run.
@@ -77,6 +80,7 @@ def evaluate(
         print(scores)
     """
     folders = {"coco": coco, "masks": masks, "davis": davis, "suite": suite}
+    loading.use(plugins)
     request = evaluation.Request(
         backbone=backbone.out if isinstance(backbone, Run) else str(backbone),
         protocols=[p.strip() for p in (protocols.split(",") if isinstance(protocols, str) else protocols)],

@@ -1,16 +1,20 @@
 """Backbones as modules and as files that others load."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from eagleray.base.errors import UserError
+from eagleray.config import plugins as loading
 from eagleray.engine.export import read_export, to_timm
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.storage.store import absolute, is_remote
 
 
-def load(source: str | os.PathLike[str], *, architecture: str | None = None) -> Backbone:
+def load(
+    source: str | os.PathLike[str], *, architecture: str | None = None, plugins: Sequence[str | Path] = ()
+) -> Backbone:
     """Return a backbone as a PyTorch module, in evaluation mode on the CPU.
 
     `source` is a `Run`, a run's folder or s3:// URL, a checkpoint, an exported backbone.safetensors or its folder,
@@ -31,6 +35,7 @@ def load(source: str | os.PathLike[str], *, architecture: str | None = None) -> 
             assert torch.allclose(features.pooled, same(images).pooled, atol=1e-5)
         features.pooled.shape, features.patches.shape  # (2, D), (2, N, D)
     """
+    loading.use(plugins)
     name = os.fspath(source)
     if architecture is None and not is_remote(name) and not name.startswith(weights.TIMM):
         path = Path(name).expanduser()
@@ -45,7 +50,9 @@ def load(source: str | os.PathLike[str], *, architecture: str | None = None) -> 
         raise UserError(str(e).replace("--architecture NAME", "architecture=NAME")) from None
 
 
-def export(source: str | os.PathLike[str], destination: str | Path | None = None) -> Path:
+def export(
+    source: str | os.PathLike[str], destination: str | Path | None = None, *, plugins: Sequence[str | Path] = ()
+) -> Path:
     """Write a run's or a checkpoint's backbone as `backbone.safetensors` with `backbone.json`, which says how timm or
     `eagleray.load` creates it, and return the file.
 
@@ -59,5 +66,6 @@ def export(source: str | os.PathLike[str], destination: str | Path | None = None
     """
     from eagleray.runs.restore import restore
 
+    loading.use(plugins)
     recipe, method, folder = restore(absolute(os.fspath(source).rstrip("/")))
     return to_timm(method.export(), recipe.backbone, Path(destination or folder / "export"))

@@ -1,5 +1,6 @@
 """Runs on a cluster: submitted, listed, followed and stopped."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,15 +45,17 @@ def submit(
     *,
     out: str | None = None,
     workers: int | str | None = None,
+    plugins: Sequence[str | Path] = (),
     gpus: int | None = None,
     address: str | None = None,
     join: bool = False,
 ) -> Job:
     """Send a run to a Ray cluster, or let it continue there, and return its job.
 
-    `recipe`, `overrides`, `out` and `workers` are as in `pretrain`; data and `out` are s3:// URLs or paths that are the
-    same on all nodes. `gpus` stands for as many workers with a GPU each. `address` is the dashboard of the Ray head,
-    by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. With `join` a run that is running there already is returned.
+    `recipe`, `overrides`, `out`, `workers` and `plugins` are as in `pretrain`; data and `out` are s3:// URLs or paths
+    that are the same on all nodes. `gpus` stands for as many workers with a GPU each. `address` is the dashboard of the
+    Ray head, by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. With `join` a run that is running there already is
+    returned.
 
     Raises UserError for a wrong recipe or address, and for a run that is running there already without `join`.
 
@@ -67,7 +70,7 @@ def submit(
 
     cluster_jobs.locate(address)
     variables, stays = job_package.environment()
-    package = job_package.pack(str(recipe), overrides_of(overrides, out=out, workers=workers), gpus)
+    package = job_package.pack(str(recipe), overrides_of(overrides, out=out, workers=workers), gpus, plugins)
     cluster = Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
         _print(line)

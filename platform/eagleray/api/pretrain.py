@@ -38,6 +38,7 @@ def pretrain(
     *,
     out: str | Path | None = None,
     workers: int | str | None = None,
+    plugins: Sequence[str | Path] = (),
     **keys: Any,
 ) -> Run:
     """Pretrain a backbone, or continue the run that is in `out`, and return the run.
@@ -45,6 +46,7 @@ def pretrain(
     `recipe` is a name of `eagleray list recipes` or a YAML file. `overrides` change its keys, by their dotted names or
     as a list of `key=value`; `out`, `workers` and further keywords, such as `seed` or `max_steps`, are keys of the
     recipe too. `data.train` may name shards or a folder of images. With `workers=0` the run is in this process.
+    `plugins` are Python files and modules to load beside those that the recipe lists: docs/plugins.md.
 
     Ctrl-C, SIGTERM or the notebook's interrupt ends the run after its step with a checkpoint: the run that is returned
     is not `finished`, and the same call continues it. A second interrupt raises KeyboardInterrupt at once.
@@ -64,7 +66,7 @@ def pretrain(
         assert run.finished
         run.summary["knn/top1"]
     """
-    return see_through(str(recipe), overrides_of(overrides, out=out, workers=workers, **keys))
+    return see_through(str(recipe), overrides_of(overrides, out=out, workers=workers, **keys), plugins)
 
 
 def finetune(
@@ -74,6 +76,7 @@ def finetune(
     *,
     out: str | Path | None = None,
     workers: int | str | None = None,
+    plugins: Sequence[str | Path] = (),
     **keys: Any,
 ) -> Run:
     """Train a recipe from pretrained weights: `pretrain` with `backbone.weights`.
@@ -94,12 +97,12 @@ def finetune(
     """
     source = weights.out if isinstance(weights, Run) else str(weights)
     lines = overrides_of(overrides, out=out, workers=workers, **keys)
-    return see_through(str(recipe), [*lines, *overrides_of({"backbone.weights": source})])
+    return see_through(str(recipe), [*lines, *overrides_of({"backbone.weights": source})], plugins)
 
 
-def see_through(name: str, overrides: Sequence[str]) -> Run:
+def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Path] = ()) -> Run:
     """Start or continue a run and follow it to its end, or to where it was asked to stop."""
-    recipe = resolve_paths(recipes.load(name, overrides))
+    recipe = resolve_paths(recipes.load(name, overrides, [str(p) for p in plugins]))
     out = recipe.out or ""
     remote.check_writable(out)
     folder = remote.view_dir(out)

@@ -1,5 +1,6 @@
 """Sweeps: many runs of one recipe with other values."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ def tune(
     overrides: Overrides | None = None,
     *,
     out: str | Path | None = None,
+    plugins: Sequence[str | Path] = (),
     max_concurrent: int | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def tune(
 
     `sweep` is a name of `eagleray list sweeps` or a YAML file. `overrides` are recipe keys for all trials, and
     `sweep.KEY` for the sweep itself. At most `max_concurrent` trials run at once, by default as many as fit; `resume`
-    continues a sweep that was ended.
+    continues a sweep that was ended. `plugins` are as in `pretrain`, for all trials.
 
     Returns `out`, the folder with table, plots and the best recipe; `best`, the best trial or None; `trials`, a row
     each; and `finished`, which is False when the sweep was interrupted. Raises UserError and Outage.
@@ -31,4 +33,6 @@ def tune(
         )
         found["best"]["values"], found["finished"]
     """
-    return run.tune(str(sweep), overrides_of(overrides, out=out), most=max_concurrent, resume=resume)
+    return run.tune(
+        str(sweep), overrides_of(overrides, out=out), [str(p) for p in plugins], most=max_concurrent, resume=resume
+    )

@@ -2,13 +2,13 @@
 
 import json
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from eagleray.base.console import out
 from eagleray.base.errors import UserError
-from eagleray.cli.options import Json
+from eagleray.cli.options import Json, Plugins
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +32,7 @@ def list_(
     method: Annotated[str, typer.Option(help="Only recipes of this method, such as esvit.")] = "",
     backbone: Annotated[str, typer.Option(help="Only recipes with this in the backbone's name, such as swin.")] = "",
     data: Annotated[str, typer.Option(help="Only recipes for this data, such as in1k.")] = "",
+    plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """List methods, tested backbones, recipes, sweeps, datasets or evaluation protocols, with a line about each."""
@@ -42,6 +43,9 @@ def list_(
         return
     if method or backbone or data:
         raise UserError(f"--method, --backbone and --data choose among recipes, got `list {kind.value}`")
+    from eagleray.config import plugins
+
+    plugins.use(plugin or ())
     rows = {
         name: text
         for name, text in catalogue(kind.value).items()
@@ -63,11 +67,12 @@ def catalogue(kind: str) -> dict[str, str]:
     if kind == "methods":
         from eagleray.config import parts, signature
 
-        return {name: signature.headline(f"eagleray.methods.{name}") for name in parts("eagleray.methods")}
+        own = {name: signature.headline(f"eagleray.methods.{name}") for name in parts("eagleray.methods")}
+        return own | of_plugins("method")
     if kind == "datasets":
         from eagleray.datasets.catalogue import DATASETS
 
-        return {name: str(dataset) for name, dataset in DATASETS.items()}
+        return {name: str(dataset) for name, dataset in DATASETS.items()} | of_plugins("source")
     if kind == "protocols":
         from eagleray.protocols.registry import PROTOCOLS
 
@@ -77,3 +82,13 @@ def catalogue(kind: str) -> dict[str, str]:
     if kind == "sweeps":
         return {n: bundled.header(bundled.find_sweep(n))[0] for n in bundled.names("sweep")}
     return {name: recipe.about for name, recipe in bundled.recipes().items()}
+
+
+def of_plugins(kind: Literal["method", "source"]) -> dict[str, str]:
+    """What plug-ins have registered of a kind, and the first line of its docstring."""
+    from eagleray.config import register
+
+    return {
+        name: ((entry.target.__doc__ or "").strip().splitlines() or [f"of the plug-in {entry.module}"])[0]
+        for name, entry in register.entries(kind).items()
+    }

@@ -11,7 +11,7 @@ import typer
 
 from eagleray.base.console import out, silence
 from eagleray.base.errors import UserError
-from eagleray.cli.options import Json
+from eagleray.cli.options import Json, Plugins
 
 
 def register(app: typer.Typer) -> None:
@@ -63,6 +63,7 @@ def evaluate(
     workers: Annotated[
         int, typer.Option(help="Ray tasks that extract features at the same time. 0: this process, without Ray.", min=0)
     ] = 0,
+    plugin: Plugins = None,
     form: Annotated[Format, typer.Option("--format", help="Format of the table.")] = Format.markdown,
     folder: Folder = None,
     as_json: Json = False,
@@ -84,6 +85,7 @@ def evaluate(
         "architecture": architecture,
         "untrained": untrained,
         "workers": workers,
+        "plugins": plugin or (),
         "out": folder,
     }
     show_scores(backbone, options | settings(context.args), form, as_json)
@@ -119,7 +121,7 @@ def settings(words: Sequence[str]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key or not (equals or rest):
             raise UserError(f"{word}: expected --SETTING VALUE after the backbone")
-        if key in ("backbone", "protocols"):  # what the function has beside the settings
+        if key in ("backbone", "plugins", "protocols"):  # what the function has beside the settings
             raise UserError(f"--{key}: no such option; known are --protocol and others of `eagleray evaluate --help`")
         found[key.replace("-", "_")] = value if equals else rest.pop(0)
     return found

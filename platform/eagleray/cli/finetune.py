@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import silence
-from eagleray.cli.options import Json, Overrides, RecipeName
+from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
 from eagleray.cli.outcome import show_run
 
 
@@ -22,11 +22,12 @@ def finetune(
     ],
     name: RecipeName,
     overrides: Overrides = None,
+    plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Train a recipe from pretrained weights. The same as `pretrain` with backbone.weights=WEIGHTS."""
     from eagleray.api import pretrain as api
 
     with silence(as_json):
-        run = api.finetune(weights, name, overrides)
+        run = api.finetune(weights, name, overrides, plugins=plugin or ())
     show_run(run, as_json)

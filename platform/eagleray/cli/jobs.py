@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import out
-from eagleray.cli.options import Overrides, RecipeName
+from eagleray.cli.options import Overrides, Plugins, RecipeName
 
 Address = Annotated[
     str | None,
@@ -34,6 +34,7 @@ def say(line: str) -> None:
 def submit(
     name: RecipeName,
     overrides: Overrides = None,
+    plugin: Plugins = None,
     address: Address = None,
     gpus: Annotated[
         int | None, typer.Option(help="Number of workers, one GPU each. Short for workers=N gpus=true.", min=1)
@@ -47,7 +48,7 @@ def submit(
     The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
     from eagleray.api import jobs as api
 
-    job = api.submit(name, overrides, gpus=gpus, address=address, join=follow)
+    job = api.submit(name, overrides, plugins=plugin or (), gpus=gpus, address=address, join=follow)
     if follow:
         with leaving(job.id):
             sys.exit(job.follow())

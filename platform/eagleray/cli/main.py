@@ -13,7 +13,7 @@ from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
 from eagleray.cli import catalogue, evaluate, finetune, init, jobs, tune
 from eagleray.cli import report as report_cli
-from eagleray.cli.options import Json, Overrides, RecipeName
+from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
 from eagleray.cli.outcome import show_card, show_run
 
 app = typer.Typer(
@@ -41,14 +41,14 @@ def options(
 
 
 @app.command()
-def pretrain(name: RecipeName, overrides: Overrides = None, as_json: Json = False) -> None:
+def pretrain(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None, as_json: Json = False) -> None:
     """Pretrain a backbone, or continue an interrupted run: the same command goes on where the last one stopped.
 
     Most runs set data.train=SHARDS, out=FOLDER and workers=N (Ray workers, one GPU each; 0 runs without Ray)."""
     from eagleray.api import pretrain as api
 
     with silence(as_json):
-        run = api.pretrain(name, overrides)
+        run = api.pretrain(name, overrides, plugins=plugin or ())
     show_run(run, as_json)
 
 
@@ -127,6 +127,7 @@ def prepare(
     column: Annotated[
         str, typer.Option(help="Only parquet: column of the images. It is needed where several columns hold images.")
     ] = "",
+    plugin: Plugins = None,
 ) -> None:
     """Turn a data set into shards with an index and a card, dataset.json, that describes them.
 
@@ -145,6 +146,7 @@ def prepare(
         dedup=dedup,
         seed=seed,
         workers=workers,
+        plugins=plugin or (),
     )
 
 
@@ -206,22 +208,23 @@ def export(
     destination: Annotated[
         Path | None, typer.Option(help="Folder to write to. By default export/ in the folder of the run.")
     ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Write the backbone of a checkpoint as a file that timm loads, and check that timm computes the same with it."""
     from eagleray.api import export as api
     from eagleray.engine.export import snippet
 
-    file = api.export(checkpoint, destination)
+    file = api.export(checkpoint, destination, plugins=plugin or ())
     out.print(f"{file}\nload it   {snippet(file.parent)}", markup=False)
 
 
 @app.command()
-def show(name: RecipeName, overrides: Overrides = None) -> None:
+def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) -> None:
     """Print a recipe as YAML with every default written out."""
     from eagleray import config
     from eagleray.runs import recipe
 
-    print(config.dump(recipe.load(name, overrides or [])), end="")
+    print(config.dump(recipe.load(name, overrides or [], plugin or [])), end="")
 
 
 catalogue.register(app)

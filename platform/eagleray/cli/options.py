@@ -34,4 +34,12 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...",
     ),
 ]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        help="Plug-in to load: a Python file or a module, which can add methods, views and more. May be repeated.",
+        metavar="FILE_OR_MODULE",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

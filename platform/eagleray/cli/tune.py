@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import silence
-from eagleray.cli.options import Json, complete_sweep
+from eagleray.cli.options import Json, Plugins, complete_sweep
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +30,7 @@ def tune(
             metavar="[KEY=VALUE]...",
         ),
     ] = None,
+    plugin: Plugins = None,
     most: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +48,7 @@ def tune(
     from eagleray.api import tune as api
 
     with silence(as_json):
-        result = api.tune(name, overrides, max_concurrent=most, resume=resume)
+        result = api.tune(name, overrides, plugins=plugin or (), max_concurrent=most, resume=resume)
     if not result.pop("finished"):
         sys.exit(1)
     if as_json:

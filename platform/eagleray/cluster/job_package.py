@@ -11,7 +11,7 @@ from pathlib import Path
 import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import plugins
+from eagleray.config import plugins as loading
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_sizes
@@ -40,16 +40,18 @@ class JobPackage:
         skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe has no base any more
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
         (folder / layout.RECIPE).write_text(config.dump(self.recipe))
-        for sources in plugins.pack(self.recipe.plugins).values():
-            plugins.write(folder / plugins.FOLDER, sources)
+        for sources in loading.pack(self.recipe.plugins).values():
+            loading.write(folder / loading.FOLDER, sources)
 
 
-def pack(name: str, overrides: Sequence[str], gpus: int | None) -> JobPackage:
+def pack(name: str, overrides: Sequence[str], gpus: int | None, plugins: Sequence[str | Path] = ()) -> JobPackage:
     """The checked package of a recipe, given as `pretrain` takes it; with `gpus`, as many workers. Raises UserError."""
     given = [o for o in overrides if o.startswith("workers=")]
     if gpus and given:
         raise UserError(f"--gpus {gpus} and {given[-1]}: expected one of them; a worker has one GPU")
-    recipe = recipes.load(name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])])
+    recipe = recipes.load(
+        name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])], [str(p) for p in plugins]
+    )
     check_places(recipe)
     check_sizes(recipe)
     return JobPackage(identify(recipe.out or ""), Path(name).stem, recipe)

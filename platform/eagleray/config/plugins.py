@@ -87,6 +87,12 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
     return plugin
 
 
+def use(names: Iterable[str | Path]) -> None:
+    """Import the plug-ins that installed packages announce, and these. Raises PluginError."""
+    load_installed()
+    resolve([str(name) for name in names])
+
+
 def load_installed() -> None:
     """Import the plug-ins that installed packages declare as entry points. Raises PluginError."""
     for module in _announced(tuple(sys.path)):

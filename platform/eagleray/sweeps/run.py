@@ -34,12 +34,14 @@ EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
 OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method may have more numbers
 
 
-def tune(name: str, overrides: Sequence[str], *, most: int | None, resume: bool) -> dict[str, Any]:
+def tune(
+    name: str, overrides: Sequence[str], plugins: Sequence[str] = (), *, most: int | None, resume: bool
+) -> dict[str, Any]:
     """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished, which it
     is not when it was asked to stop before the end. Raises UserError."""
     if importlib.util.find_spec("ray") is None:
         raise UserError("tune: ray is not installed")
-    sweep = load(name, overrides)
+    sweep = load(name, overrides, plugins)
     folder = Path(os.path.abspath(sweep.out or ""))
     if "://" in (sweep.out or ""):
         raise UserError(f"out={sweep.out}: expected a folder, which all machines share")

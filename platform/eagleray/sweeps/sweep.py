@@ -13,7 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import STRICT, bundled, plugins
+from eagleray.config import STRICT, bundled
+from eagleray.config import plugins as loading
 from eagleray.config.types import Share
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
@@ -121,9 +122,10 @@ class Sweep(Branch):
             raise ValueError("scheduler=pbt: trials exchange their weights, so there can be one recipe only")
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
+def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Sweep:
     """The sweep with its recipes read in and one alternative at least. Overrides are keys of the recipes, which are
-    then no longer varied; `out`; and keys of the sweep after `sweep.`. Raises UserError."""
+    then no longer varied; `out`; and keys of the sweep after `sweep.`. `plugins` are added to those of every recipe.
+    Raises UserError."""
     path = bundled.find_sweep(name)
     pinned: dict[str, Any] = {}
     tree = config.read(path)
@@ -135,7 +137,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
             pinned |= config.flatten(config.override(item))
     given = config.check(Sweep, tree, path.name)
     branches = given.alternatives or {"": Branch()}
-    whole = {n: _join(given, b, pinned, path, f"alternatives.{n}: " * bool(n)) for n, b in branches.items()}
+    whole = {n: _join(given, b, pinned, path, f"alternatives.{n}: " * bool(n), plugins) for n, b in branches.items()}
     fields = {k: getattr(given, k) for k in given.__dataclass_fields__ if k not in ("recipe", "fixed", "space")}
     fields |= {"alternatives": whole, "out": given.out or f"runs/{path.stem}"}
     sweep = Sweep(**fields)
@@ -143,7 +145,9 @@ def load(name: str, overrides: Sequence[str] = ()) -> Sweep:
     return sweep
 
 
-def _join(sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str) -> Branch:
+def _join(
+    sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str, plugins: Sequence[str]
+) -> Branch:
     """An alternative on its own: the recipe's tree with everything that is fixed, and what is varied."""
     name = own.recipe or sweep.recipe
     if isinstance(name, dict):
@@ -153,9 +157,10 @@ def _join(sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, wher
     _, tree = bundled.read_recipe(name, beside=path.parent)
     for fixed in (sweep.fixed, own.fixed, pinned):
         tree = put(tree, fixed)
-    if tree.get("plugins"):  # trials find them by their digests
+    listed = [*(tree.get("plugins") or ()), *plugins]
+    if listed:  # trials find them by their digests
         beside = (path.parent / name).parent if name.endswith((".yaml", ".yml")) else path.parent
-        tree["plugins"] = plugins.resolve(tree["plugins"], folder=beside)
+        tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
     return Branch(recipe=tree, space=space)
 
