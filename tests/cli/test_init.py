@@ -46,13 +46,16 @@ def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Pa
     assert init.count(str(shards / "train")) == 320
     folder = tmp_path / "photos" / "deep"
     folder.mkdir(parents=True)
-    with pytest.raises(UserError, match="no image"):
+    with pytest.raises(UserError, match=r"tar|image"):
         init.count(str(tmp_path / "photos"))
     for n in range(100):
         (folder / f"{n}.jpg").touch()
     init.init(str(tmp_path / "photos"), file=tmp_path / "mine.yaml")
     assert "# 100 images of 224 pixels" in (tmp_path / "mine.yaml").read_text()
-    assert "eagleray shard" in capsys.readouterr().out
+    assert f"eagleray pretrain {tmp_path / 'mine.yaml'}\n" in capsys.readouterr().out
+    folder_sources = recipe.load(str(tmp_path / "mine.yaml")).data.train
+    assert folder_sources
+    assert folder_sources[0].url == str(tmp_path / "photos")
     init.init(str(shards / "train"), file=tmp_path / "shards.yaml")
     sources = recipe.load(str(tmp_path / "shards.yaml")).data.train
     assert sources

@@ -9,7 +9,7 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.console import out, print_error
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_over
-from eagleray.cli.outcome import show_card, show_run
+from eagleray.cli.outcome import show_run
 from eagleray.datasets.shapes import CLASSES, image
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.storage import store
@@ -21,16 +21,15 @@ TRAIN, TEST = 12_000, 2_000  # pictures
 
 def main(data: str | None) -> None:
     """Raises UserError for data that cannot be used."""
-    given = own(data) if data else drawn()
-    run = pretrain(RECIPE, given, out=RUNS / (f"demo-{name(data)}" if data else "demo"))
+    sources = [f"data.train={data}"] if data else drawn()
+    run = pretrain(RECIPE, sources, out=RUNS / (f"demo-{name(data)}" if data else "demo"))
     show_run(run, as_json=False)
     out.print(
         "\nWith your own images:\n"
         "  make demo DATA=<folder of images, or folder or s3:// URL of shards>\n"
         "or step by step:\n"
-        "  .venv/bin/eagleray shard <folder of images> <folder for shards>\n"
-        "  .venv/bin/eagleray list recipes\n"
-        "  .venv/bin/eagleray pretrain <recipe> data.train=<shards> out=runs/mine workers=<GPUs>",
+        "  .venv/bin/eagleray init <folder of images or shards> --gpus <GPUs>\n"
+        "  .venv/bin/eagleray pretrain my_recipe.yaml out=runs/mine workers=<GPUs>",
         markup=False,
     )
 
@@ -52,16 +51,6 @@ def pictures(seed: int, count: int) -> Iterator[Sample]:
     for i in range(count):
         picture, label = image(seed, i)
         yield Sample(f"{i:06d} {CLASSES[label]}".replace(" ", "_"), "png", encode(picture), label)
-
-
-def own(data: str) -> list[str]:
-    """The user's shards as they are; a folder of images is sharded first, once."""
-    folder = store.local_path(data)
-    if data.startswith("s3://") or not folder.is_dir() or any(folder.glob("*.tar")):
-        return [f"data.train={data}"]
-    place = RUNS / f"shards-{name(data)}"
-    show_card("folder", data, str(place), workers=0)
-    return [f"data.train={place}"]
 
 
 def name(data: str | None) -> str:

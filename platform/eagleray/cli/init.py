@@ -24,6 +24,7 @@ BASES: Mapping[str, str] = {
     "selfpatch_moby": "selfpatch_moby_vitxs16_coco_ep200",
 }
 LABELLED = ("supervised", "drloc")
+MANY = 10**6  # images; from here on a folder is slow to list and to read
 
 
 def register(app: typer.Typer) -> None:
@@ -46,10 +47,9 @@ def init(
     images = images or count(data)
     file.write_text(text(base_of(method), images=images, size=size, gpus=gpus, data=data))
     out.print(f"{file}: for {images} images; `eagleray show {file}` prints it with every default", markup=False)
-    where = "" if data and not is_images(data) else " data.train=shards/"
-    if is_images(data):
-        out.print(f"first     eagleray shard {data} shards/", markup=False)
-    out.print(f"train     eagleray pretrain {file}{where}", markup=False)
+    if images > MANY:
+        out.print("For so many images, shards are faster than a folder: `eagleray shard FOLDER shards/`.")
+    out.print(f"train     eagleray pretrain {file}{'' if data else ' data.train=DATA'}", markup=False)
 
 
 def base_of(method: str) -> str:
@@ -66,21 +66,13 @@ def base_of(method: str) -> str:
     return fitting[method]
 
 
-def is_images(data: str) -> bool:
-    """Whether this is a local folder without shards: images that are to be packed first."""
-    return bool(data) and Path(data).is_dir() and not any(Path(data).glob("*.tar"))
-
-
 def count(data: str) -> int:
-    """Return the number of images in shards, which are indexed, or in a folder. Raises UserError and Outage."""
+    """Return the number of images in a folder, or in shards, which are indexed. Raises UserError and Outage."""
+    from eagleray.data.image_folder import holds_images, list_images
     from eagleray.data.index import open_index
-    from eagleray.datasets.sources.item import is_image
 
-    if is_images(data):
-        number = sum(is_image(path.name) for path in Path(data).rglob("*"))
-        if not number:
-            raise UserError(f"{data}: no image is in this folder or below it")
-        return number
+    if holds_images(data):
+        return len(list_images(data).sizes)
     return len(open_index(data, note=lambda line: out.print(line, markup=False)))
 
 
@@ -91,7 +83,7 @@ def text(base: str, *, images: int, size: int = 224, gpus: int = 1, data: str = 
 
     said = bundled.recipe(base)
     values = fit.values_for(recipe.load(base), images, gpus=gpus, size=size)
-    own = [fit.Value("data.train", data, "")] if data and not is_images(data) else []
+    own = [fit.Value("data.train", data, "")] if data else []
     head = [
         f"# {images} images of {size} pixels on {f'{gpus} GPU(s)' if gpus else 'the CPU'}.",
         f"about: My images with the settings of {base}.",
