@@ -1,4 +1,4 @@
-"""What of a run travels to a cluster: the resolved recipe, this package, a few addresses, and no secret."""
+"""Pack a run for a cluster: the resolved recipe, its plug-ins, this package and a few addresses, but no secrets."""
 
 import hashlib
 import os
@@ -31,12 +31,12 @@ class JobPackage:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the cluster is told about the job."""
+        """The labels by which the cluster describes the job."""
         digest = recipes.digest(self.recipe)
         return {"eagleray": "pretrain", "recipe": self.name, "out": self.recipe.out or "", "digest": digest}
 
     def write(self, folder: Path) -> None:
-        """Put everything that travels into an empty folder."""
+        """Write everything that is sent into an empty folder."""
         skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe has no base any more
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
         (folder / layout.RECIPE).write_text(config.dump(self.recipe))
@@ -45,7 +45,7 @@ class JobPackage:
 
 
 def pack(name: str, overrides: Sequence[str], gpus: int | None, plugins: Sequence[str | Path] = ()) -> JobPackage:
-    """The checked package of a recipe, given as `pretrain` takes it; with `gpus`, as many workers. Raises UserError."""
+    """Return the checked package of a recipe, named as for `pretrain`, with `gpus` workers. Raises UserError."""
     given = [o for o in overrides if o.startswith("workers=")]
     if gpus and given:
         raise UserError(f"--gpus {gpus} and {given[-1]}: expected one of them; a worker has one GPU")
@@ -58,14 +58,14 @@ def pack(name: str, overrides: Sequence[str], gpus: int | None, plugins: Sequenc
 
 
 def identify(out: str) -> str:
-    """A job id from the place of a run: its name for people, and a digest that no other place has."""
+    """Return the job id of a run folder: its name, for people, and a digest of its whole URL."""
     place = out.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2]).strip("-.")
     return f"{name[:60]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def check_places(recipe: Recipe) -> None:
-    """Raises UserError when a node could not find a place of the recipe."""
+    """Raise UserError when the recipe has a path that other nodes could not find."""
     for key, sources in ("data.train", training_sources(recipe)), ("data.test", recipe.data.test or ()):
         for source in sources:
             _check(key, source.url)
@@ -81,7 +81,7 @@ def _check(key: str, place: str) -> None:
 
 
 def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:
-    """The variables that travel, and a line about each one that stays. Raises UserError for one with a password."""
+    """Return the variables that are sent, and a line about each that is not. Raises UserError for a password."""
     sent = {k: v for k, v in sorted(here.items()) if v and (k in ADDRESSES or k.startswith("EAGLERAY_"))}
     for key, value in sent.items():
         if re.search(r"://[^/\s]*@", value):

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Silent(Outage):
-    """The head does not answer, or not with sense."""
+    """The head does not answer, or its answer cannot be understood."""
 
 
 class Unknown(UserError):
@@ -40,7 +40,7 @@ class Unknown(UserError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the cluster tells it."""
+    """A job as the cluster describes it."""
 
     id: str
     state: str  # pending, running, succeeded, failed, stopped
@@ -76,12 +76,12 @@ class Job:
 
     @property
     def exits(self) -> int:
-        """What a command that saw the job through exits with."""
+        """The exit status of a command that followed the job to its end."""
         code = self.status if self.status is not None else STATES[self.state.upper()]
         return code if 0 <= code < 256 else 1
 
     def end(self) -> str:
-        """How the job ended, in words."""
+        """Return in words how the job ended."""
         if self.state == "stopped":
             return f"{self.id}: stopped; submitting the same run again continues it"
         if self.state == "failed" and self.status is None:
@@ -105,7 +105,7 @@ class Cluster:
             raise UserError(f"{e}; expected the dashboard of a Ray head, such as http://head:8265") from None
 
     def jobs(self) -> list[Job]:
-        """Our jobs, oldest first."""
+        """Return the jobs that eagleray submitted, oldest first."""
         with self._asked():
             every = self._ask("/api/jobs/")
             ours = [Job.of(j) for j in every if j.get("submission_id") and "eagleray" in (j.get("metadata") or {})]
@@ -124,7 +124,7 @@ class Cluster:
             raise Unknown(f"{name}: no such job at {self.address}{hint}") from None
 
     def logs(self, name: str) -> str:
-        """What the run printed so far, without Ray's own first lines."""
+        """Return what the run has printed so far, without Ray's own first lines."""
         with self._asked():
             text: str = self._ask(f"/api/jobs/{name}/logs")["logs"] or ""
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
@@ -139,12 +139,12 @@ class Cluster:
             client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=package.labels)
 
     def stop(self, name: str) -> bool:
-        """Ask a job to end; False where there was nothing to ask."""
+        """Ask a job to end; return False when it has not started."""
         with self._asked():
             return bool(self._ask(f"/api/jobs/{name}/stop", verb="POST")["stopped"])
 
     def size(self) -> str:
-        """What the cluster has now, in words."""
+        """Return in words what nodes, CPUs and GPUs the cluster has now."""
         from ray.util.state import list_nodes
         from ray.util.state.exception import RayStateApiException
 
@@ -254,7 +254,7 @@ def manage(name: str) -> str:
 
 
 def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE) -> int:
-    """Say what a job prints until it ends. Returns its exit status; raises Outage when the head stays away."""
+    """Print the output of a job until it ends. Returns its exit status; raises Outage when the head stays away."""
     told, lost, job = 0, 0.0, cluster.job(name)
     while True:
         try:

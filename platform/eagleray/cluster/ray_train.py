@@ -1,4 +1,4 @@
-"""A run on Ray Train: worker processes, restarts, and the way back for what the user must know."""
+"""Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
         run_config=RunConfig(
             name=f"train-{began:.3f}",
             storage_path=str(remote.view_dir(recipe.out or "") / ".ray"),
-            # Whether to go on is decided by what the run has saved since, see `Folder.begin` and `_count`.
+            # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `_count`.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=list(callbacks),
         ),

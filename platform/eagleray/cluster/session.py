@@ -1,4 +1,4 @@
-"""A Ray of our own, or the cluster of RAY_ADDRESS, for as long as a command needs it."""
+"""Connect to Ray for the length of a command: to the cluster of RAY_ADDRESS, or to one started on this machine."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A sweep on one page: its trials, the best of them, and its three pictures."""
+"""Make the report of a sweep: its trials, the best of them, and its three plots."""
 
 from collections import Counter
 from pathlib import Path

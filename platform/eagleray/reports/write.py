@@ -1,4 +1,4 @@
-"""Where a report goes: a page beside the run, its curves as PNGs in a folder of the page's name."""
+"""Write a report beside the run, with its curves as PNGs in a folder of the same name."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How much of a run's time went into steps that count, from `starts.jsonl`."""
+"""Measure goodput, the share of a run's time that went into steps that count, from starts.jsonl."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ from eagleray.base.files import append_lines, read_lines
 
 
 class Attempts:
-    """A line for every start of a run, and one when it ended in order. Times are seconds since 1970."""
+    """The lines of starts.jsonl: one for every start of a run and every orderly end. Times are seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines = path, read_lines(path)
@@ -22,7 +22,7 @@ class Attempts:
         return [line for line in self.lines if "step" in line]
 
     def in_vain(self, since: float) -> int:
-        """The last starts from one and the same step, of those since a time."""
+        """Return how many of the last starts since a time began at the same step."""
         steps = [s["step"] for s in self.starts if s["time"] >= since]
         return next((i for i, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))
 

@@ -1,4 +1,4 @@
-"""Numbers that say, without labels, how features are spread. Every one stays on the device."""
+"""Measure without labels how features are spread; every number stays on the device."""
 
 from collections.abc import Sequence
 
@@ -38,10 +38,10 @@ def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """|a - b| / |b| of two lists of tensors, each as one vector."""
+    """Return |a - b| / |b| for two lists of tensors, each taken as one vector."""
     return size(torch._foreach_sub(list(a), list(b))) / size(b)
 
 
 def size(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of a list of tensors as one vector."""
+    """Return the norm of a list of tensors, taken as one vector."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))

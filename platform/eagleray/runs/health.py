@@ -1,5 +1,7 @@
-"""What the numbers of a run mean, in words: collapsed, uniform, unstable, frozen, fed with the wrong images. Why each
-threshold is where it is: docs/health.md."""
+"""Judge the health of a run from its numbers: collapse, uniform output, instability, frozen weights, wrong images.
+
+docs/health.md gives the reason for each threshold.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ GRACE = 2  # looks at the start at which features may still be as the random wei
 
 @dataclass(frozen=True)
 class Finding:
-    """Something is wrong, or was at that step."""
+    """A problem of a run, and the step at which it was seen."""
 
     step: int
     kind: str  # one of KINDS
@@ -41,7 +43,7 @@ KINDS = {
 
 
 class Health:
-    """Fed every record of metrics.jsonl in order, it says what is new in it."""
+    """Reads every record of metrics.jsonl in order and returns the new findings."""
 
     def __init__(self, layers: Sequence[str], lr: float = 0.0) -> None:
         """`lr` is the highest of the run."""
@@ -60,7 +62,7 @@ class Health:
         return [Finding(s.step, "spike", str(s)) for s in found if s]
 
     def look(self, record: Mapping[str, Any]) -> list[Finding]:
-        """One record; what only some records have is judged where it is."""
+        """Return the findings of one record; numbers that only some records hold are judged where they occur."""
         r = {name.removeprefix("health/"): value for name, value in record.items()}
         found = []
         if record.get("skipped_steps"):
@@ -104,7 +106,7 @@ REPEATED = {"non-finite", "kNN dip"}
 
 
 def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What one look shows."""
+    """Return the conditions that hold at one look, as kind and text."""
     found = []
     if abs(r["input_mean"]) > 3 or not 0.05 < r["input_std"] < 5:
         found.append(
@@ -134,7 +136,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def words(findings: Sequence[Mapping[str, Any]]) -> str:
-    """A line for the end of a run."""
+    """Return the findings of a run in one line."""
     if not findings:
         return "nothing found"
     kinds = {f["kind"]: [g["step"] for g in findings if g["kind"] == f["kind"]] for f in findings}

@@ -1,4 +1,4 @@
-"""MLflow's own SQLite file."""
+"""Create MLflow's SQLite file so that concurrent runs and kills cannot spoil it."""
 
 import os
 import tempfile

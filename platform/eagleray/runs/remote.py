@@ -1,5 +1,4 @@
-"""Where a run is kept: a folder that all its machines share, or an s3:// URL beside which every machine has a working
-folder of its own."""
+"""A run folder may be an s3:// URL: copy files between it and the working folder that every machine has."""
 
 import json
 import logging
@@ -19,20 +18,20 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
-SECONDS = 3.0  # between two looks at what has changed
+SECONDS = 3.0  # between two checks for changes
 BEAT = 10.0  # seconds between two signs of life
-DEAD = 35.0  # seconds without one after which a run is not running any more
+DEAD = 35.0  # seconds without one after which a run counts as ended
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
 HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
 
 
 def work_dir(out: str) -> Path:
-    """The folder that a rank writes to on its machine: of a remote run one in the cache."""
+    """Return the folder that a rank writes to on its machine; for a remote run it is in the cache."""
     return _cache_dir(out, "work") if is_remote(out) else Path(out)
 
 
 def view_dir(out: str) -> Path:
-    """The folder that a command reads from on its machine, which may be that of a rank too."""
+    """Return the folder that a command reads from, on a machine that may run a rank of the same run too."""
     return _cache_dir(out, "view") if is_remote(out) else Path(out)
 
 
@@ -41,7 +40,7 @@ def _cache_dir(out: str, kind: str) -> Path:
 
 
 def write_note(out: str, name: str, text: str) -> None:
-    """Leave a small file for the other processes of a run."""
+    """Write a small file into the run folder, for other processes of the run."""
     store.put_bytes(f"{out}/{name}", text.encode())
 
 
@@ -59,7 +58,7 @@ def delete_note(out: str, name: str) -> None:
 
 
 def check_writable(out: str) -> None:
-    """Make the run's folder. Raises UserError when nothing can be written there."""
+    """Create the run folder. Raises UserError when nothing can be written to it."""
     try:
         view_dir(out).mkdir(parents=True, exist_ok=True)
         write_note(out, ".probe", "")
@@ -71,7 +70,7 @@ def check_writable(out: str) -> None:
 
 
 def list_files(out: str, inside: str = "export") -> Iterator[Blob]:
-    """The histories and evaluations of a remote run, and what is inside of one of its folders."""
+    """Yield the histories and results of a remote run, and the files inside one of its folders."""
     for folder in (out, f"{out}/{inside}"):
         for blob in store.store(out).list(folder + "/"):
             name = blob.url.removeprefix(f"{out}/")
@@ -80,7 +79,7 @@ def list_files(out: str, inside: str = "export") -> Iterator[Blob]:
 
 
 def is_running(out: str) -> bool:
-    """Whether a process is at work on a run, as far as this machine can tell."""
+    """Return whether a process is working on the run, as far as this machine can tell."""
     if is_remote(out):
         owner = json.loads(read_note(out, layout.OWNER) or "{}")
         return bool(time.time() - owner.get("time", 0) < DEAD)
@@ -88,16 +87,18 @@ def is_running(out: str) -> bool:
 
 
 class Copy:
-    """A folder of this machine that follows a remote run."""
+    """A folder on this machine that is kept up to date with a remote run."""
 
     def __init__(self, out: str, folder: Path, inside: str = "export") -> None:
-        """Histories are copied, and what is inside of one folder of the run."""
+        """Histories and the files inside one folder of the run, `inside`, are copied."""
         self.out, self.folder, self.inside = out, folder, inside
         self.tags: dict[str, str] = {}
 
     def fetch(self) -> None:
-        """Bring what has changed, unless the folder has that and more: the machine of rank 0 is ahead of its copies.
-        Raises UserError and Outage."""
+        """Download the files that have changed.
+
+        A file that is longer here stays: the machine of rank 0 is ahead of its copies. Raises UserError and Outage.
+        """
         for blob in list_files(self.out, self.inside) if is_remote(self.out) else ():
             if self.tags.get(blob.url) == blob.tag:
                 continue
@@ -108,7 +109,7 @@ class Copy:
             path = self.folder / blob.url.removeprefix(f"{self.out}/")
             path.parent.mkdir(parents=True, exist_ok=True)
             here = path.read_bytes() if path.exists() else b""
-            if data.startswith(here):  # grown: whoever reads the file goes on
+            if data.startswith(here):  # it has grown: append, so that readers of the file can go on
                 with path.open("ab") as f:
                     f.write(data[len(here) :])
             elif not here.startswith(data):
@@ -117,7 +118,7 @@ class Copy:
 
 
 class Background(threading.Thread):
-    """Does something now and then until it is closed; a failure is told once."""
+    """A thread that calls `tick` every few seconds until it is closed; each failure is logged once."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -142,7 +143,7 @@ class Background(threading.Thread):
 
 
 class Follower(Background):
-    """Keeps the view of a remote run up to date, within a `with`."""
+    """A context in which the local copy of a remote run is kept up to date."""
 
     def __init__(self, out: str) -> None:
         super().__init__("follow-remote")
@@ -163,7 +164,7 @@ class Follower(Background):
 
 
 class StopSignal(Background):
-    """Whether somebody asked a run to stop."""
+    """Watches whether somebody has asked the run to stop."""
 
     def __init__(self, out: str) -> None:
         super().__init__("stop-signal")
@@ -183,7 +184,7 @@ class StopSignal(Background):
 
 
 class Mirror(Background):
-    """Copies rank 0's working folder to where a remote run is kept, and shows there that the run is alive.
+    """Uploads rank 0's working folder to a remote run, and renews the sign that the run is alive.
 
     Raises UserError when another command keeps the run alive.
     """
@@ -221,7 +222,7 @@ class Mirror(Background):
         self.copy()
 
     def copy(self) -> None:
-        """Send what has changed. Raises UserError, Outage and OSError."""
+        """Upload the files that have changed. Raises UserError, Outage and OSError."""
         with self.lock:
             for path in [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*")):
                 if not path.exists():

@@ -25,13 +25,16 @@ PATIENCE = 60  # seconds to wait for the last process of a killed run to let go 
 
 
 class RunDir:
-    """Rank 0 holds the lock and writes; the others only read, and log their warnings. `out` may be remote: then the
-    folder is a working one of this machine, which rank 0 copies there."""
+    """The folder of a run, as one rank uses it.
+
+    Rank 0 holds the lock and writes; the others only read and log their warnings. If `out` is remote, this is a working
+    folder on this machine, which rank 0 uploads.
+    """
 
     def __init__(
         self, out: str, rank: int, tracking: Tracking, params: Mapping[str, Any], *, keep: int, command: float
     ) -> None:
-        """`keep` checkpoints; `command` says when that of this run was begun, in seconds since 1970."""
+        """`keep` is the number of checkpoints; `command` is when the user's command began, in seconds since 1970."""
         self.out, self.path, self.rank, self.tracking, self.params = out, remote.work_dir(out), rank, tracking, params
         self.command, self.keep = command, keep
         self.closing: list[Callable[[], None]] = []
@@ -78,7 +81,7 @@ class RunDir:
             close()
 
     def begin(self, step: int, ranks: int) -> int:
-        """Open the histories at a step, which is returned. Raises Futile after many starts without progress."""
+        """Open the histories at a step, and return it. Raises Futile after many starts without progress."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
@@ -93,11 +96,11 @@ class RunDir:
         return step
 
     def stopping(self) -> bool:
-        """Whether someone asked the run to stop; rank 0 speaks for all."""
+        """Return whether somebody asked the run to stop; rank 0 answers for all."""
         return self.rank == 0 and self.asked()
 
     def asked(self) -> bool:
-        """The same, for a rank that waits and must ask for itself."""
+        """Return the same on any rank, for one that waits and cannot ask rank 0."""
         return self.stop_signal.asked()
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -107,11 +110,11 @@ class RunDir:
             self.mlflow.log(record)
 
     def goodput(self, useful: float) -> dict[str, float]:
-        """What `useful` seconds of steps are of the run's time so far, and what was lost, on rank 0."""
+        """Return goodput, restarts and lost time on rank 0; `useful` is the seconds of steps that count."""
         return self.starts.tally(useful) if self.starts else {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint, in the background."""
+        """Save a checkpoint in the background."""
         if self.rank == 0:
             self.writer.save(step, state)
 
@@ -119,7 +122,7 @@ class RunDir:
         return self.rank == 0 and self.writer.busy
 
     def settle(self) -> UserError | Outage | None:
-        """Wait for the last checkpoint, and say why it does not count, if so."""
+        """Wait for the last checkpoint, and return the error that prevented it, if any."""
         try:
             if self.rank == 0:
                 self.writer.settle()
@@ -133,11 +136,11 @@ class RunDir:
             files.append_lines(self.path / layout.SKIPPED, [{"step": step, "keys": keys}])
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far, on rank 0."""
+        """Return the lines of metrics.jsonl so far, on rank 0."""
         return read_lines(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
-        """Say what is wrong, and what may help."""
+        """Log the findings, each with what may help."""
         for found in findings if self.rank == 0 else ():
             log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
             self.findings.log(asdict(found))
@@ -164,7 +167,7 @@ class RunDir:
 
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
-    """The summary of a run that has taken at least so many steps."""
+    """Return the summary of a run that has taken at least `steps` steps, or None."""
     path = folder / layout.SUMMARY
     summary = json.loads(path.read_text()) if path.exists() else None
     return summary if summary and summary["steps"] >= steps else None

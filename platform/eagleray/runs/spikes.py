@@ -37,7 +37,7 @@ class Spike:
 
 
 class Spikes:
-    """Fed the norms of every step, it tells of each spike once it is over, or has gone on for SPREAD steps."""
+    """Takes the norms of every step and returns each spike once it is over or has lasted SPREAD steps."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self.layers = list(layers)

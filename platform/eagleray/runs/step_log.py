@@ -1,4 +1,4 @@
-"""What happens between two lines of metrics.jsonl: batches asked for and waited for, steps taken, what was seen."""
+"""Collect the numbers between two lines of metrics.jsonl: waiting for batches, values of steps, bad samples."""
 
 import time
 from collections import deque
@@ -29,7 +29,7 @@ SKIPS = 3  # steps in a row without a finite gradient that end the run
 
 @dataclass
 class Clock:
-    """Times that a checkpoint carries, in seconds."""
+    """The times that a checkpoint holds, in seconds."""
 
     began: float  # on this machine's clock, as if nothing had been lost
     useful: float  # in steps that count
@@ -40,7 +40,7 @@ class Clock:
 
 
 class StepLog:
-    """The device is asked for its numbers only when a line is written."""
+    """Gathers the values of steps on the device, and reads them only when a line is written."""
 
     def __init__(
         self, p: Plan, world: World, folder: RunDir, quarantine: Quarantine, monitor: Monitor, clock: Clock
@@ -48,7 +48,7 @@ class StepLog:
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
         self.health = Health(monitor.layers, p.lr.value)
         for record in folder.records():
-            self.health.look(record)  # what was told before a restart is not told again
+            self.health.look(record)  # a finding from before a restart is not reported again
         self.rows: tuple[int, ...] = ()  # images per step of every rank
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
@@ -60,7 +60,7 @@ class StepLog:
         )
 
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """The remaining batches, the time that they were waited for noted; all ranks end at the same step."""
+        """Yield the remaining batches and measure the time spent waiting for them. All ranks end at the same step."""
         self.rows = loader.rows
         batches = loader.batches(start, self.p.steps, should_stop=self.folder.asked)
         for step in range(start, self.p.steps):
@@ -73,7 +73,7 @@ class StepLog:
             yield self.p.at(step), batch
 
     def add(self, taken: Step) -> None:
-        """A step was taken, since `mark`."""
+        """Take in a step, which began at `mark`."""
         self.clock.useful += time.perf_counter() - self.mark
         self.values.append(taken.values)
         self.monitor.watch(taken)
@@ -86,7 +86,7 @@ class StepLog:
             return None, []
 
     def _agreed(self, bad: list[BadSample], *, stop: bool) -> bool:
-        """Whether every rank has a batch and nobody asked the run to stop. What was broken is noted on the way."""
+        """Return whether every rank has a batch and nobody asked to stop; bad samples go into quarantine."""
         due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
         stops, broken, failed, ask = self.world.agree(
             stop or self.folder.stopping(), len(bad), self.problem is not None, due
@@ -106,7 +106,7 @@ class StepLog:
         return not (stops or self.problem)
 
     def flush(self, at: Progress, lr: float) -> dict[str, Any]:
-        """Means over the steps since the last time and over all ranks."""
+        """Return a line of metrics.jsonl: means over all ranks and over the steps since the last line."""
         names = list(self.values[0])
         table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
         share = self.rows[dist.rank()] / sum(self.rows)
@@ -132,7 +132,7 @@ class StepLog:
         return record
 
     def _check(self, at: Progress, skipped: list[float]) -> None:
-        """Note the batches of skipped steps. Raises UserError when there are too many in a row."""
+        """Write the images of skipped steps to skipped.jsonl. Raises UserError when there are too many in a row."""
         first = at.step + 1 - len(skipped)
         for i, skip in enumerate(skipped):
             self.skips = self.skips + 1 if skip > 0.5 else 0

@@ -1,4 +1,4 @@
-"""How busy this machine is: CPU, memory, disk, network and GPUs, in the names and units that MLflow uses."""
+"""Measure the load of this machine, CPU, memory, disk, network and GPUs, in the names and units of MLflow."""
 
 import contextlib
 import shutil
@@ -53,7 +53,7 @@ class Machine:
 
 
 def gpu(row: str) -> dict[str, float]:
-    """What one line of nvidia-smi says; a GPU that is split or very old does not tell all."""
+    """Return the numbers in a line of nvidia-smi; a GPU that is split or very old does not report all."""
     said = {}
     for name, text in zip(GPU, row.split(","), strict=False):
         with contextlib.suppress(ValueError):

@@ -1,5 +1,7 @@
-"""A run's history: JSON lines always, and MLflow where it is installed. Training never waits for MLflow, and what a
-server that is away has missed is sent when it is back."""
+"""Send a run's history to MLflow, where it is installed.
+
+Training never waits for MLflow. Records that a server has missed while it was away are sent when it is back.
+"""
 
 import contextlib
 import getpass
@@ -61,7 +63,7 @@ class Tracking:
 
 
 class MLflow:
-    """One MLflow run, continued over restarts, fed from a thread of its own."""
+    """One MLflow run, continued over restarts, to which a thread sends the records."""
 
     def __init__(self, out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
         self.out, self.uri = out, tracking.uri
@@ -82,7 +84,7 @@ class MLflow:
         self.thread.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Returns at once, whatever the server does."""
+        """Queue a record; returns at once, whatever the server does."""
         self.queue.put((now(), dict(record)))
 
     def close(self, status: str, files: Sequence[Path]) -> None:
@@ -218,7 +220,7 @@ class Run:
             self._remember({"run_id": self.id, "ended": status})
 
     def _store(self, path: Path) -> None:
-        """A file, or a folder with what it holds; what is not there is passed over."""
+        """Send a file, or a folder with its content; a missing one is ignored."""
         self.storing = True
         try:
             if path.is_dir():
@@ -378,12 +380,12 @@ def now() -> int:
 
 
 def name(metric: str) -> str:
-    """As MLflow may call it."""
+    """Return a metric's name with the characters and the length that MLflow allows."""
     return re.sub(r"[^\w./ :-]", "_", metric)[:250]
 
 
 def shown(text: str) -> str:
-    """An address, or a text with addresses, without users and passwords."""
+    """Return a text with the users and passwords removed from its addresses."""
     return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(?i)((?:password|token|secret)=)[^&\s]+", r"\1...", text))
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a live table in a terminal, a line per event elsewhere."""
+"""Show a sweep's trials: in a live table on a terminal, otherwise a line per event."""
 
 import time
 from collections import Counter
@@ -21,7 +21,7 @@ ORDER = ("running", "waiting", "finished", "stopped", "failed")
 
 
 class Show:
-    """Call it now and then."""
+    """A context that shows the trials; call it repeatedly to update the table."""
 
     def __init__(self, study: Study) -> None:
         self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
@@ -87,13 +87,13 @@ def short(keys: list[str]) -> list[str]:
 
 
 def states(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many trials are in which state."""
+    """Return in words how many trials are in each state."""
     found = Counter(r["state"] for r in rows)
     return ", ".join(f"{found[s]} {s}" for s in ORDER if found[s])
 
 
 def conclude(study: Study, files: list[Path]) -> None:
-    """Every trial in one line is in trials.csv; here the best, and where everything is."""
+    """Print the counts, the best trial and the paths of the results; trials.csv has a line for every trial."""
     out.print(f"{count(study.sweep)} trials: {states(study.rows.values())}", markup=False)
     for row in study.rows.values():
         if row["state"] == "failed" and out.is_terminal:

@@ -1,4 +1,4 @@
-"""Trials on Ray Tune: which run at once, which are stopped early, and how each follows its own pretraining run."""
+"""Run the trials of a sweep on Ray Tune, which decides which run at once and which are stopped early."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ Screen = AbstractContextManager[Callable[[], None]]
 
 
 class LocalState:
-    """What only this process has. Tune writes all that it is given to a file, which nobody reads: this is left out."""
+    """Objects of this process alone, pickled as nothing: Tune writes all its arguments to a file that nobody reads."""
 
     def __init__(self, study: Study, asked: threading.Event) -> None:
         self.study, self.asked = study, asked
@@ -135,14 +135,14 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str,
 
 
 def scheduler(local: LocalState) -> Any:
-    """Time is in percent of a trial's own steps: batch sizes change how many these are."""
+    """Return the scheduler. Time is in percent of a trial's own steps, whose number depends on its batch."""
     from ray.tune import schedulers
 
     sweep = local.study.sweep
     if sweep.scheduler == "asha":
 
         class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
-            """Knows what trials of earlier processes said."""
+            """ASHA that knows the results of trials from earlier processes."""
 
             seen = False
 
@@ -186,7 +186,7 @@ def scheduler(local: LocalState) -> Any:
 
 
 def within(space: Space, given: dict[str, Any]) -> dict[str, Any]:
-    """PBT multiplies values by 0.8 or 1.2, over the ends of their ranges too."""
+    """Bring values back into their ranges, as PBT multiplies them by 0.8 or 1.2 regardless."""
     values = dict(given["row"]["values"])
     for key, v in space.items():
         if v.kind in RANGES:
@@ -197,7 +197,7 @@ def within(space: Space, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Gone:
-    """What a scheduler needs of a trial that is done."""
+    """A finished trial, as far as a scheduler needs to know it."""
 
     def __init__(self, trial_id: str) -> None:
         self.trial_id = trial_id
@@ -214,7 +214,7 @@ def _domain(v: Any) -> Any:
 
 
 def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trial's process is given."""
+    """Return the settings that a trial's process gets."""
     recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
     told = study.reports.get(row["id"], [])
     return {
@@ -231,7 +231,7 @@ def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def population(study: Study) -> dict[str, Any]:
-    """All trials at once, as PBT wants them."""
+    """Return all trials at once, as PBT needs them."""
     from ray import tune
 
     rows = []
@@ -245,7 +245,7 @@ def searcher(local: LocalState) -> Any:
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
-        """Hands out the study's rows."""
+        """A searcher that returns the study's rows."""
 
         def suggest(self, trial_id: str) -> Any:
             row = local.study.next()
@@ -258,7 +258,7 @@ def searcher(local: LocalState) -> Any:
             pass
 
         def save(self, path: str) -> None:
-            """There is nothing that the study does not have."""
+            """Do nothing: the study holds the state."""
 
         def restore(self, path: str) -> None:
             pass
@@ -287,7 +287,7 @@ def journal(local: LocalState) -> Any:
     from ray import tune
 
     class Journal(tune.Callback):  # type: ignore[misc]
-        """What Tune says goes into the study."""
+        """Writes Tune's events into the study."""
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = local.study.rows[str(trial)]

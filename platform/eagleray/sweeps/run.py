@@ -1,4 +1,4 @@
-"""What `eagleray tune` does: check the sweep, run or continue it, and leave table, plots and the best recipe."""
+"""Run a sweep for `eagleray tune`: check it, run or continue it, and write its table, plots and best recipe."""
 
 import importlib.util
 import json
@@ -91,7 +91,7 @@ def describe(study: Study) -> str:
 
 
 def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
-    """Table, plots and best recipe, here and in MLflow."""
+    """Write table, plots and best recipe, send them to MLflow, and return the results."""
     written = [study.folder / "sweep.yaml", write_table(study)]
     best = study.best()
     if best:
@@ -115,7 +115,7 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
 
 
 def parent(study: Study) -> Tracking:
-    """Where the trials' histories go, under a run of the sweep's own where MLflow can be reached."""
+    """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached."""
     uri = tracking_uri(study.folder, os.environ.get("MLFLOW_TRACKING_URI"))
     params = {
         k: v for k, v in config.flatten(config.to_plain(study.sweep)).items() if not k.startswith("alternatives.")
@@ -169,6 +169,6 @@ def check_data(sweep: Sweep, folder: Path) -> None:
 
 @contextmanager
 def screen(study: Study, asked: threading.Event) -> Iterator[Show]:
-    """Shows the trials; asked to stop, every one of them saves and stops."""
+    """Show the trials, and on a signal ask all of them to save and stop."""
     with stop_on_signal(asked.set, "stopping all trials after their steps"), Show(study) as show:
         yield show

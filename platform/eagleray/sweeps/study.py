@@ -1,4 +1,4 @@
-"""What became of a sweep's trials: one row each, kept in the sweep's folder through whatever happens."""
+"""The state of a sweep's trials, one row each, stored in the sweep's folder so that it survives the process."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ class Study:
             self.reports.setdefault(report["id"], []).append(report)
 
     def next(self) -> dict[str, Any] | None:
-        """The row of the next trial to run: one that was begun before, or a new one; None when all are under way."""
+        """Return the row of the next trial to run, an interrupted one or a new one; None when all have been started."""
         with self.lock:
             for row in self.rows.values():
                 if row["state"] == "waiting":
@@ -56,7 +56,7 @@ class Study:
             self._write()
 
     def wait_again(self) -> None:
-        """What was running when the last process died goes on."""
+        """Mark the trials that were running when the last process ended as waiting."""
         with self.lock:
             for row in self.rows.values():
                 row["state"] = row["state"] if row["state"] in DONE else "waiting"
@@ -73,23 +73,23 @@ class Study:
         files.write_atomic(self.folder / "trials.jsonl", "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
-        """How many are yet to be done."""
+        """Return the number of trials that are not done."""
         with self.lock:
             return count(self.sweep) - sum(r["state"] in DONE for r in self.rows.values())
 
     def best(self) -> dict[str, Any] | None:
-        """The row with the best objective among the trials that took all their steps."""
+        """Return the row with the best objective among the trials that took all their steps."""
         sign = 1 if self.sweep.objective.mode == "max" else -1
         rows = [r for r in self.rows.values() if r["state"] == "finished" and r["metric"] is not None]
         return max(rows, key=lambda r: sign * r["metric"], default=None)
 
     def keys(self) -> list[str]:
-        """What is varied, over all alternatives."""
+        """Return the keys that are varied in any alternative."""
         return list(dict.fromkeys(k for b in self.sweep.alternatives.values() for k in b.space))
 
 
 def begin(sweep: Sweep, folder: Path) -> None:
-    """Note what the sweep is. Raises UserError when the folder holds another one, naming what differs."""
+    """Write sweep.yaml. Raises UserError, with the keys that differ, when the folder holds another sweep."""
     stored = folder / "sweep.yaml"
     if stored.exists():
         differ = config.differences(_identity(config.load(Sweep, stored)), _identity(sweep))
@@ -106,7 +106,7 @@ def _identity(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
-    """The resolved recipe of the best trial, for a run of its own beside the trials."""
+    """Write best.yaml, the resolved recipe of the best trial, for a run beside the trials."""
     tree = config.to_plain(recipe) | {"out": str(study.folder / "best"), "workers": workers}
     text = f"# Trial {best['id']} of {study.folder.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
     path = study.folder / "best.yaml"
@@ -115,7 +115,7 @@ def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers
 
 
 def write_table(study: Study) -> Path:
-    """`trials.csv`: every trial once."""
+    """Write trials.csv, with a line for each trial."""
     path = study.folder / "trials.csv"
     keys = study.keys()
     fixed = ["id", "alternative", "state", "step", "steps", "metric", "seconds", "why"]

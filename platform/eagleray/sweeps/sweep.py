@@ -1,4 +1,4 @@
-"""What a sweep is: recipes, the values that their keys may take, and an objective. Its trials are a function of it."""
+"""Define a sweep: recipes, the values that their keys may take, and an objective. They determine its trials."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ class Values:
 
 
 def in_words(value: Any) -> str:
-    """A value in a table or beside an axis."""
+    """Return a value as text for a table or an axis."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -183,7 +183,7 @@ def recipe_of(sweep: Sweep, branch: str, values: Mapping[str, Any], where: str) 
 
 
 def count(sweep: Sweep) -> int:
-    """How many trials there are to be."""
+    """Return the number of trials of a sweep."""
     if sweep.search == "grid":
         return sum(math.prod(len(v.given) for v in b.space.values()) for b in sweep.alternatives.values())
     return sweep.trials or 16

@@ -1,4 +1,4 @@
-"""A trial of a sweep: a pretraining run of its own, in a thread beside the one who follows what it says."""
+"""A trial of a sweep: a pretraining run in a thread, whose metrics another thread reports to Ray Tune."""
 
 import math
 import threading
@@ -26,7 +26,7 @@ from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking, one_line
 from eagleray.sweeps.sweep import put
 
-POLL = 0.2  # seconds between two looks at a run's metrics
+POLL = 0.2  # seconds between two reads of a run's metrics
 PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
 
 
@@ -35,7 +35,7 @@ def trial_dir(folder: Path, name: str) -> Path:
 
 
 class Trial:
-    """A trial's pretraining run in a thread of its own, begun when it is first asked for, and what it says."""
+    """The pretraining run of a trial, which starts in its own thread when its first result is asked for."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
         self.folder = Path(settings["folder"])
@@ -81,7 +81,7 @@ class Trial:
             self.outcome["error"] = e
 
     def next(self) -> dict[str, Any]:
-        """What Tune is told: the objective when there is a new one, or the end."""
+        """Wait for the next result for Tune: a new value of the objective, or the end of the trial."""
         if self.thread is None and "error" in self.outcome:
             self.out.mkdir(parents=True, exist_ok=True)
             return self.last()
@@ -103,7 +103,7 @@ class Trial:
             time.sleep(POLL)
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines so far that have the objective."""
+        """Return the lines of metrics.jsonl so far that hold the objective."""
         path, key = self.out / layout.METRICS, self.settings["objective"]
         return [r for r in read_lines(path) if math.isfinite(r.get(key, math.nan))] if self.steps else []
 
@@ -124,12 +124,12 @@ class Trial:
         return self.result(self.steps, 100.0, value) | {"done": True}
 
     def fail(self, error: Exception) -> dict[str, Any]:
-        """The trial is over: another start would end in the same way."""
+        """Write why the trial failed, and end it: another start would fail in the same way."""
         (self.out / layout.FAILED).write_text(line(error))
         return {"done": True, "percent": self.reported}
 
     def end(self) -> None:
-        """Ask the run to save and stop, and wait for it: its workers and what they hold are free afterwards."""
+        """Ask the run to save and stop, and wait until its workers and their resources are free."""
         if self.thread is None:
             return
         if self.thread.is_alive():
@@ -139,7 +139,7 @@ class Trial:
         reap(self.out)
 
     def adopt(self, donor: str) -> None:
-        """Go on from another trial's newest checkpoint, with this one's values."""
+        """Continue from another trial's newest checkpoint, with the values of this trial."""
         state = checkpoint.newest(trial_dir(self.folder, donor) / "checkpoints")
         if state is None:
             return
@@ -153,12 +153,12 @@ class Trial:
 
 
 def line(e: Exception) -> str:
-    """One line for the table; the trial's train.log has the rest."""
+    """Return an error as one line for the table; the trial's train.log has the rest."""
     return one_line(e) if isinstance(e, UserError | Outage) else f"{type(e).__name__}: {one_line(e)}"
 
 
 def placements(out: Path) -> Any:
-    """Notes which CPUs and GPUs a run's workers hold. When a trial's process dies, nobody else lets go of them."""
+    """Return a callback that records which CPUs and GPUs a run's workers hold, to free them if its process dies."""
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
     class Placements(WorkerGroupCallback):  # type: ignore[misc]
@@ -170,7 +170,7 @@ def placements(out: Path) -> Any:
 
 
 def reap(out: Path) -> None:
-    """Let go of what the workers of a trial held, if it was left."""
+    """Free the CPUs and GPUs that the workers of a dead trial still hold."""
     note = out / layout.PLACEMENT
     if note.exists():
         from ray._raylet import PlacementGroupID
