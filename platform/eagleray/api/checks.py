@@ -40,9 +40,7 @@ def check_method(
         print(report)
     """
     loading.resolve([str(name) for name in plugins])
-    section = {"name": method} if isinstance(method, str) else dict(method)
-    least, _ = config.part_constant("eagleray.methods", section.get("name", ""), "views")
-    tree: dict[str, Any] = {**method_checks.SMALL, "method": section, "views": [{"size": 16, "count": least}]}
+    tree = method_checks.small_tree({"name": method} if isinstance(method, str) else method)
     tree["plugins"] = [str(name) for name in plugins]
     for line in overrides_of(overrides):
         tree = config.merge(tree, config.override(line))

@@ -72,6 +72,12 @@ class MethodReport:
         )
 
 
+def small_tree(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a small recipe with this method section and as few views as the method works with. Raises UserError."""
+    least, _ = config.part_constant("eagleray.methods", section.get("name", ""), "views")
+    return {**SMALL, "method": dict(section), "views": [{"size": 16, "count": least}]}
+
+
 def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
     """Check the method of a recipe, whose `tree` needs no data. Raises PluginError for the first promise that is not
     kept, and UserError for a recipe that is wrong."""

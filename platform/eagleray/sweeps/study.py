@@ -14,8 +14,8 @@ from eagleray import config
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.config import plugins
 from eagleray.config.plugins import Plugin
-from eagleray.runs.environment import write_plugins
 from eagleray.runs.recipe import Recipe
 from eagleray.sweeps.sweep import Sweep, count, suggest
 
@@ -97,7 +97,9 @@ def begin(sweep: Sweep, folder: Path) -> None:
             raise UserError(f"out={folder}: holds another sweep: {differ}; give another out=")
     files.write_atomic(stored, config.dump(sweep))
     trees = [branch.recipe for branch in sweep.alternatives.values() if isinstance(branch.recipe, dict)]
-    write_plugins(str(folder), [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()])
+    used = [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()]
+    for sources in plugins.pack(used).values():
+        plugins.write(folder / plugins.FOLDER, sources)
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
