@@ -243,7 +243,7 @@ def test_a_sample_whose_key_ends_a_line_is_counted_once(make: Make):
             "failed",
             "data.train: gone",
         ),
-        (lambda f: [(f / f"{n}.jsonl").unlink() for n in ("metrics", "starts")], "not begun", "No step"),
+        (lambda f: [(f / f"{n}.jsonl").unlink() for n in ("metrics", "starts")], "not begun", "not taken a step"),
     ],
 )
 def test_a_run_that_is_not_done_says_so(make: Make, change: Callable[[Path], object], state: str, why: str):
@@ -406,7 +406,7 @@ def test_a_sweep_has_its_trials_and_pictures(tmp_path: Path, make: Make):
     assert 41.5 in found.numbers
     (folder / "trials.jsonl").unlink()
     assert set(reported(folder).below) == {"Sweep"}
-    with pytest.raises(UserError, match="sweeps are not compared"):
+    with pytest.raises(UserError, match="a sweep cannot be compared"):
         write.report([str(folder), str(make())])
 
 
@@ -429,7 +429,7 @@ def sweep_of(folder: Path) -> None:
 def test_wrong_places_are_one_line(tmp_path: Path, make: Make):
     with pytest.raises(UserError, match="no such folder"):
         write.report([str(tmp_path / "none")])
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="not the folder of a run"):
         write.report([str(tmp_path)])
     folder = make()
     with pytest.raises(UserError, match=r"both: expected a name that ends with \.html"):
@@ -440,7 +440,7 @@ def test_wrong_places_are_one_line(tmp_path: Path, make: Make):
     with pytest.raises(UserError, match="cannot be written"):
         write.report([str(folder)], Path("/proc/nowhere/report.html"))
     (folder / "summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json: is not JSON"):
+    with pytest.raises(UserError, match=r"summary\.json: not valid JSON"):
         write.report([str(folder)])
 
 
@@ -468,5 +468,5 @@ def test_a_run_in_a_store_has_its_page_there(make: Make, drawn: None, url: str):
     assert text == Path(here).read_text()
     assert set(Read(text).below) == ALWAYS | {"Results", "Health", "Pictures", "Bad samples"}
     assert store.store(url).get(f"{url}/report/loss.png").startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="not the folder of a run"):
         write.report([f"{url}-not"])

@@ -18,7 +18,7 @@ from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 from eagleray.sweeps import plots, run
 from eagleray.sweeps.study import Study, begin, write_best, write_table
-from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of, suggest
+from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of, suggest
 
 SWEEP: dict[str, Any] = {
     "recipe": "small.yaml",
@@ -69,7 +69,7 @@ def test_values_are_drawn_as_said(tmp_path: Path):
 def test_a_grid_is_every_point_once(tmp_path: Path):
     space = {"optim.lr.value": {"grid": [1e-3, 1e-2]}, "method.momentum.value": {"grid": [0.0, 0.9, 0.99]}}
     sweep = load(write(tmp_path, space=space, search="grid", scheduler="none"))
-    assert count(sweep) == 6
+    assert count_trials(sweep) == 6
     points = {tuple(suggest(sweep, n, [])[1].values()) for n in range(6)}
     assert points == {(lr, m) for lr in (1e-3, 1e-2) for m in (0.0, 0.9, 0.99)}
 
@@ -97,8 +97,8 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
     name, values = suggest(sweep, 0, [])
     assert list(values) == ["method.momentum.value"]
     assert recipe_of(sweep, name, values, "").optim.lr.value == 0.5
-    assert (count(sweep), sweep.out) == (3, "here")
-    assert "nothing to vary" in wrong(tmp_path, "optim.lr.value=0.5", "method.momentum.value=0.5")
+    assert (count_trials(sweep), sweep.out) == (3, "here")
+    assert "expected keys to vary" in wrong(tmp_path, "optim.lr.value=0.5", "method.momentum.value=0.5")
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"space": {"method.momentun.value": {"choice": [1]}}}, "did you mean 'momentum'?"),
         ({"space": {"optim.momentum": {"uniform": [0.5, 1.5]}}}, "less than or equal to 1"),
         ({"space": {"optim.momentum": {"uniform": [0.9, 0.5]}}}, "low 0.9 is above high 0.5"),
-        ({"space": {"optim.momentum": {"log": [0, 0.5]}}}, "low 0 is not above 0"),
-        ({"space": {"optim.momentum": {"choice": []}}}, "a list of values that is not empty"),
+        ({"space": {"optim.momentum": {"log": [0, 0.5]}}}, "low 0 is not positive"),
+        ({"space": {"optim.momentum": {"choice": []}}}, "a list with at least one value"),
         ({"space": {"optim.momentum": {"normal": [0, 1]}}}, "expected one of choice, grid, uniform, log, integer"),
-        ({"space": {"optim.momentum": {"uniform": [0, "much"]}}}, "expected two numbers"),
+        ({"space": {"optim.momentum": {"uniform": [0, "much"]}}}, "expected a list of two numbers"),
         ({"space": {"optim.momentum": {"grid": [0.9]}}}, "grid values cannot be searched by search=random"),
-        ({"space": {"out": {"choice": ["a"]}}}, "is the same for all trials"),
+        ({"space": {"out": {"choice": ["a"]}}}, "cannot vary between trials"),
         ({"scheduler": "asah"}, "'asha', 'hyperband', 'pbt' or 'none'"),
         ({"search": "grid"}, "expected scheduler=none, not asha"),
-        ({"search": "grid", "scheduler": "none", "trials": 3}, "a grid says itself how many there are"),
+        ({"search": "grid", "scheduler": "none", "trials": 3}, "cannot be set with search=grid"),
         ({"recipe": "nowhere"}, "no recipe of this name"),
         ({"recipe": None}, "recipe: missing"),
-        ({"objective": {"key": "monitor/knm"}}, "no run reports this; did you mean 'monitor/knn'?"),
+        ({"objective": {"key": "monitor/knm"}}, "not a metric that runs report; did you mean 'monitor/knn'?"),
         ({"objective": {"key": "linear/top1"}}, "expected scheduler=none"),
-        ({"objective": {"key": "knn/top1"}}, "with evaluate.every=0 it is known at a trial's end only"),
-        ({"objective": {"key": "classifier/top1"}}, "mocov3 has no classifier"),
+        ({"objective": {"key": "knn/top1"}}, "evaluate.every=0 measures it only at the end of a trial"),
+        ({"objective": {"key": "classifier/top1"}}, "mocov3 trains no classifier"),
         ({"objective": {"mode": "most"}}, "'max' or 'min'"),
         ({"trails": 3}, "trails: unknown key; did you mean 'trials'?"),
         ({"space": {"data.workers": {"choice": [0, 16]}}}, "data.workers=16 data.lanes=8"),
@@ -136,9 +136,9 @@ def test_a_classifier_is_an_objective_where_there_is_one(tmp_path: Path):
     space = {"optim.lr.value": {"log": [1e-4, 1e-2]}}
     text = SMALL.replace("{name: mocov3, dim: 16, hidden: 32}", "{name: supervised, classes: 20}")
     for key, more, said in (
-        ("knn/top1", "", "supervised is judged by its classifier"),
+        ("knn/top1", "", "not measured for supervised, which trains a classifier"),
         ("classifier/top1", "", "needs data.test"),
-        ("classifier/top1", ", test: shards", "with evaluate.every=0"),
+        ("classifier/top1", ", test: shards", "evaluate.every=0"),
         ("accuracy", "", None),
     ):
         path = write(tmp_path, objective={"key": key}, space=space)
@@ -264,7 +264,7 @@ def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_p
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(sweep))
     assert config.load(Sweep, again) == sweep
-    for n in range(min(count(sweep), 12)):
+    for n in range(min(count_trials(sweep), 12)):
         branch, values = suggest(sweep, n, [])
         assert isinstance(recipe_of(sweep, branch, values, name), Recipe)
     assert json.dumps(config.to_plain(sweep))

@@ -7,48 +7,60 @@ from typing import Any
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.reports import plots
-from eagleray.reports.page import Page, Section, Table, signed
+from eagleray.reports.page import Page, Section, Table, footer_text
 from eagleray.reports.read import Run, names
-from eagleray.reports.sections import about, figures, measured, what
+from eagleray.reports.sections import all_scores, data_text, figures, model_text
 from eagleray.runs import metrics
 
 TIMES = (metrics.WALL_SECONDS, metrics.GOODPUT, metrics.RESTARTS)
 
 
 def page(runs: Sequence[Run], folder: Path) -> Page:
-    """The comparison; PNGs of its curves are left in the folder. Raises UserError for a run that is given twice, and
-    for more runs than can be told from each other."""
+    """Return the page that compares several runs, and write PNGs of its curves into the folder. Raises UserError
+    when a run is given twice, and when there are more runs than colours and line styles can distinguish."""
     if len(runs) > plots.MOST:
-        raise UserError(f"{len(runs)} runs: their curves cannot be told from each other; expected {plots.MOST} at most")
+        raise UserError(
+            f"{len(runs)} runs: one page can show at most {plots.MOST}, as their curves would look the same"
+        )
     named = dict(zip(names([r.out for r in runs]), runs, strict=True))
     epochs = len({r.recipe.get("optim", {}).get("batch") for r in runs}) > 1
-    text = ["Over epochs, as the runs differ in their batch."] if epochs else []
+    text = ["The curves are drawn over epochs, as the runs have different batch sizes."] if epochs else []
     if len({r.recipe.get("method", {}).get("name") for r in runs}) > 1:
         text.append("Losses of different methods are not comparable.")
     sections = [
         Section("Runs", [states(named)]),
         Section("Results", results(named), ["Top-1 and top-5 are in percent."]),
         Section("Curves", figures(plots.compared(named, folder, epochs=epochs)), text),
-        Section("Recipes", differences(named), ["Keys that are not the same in all of them, every default included."]),
+        Section(
+            "Recipes",
+            differences(named),
+            ["Keys whose values are not the same in all runs; defaults are compared too."],
+        ),
     ]
     return Page(
         title=" against ".join(named) if len(named) < 4 else f"{len(named)} runs",
         lead=[],
         sections=[s for s in sections if s.blocks],
-        footer=signed(", ".join(r.out for r in runs)),
+        footer=footer_text(", ".join(r.out for r in runs)),
     )
 
 
 def states(runs: Mapping[str, Run]) -> Table:
-    rows = [[name, what(r), about(r), r.state, r.last, len(r.findings), len(r.quarantine)] for name, r in runs.items()]
+    """Return a table with one row per run: method and backbone, data, state, and the numbers of steps, findings and
+    bad samples."""
+    rows = [
+        [name, model_text(r), data_text(r), r.state, r.last, len(r.findings), len(r.quarantine)]
+        for name, r in runs.items()
+    ]
     return Table("What is compared", ["Run", "What", "Data", "State", "Steps", "Findings", "Bad samples"], rows)
 
 
 def results(runs: Mapping[str, Run]) -> list[Table]:
-    """Tables with a row for every number that any of them has; the same number with other settings is in another."""
+    """Return tables with a row per score or time and a column per run. Scores that were measured with different
+    settings are in separate tables, as they cannot be compared."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, run in runs.items():
-        for m in measured(run):
+        for m in all_scores(run):
             table = found.setdefault(m.key, {})
             for key, value, before, _ in m.rows:
                 table.setdefault(key, {})[name] = value
@@ -64,6 +76,7 @@ def results(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def differences(runs: Mapping[str, Run]) -> list[Table]:
+    """Return a table of the recipe keys whose values are not the same in all runs."""
     flat = [flattened(run.recipe) for run in runs.values()]
     keys = [k for k in dict.fromkeys(k for f in flat for k in f) if k != "out"]
     differ = [k for k in keys if any(f.get(k, ...) != flat[0].get(k, ...) for f in flat)]
@@ -72,11 +85,13 @@ def differences(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def flattened(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys of a recipe, with the numbers of its views and sources among them."""
+    """Return a recipe's values by dotted key. The items of a list of mappings, such as the views, are numbered:
+    `views.0.size`."""
     return config.flatten({k: _counted(v) for k, v in recipe.items()})
 
 
 def _counted(value: Any) -> Any:
+    """Replace every list of mappings with a mapping from positions to items."""
     if isinstance(value, Mapping):
         return {k: _counted(v) for k, v in value.items()}
     if isinstance(value, list) and any(isinstance(v, Mapping) for v in value):

@@ -1,4 +1,4 @@
-"""A report as data, and the one HTML file that it becomes: no script, no style and no picture is outside of it."""
+"""Define the parts of a report, and render them as one HTML file that needs no other file."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ SMALLER = ((1600, 90), (1200, 80), (900, 70), (600, 60), (400, 50))
 
 @dataclass(frozen=True)
 class Table:
-    """The first cell of a row names it. A cell is text, a number or None."""
+    """A table of a page. The first cell of a row names the row; a cell is text, a number or None."""
 
     caption: str
     columns: Sequence[str]
@@ -29,6 +29,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
+    """A picture with its caption and its text for readers who cannot see it."""
+
     source: str  # a data: URI
     alt: str
     caption: str
@@ -36,6 +38,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
+    """A group of pictures."""
+
     pictures: Sequence[Picture]
     large: bool = False  # one below the other, not side by side
     kind: ClassVar[str] = "pictures"
@@ -43,7 +47,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Texts:
-    """Text as it was written, each part under its name."""
+    """Pairs of a name and a text that is shown unchanged, such as lines of a log."""
 
     parts: Sequence[tuple[str, str]]
     kind: ClassVar[str] = "texts"
@@ -51,6 +55,8 @@ class Texts:
 
 @dataclass(frozen=True)
 class Section:
+    """A titled part of a page, made of tables, pictures and texts."""
+
     title: str
     blocks: Sequence[Table | Pictures | Texts]
     text: Sequence[str] = ()
@@ -58,11 +64,14 @@ class Section:
 
     @property
     def anchor(self) -> str:
+        """Return the section's id within the page, to which the table of contents links."""
         return re.sub(r"[^a-z]+", "-", self.title.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Tile:
+    """One of the large numbers at the top of a page."""
+
     label: str
     value: Any
     hint: str = ""
@@ -70,6 +79,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Page:
+    """A whole report, ready to be rendered."""
+
     title: str
     lead: Sequence[str]
     sections: Sequence[Section]
@@ -79,13 +90,13 @@ class Page:
     tiles: Sequence[Tile] = field(default=())
 
 
-def signed(of: str) -> str:
-    """A page's last line."""
+def footer_text(of: str) -> str:
+    """Return a page's last line: what the page is about, and when it was written."""
     return f"{of} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def render(page: Page) -> str:
-    """The page as HTML; every text is escaped."""
+    """Return the page as HTML. Every text is escaped."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -95,7 +106,7 @@ def render(page: Page) -> str:
 
 
 def shown(value: Any) -> str:
-    """A cell for people: numbers to four digits, a dash for nothing."""
+    """Return a cell's value as text: numbers with four digits, and a dash for None or an empty text."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -108,13 +119,13 @@ def shown(value: Any) -> str:
 
 
 def uri(data: bytes, kind: str) -> str:
-    """A data: URI; `kind` is such as svg+xml."""
+    """Return bytes as a data: URI. `kind` is the image type, such as svg+xml."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def inlined(path: Path, share: int) -> str:
-    """A picture file as a URI of about `share` bytes at most, made smaller where it must be. Raises OSError for what is
-    no picture."""
+def picture_uri(path: Path, share: int) -> str:
+    """Return a picture file as a data: URI of at most about `share` bytes; a picture that is larger is shrunk.
+    Raises OSError when the file is not a picture."""
     from PIL import Image
 
     with Image.open(path) as image:

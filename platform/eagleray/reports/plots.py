@@ -1,5 +1,5 @@
-"""Curves for a page: each panel of the run's picture a figure of its own, small enough to be read on a phone, and the
-same for several runs over each other."""
+"""Draw the curves of a report: one figure per panel, small enough for a phone, for one run or for several runs
+together."""
 
 import io
 import re
@@ -31,11 +31,11 @@ GOODPUT = Panel("goodput", 1.0, [Line(metrics.GOODPUT, "goodput so far", BLUE)])
 # What a panel shows, for those who see it for the first time.
 EXPLAINED = {
     "loss": "Loss, and the learning rate on an axis of its own.",
-    "kNN, top-1 %": "How often the nearest neighbours of an image are of its class.",
-    "gradient norm": "The gradient's norm by layer, the largest of each stretch of steps, before clipping.",
-    "spread": "How far features point in different directions: 1 at random, 0 where all are one.",
-    "rank": "In how many directions features differ (effective rank).",
-    "share of ln K": "Of what a method with prototypes learns from: 1 is uniform; a usage near 0 is a collapse.",
+    "kNN, top-1 %": "How often an image is classified correctly by its nearest neighbours.",
+    "gradient norm": "The gradient's norm of each layer before clipping: the largest between two measurements.",
+    "spread": "How far features point in different directions: 1 where they are random, 0 where all are the same.",
+    "rank": "The number of directions in which features differ (effective rank).",
+    "share of ln K": "Entropy of the targets and usage of the prototypes: 1 is uniform; a usage near 0 is a collapse.",
     "gain, nats": "How much better than a guess the contrastive task is solved: 0 is a guess.",
     "share of weights": "How far a step moves the weights, and how far the momentum copy lags behind.",
     "images/s": "Speed over all workers, and the share of the time spent waiting for data.",
@@ -46,7 +46,7 @@ COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared
 
 
 def curves(run: Run, folder: Path) -> list[Picture]:
-    """The panels of one run; each is a PNG in the folder too."""
+    """Return one picture per panel of a run, and write each as a PNG into the folder."""
     found = {key: thin(x, y, POINTS) for key, (x, y) in run.curves.items()}
     panels = [*TOP, gradients(found), *BOTTOM, SPEED, *[GOODPUT] * (len(run.starts) > 1)]
     shown = [p for p in panels if any(line.key in found for line in p.lines)]
@@ -54,7 +54,7 @@ def curves(run: Run, folder: Path) -> list[Picture]:
 
 
 def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
-    """The runs' curves over each other, over steps or over epochs."""
+    """Return one picture per metric, in which every run is a curve over steps, or over epochs if `epochs`."""
     pictures = []
     for key, title, log in COMPARED:
         found, lines = {}, []
@@ -70,7 +70,7 @@ def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Pic
 
 
 def _epochs(run: Run) -> float:
-    """What a step is of an epoch."""
+    """Return what fraction of an epoch one step is."""
     last = run.records[-1] if run.records else {}
     return float(last.get("epoch", 0) / last["step"]) if last.get("step") else 0.0
 
@@ -116,12 +116,13 @@ def draw_panel(
 
 
 def _columns(handles: Sequence[Any]) -> int:
+    """Return how many columns of the legend fit side by side."""
     longest = max((len(h.get_label()) for h in handles), default=1)
     return max(1, min(len(handles), 56 // (longest + 6)))
 
 
 def in_words(panel: Panel, found: Mapping[str, Curve], x: str) -> str:
-    """What a picture shows, for those who do not see it."""
+    """Return the first and the last value of every curve as text, for readers who cannot see the picture."""
     told = []
     for line in (*panel.lines, *panel.right):
         if line.label and line.key in found:

@@ -1,4 +1,4 @@
-"""What is known of a run, from its folder, whatever has become of it."""
+"""Read what a run's folder says about the run, whether it finished, stopped or failed."""
 
 import json
 import re
@@ -27,7 +27,7 @@ PARTS = ("method", "backbone", "data", "optim", "evaluate")  # of a recipe, read
 
 @dataclass(frozen=True)
 class Run:
-    """What is missing is empty."""
+    """What the files of a run's folder hold; where a file is missing, its field is empty."""
 
     out: str  # the folder or URL where the run is kept
     folder: Path  # on this machine
@@ -46,12 +46,12 @@ class Run:
 
     @property
     def last(self) -> int:
-        """Steps taken, as far as they were logged."""
+        """Return the number of steps that were taken, according to the log."""
         return int(self.records[-1]["step"]) if self.records else int(self.summary.get("steps", 0))
 
     @property
     def planned(self) -> int | None:
-        """Steps to take in all, as far as the records say how many an epoch has."""
+        """Return the number of steps to take, or None where neither `max_steps` nor the length of an epoch is known."""
         epochs, most = self.recipe.get("optim", {}).get("epochs"), self.recipe.get("max_steps")
         if not epochs or not self.records or not self.records[-1].get("epoch"):
             return most
@@ -60,29 +60,29 @@ class Run:
 
     @cached_property
     def published(self) -> dict[str, float]:
-        """The paper's numbers for it."""
+        """Return the scores that the paper reports for this recipe."""
         return results.published(self.environment.get("command", ()), self.recipe)
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """Every number of the records by key."""
+        """Return steps and values of every metric in metrics.jsonl, by key."""
         return plots.read(self.folder) if self.records else {}
 
 
 def read(given: str) -> Run:
-    """A run that is kept in a folder or below an s3:// URL. Raises UserError, and Outage for a store that is away."""
+    """Read a run from its folder or s3:// URL. Raises UserError, and Outage when the store does not answer."""
     out = store.absolute(given.rstrip("/") or "/")
     folder = remote.view_dir(out)
     if is_remote(out):
         remote.Copy(out, folder, "pictures").fetch()
     elif not folder.is_dir():
-        raise UserError(f"{given}: no such folder; expected that of a run, or its s3:// URL")
+        raise UserError(f"{given}: no such folder; expected the folder or s3:// URL of a run")
     if not any((folder / name).exists() for name in LEAVES):
-        raise UserError(f"{given}: holds no run: none of {', '.join(LEAVES)} is there")
+        raise UserError(f"{given}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_lines(folder / layout.METRICS)
     summary, starts = _json(folder / layout.SUMMARY, {}), read_lines(folder / layout.STARTS)
     log = _lines(folder / layout.LOG)
-    state, why = standing(out, folder, records, summary, starts, log)
+    state, why = state_of(out, folder, records, summary, starts, log)
     return Run(
         out=out,
         folder=folder,
@@ -101,7 +101,7 @@ def read(given: str) -> Run:
     )
 
 
-def standing(
+def state_of(
     out: str,
     folder: Path,
     records: Sequence[Mapping[str, Any]],
@@ -109,25 +109,25 @@ def standing(
     starts: Sequence[Mapping[str, Any]],
     log: Sequence[str],
 ) -> tuple[str, str]:
-    """The state of a run and what there is to say about it."""
+    """Return the state of a run, and a sentence that explains the state."""
     last = records[-1]["step"] if records else 0
     if remote.is_running(out):
-        return "running", f"It is at work, and had taken {last:,} steps when this was written."
+        return "running", f"The run is training, and had taken {last:,} steps when this page was written."
     if summary.get("steps", -1) >= last:
         return "finished", ""
     if failure := remote.read_note(out, layout.FAILURE):
         return "failed", str(json.loads(failure)["why"])
     if not starts and not records:
-        return "not begun", "No step of it has been taken yet."
+        return "not begun", "The run has not taken a step yet."
     if starts and "ended" in starts[-1]:
-        return "stopped", f"It was stopped, or could not go on, at step {last:,}; the same command continues it."
-    if error := failed(log):
+        return "stopped", f"The run stopped at step {last:,}; the same command continues it."
+    if error := last_error(log):
         return "failed", f"{error}; the same command continues it."
-    return "broken off", f"It was killed some time after step {last:,}; the same command continues it."
+    return "broken off", f"The run was killed some time after step {last:,}; the same command continues it."
 
 
-def failed(log: Sequence[str]) -> str:
-    """The error that a log ends with: the last line of its traceback."""
+def last_error(log: Sequence[str]) -> str:
+    """Return the error at the end of a log: the last line of the traceback, or nothing when the log ends otherwise."""
     heads = [i for i, line in enumerate(log) if LOGGED.match(line)]
     if heads and " ERROR " in log[heads[-1]]:
         return log[-1] if log[-1] != log[heads[-1]] else log[-1].partition(" ERROR ")[2]
@@ -135,7 +135,8 @@ def failed(log: Sequence[str]) -> str:
 
 
 def names(outs: Sequence[str]) -> list[str]:
-    """Short names of places: the last parts of their paths, as many as it takes for all to differ."""
+    """Return a short name for every run: as many last parts of its path as it takes for all names to differ. Raises
+    UserError when a run is given twice."""
     parts = [out.rstrip("/").split("/") for out in outs]
     for n in range(1, max(map(len, parts)) + 1):
         found = ["/".join(p[-n:]) for p in parts]
@@ -148,9 +149,9 @@ def _json(path: Path, missing: Any) -> Any:
     try:
         found = json.loads(path.read_text()) if path.exists() else missing
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path}: is not JSON") from None
+        raise UserError(f"{path}: not valid JSON") from None
     if not isinstance(found, type(missing)):
-        raise UserError(f"{path}: expected an object, this is a {type(found).__name__}")
+        raise UserError(f"{path}: expected a JSON object, got a {type(found).__name__}")
     return found
 
 
@@ -158,9 +159,9 @@ def _yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text()) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError):
-        raise UserError(f"{path}: is not YAML") from None
+        raise UserError(f"{path}: not valid YAML") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is a mapping of keys to values, this is a {type(tree).__name__}")
+        raise UserError(f"{path}: expected a recipe, a mapping of keys to values, got a {type(tree).__name__}")
     return {k: v for k, v in tree.items() if v is not None or k not in PARTS}
 
 

@@ -1,4 +1,4 @@
-"""What a report says of one run, section by section. A section without anything to say is left out."""
+"""Write the report of one run, section by section. Empty sections are left out."""
 
 import json
 import statistics
@@ -13,7 +13,19 @@ import yaml
 from eagleray.evaluation.results import UNTRAINED as BARE
 from eagleray.evaluation.results import Result, format_settings, without_twins
 from eagleray.reports import plots
-from eagleray.reports.page import BUDGET, LEAST, Page, Picture, Pictures, Section, Table, Texts, Tile, inlined, signed
+from eagleray.reports.page import (
+    BUDGET,
+    LEAST,
+    Page,
+    Picture,
+    Pictures,
+    Section,
+    Table,
+    Texts,
+    Tile,
+    footer_text,
+    picture_uri,
+)
 from eagleray.reports.read import Run, names
 from eagleray.runs import metrics
 from eagleray.runs.health import KINDS
@@ -21,50 +33,58 @@ from eagleray.runs.health import KINDS
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # of the table of findings
 END = "At the end of the run"
-BAD = ("failed", "broken off")  # states that somebody must see to
-# Numbers of a summary that are told elsewhere, or are settings of others.
-TOLD = {"steps", "epochs", "images", "health", metrics.WALL_SECONDS, metrics.RESTARTS, metrics.STEPS_REPEATED}
-TOLD |= {metrics.SECONDS_LOST, metrics.GOODPUT, metrics.BAD_SAMPLES}
+BAD = ("failed", "broken off")  # states in which somebody must act
+# Numbers of a summary that other sections show.
+SHOWN_ELSEWHERE = {
+    "steps",
+    "epochs",
+    "images",
+    "health",
+    metrics.WALL_SECONDS,
+    metrics.RESTARTS,
+    metrics.STEPS_REPEATED,
+}
+SHOWN_ELSEWHERE |= {metrics.SECONDS_LOST, metrics.GOODPUT, metrics.BAD_SAMPLES}
 
 
 def page(run: Run, folder: Path) -> Page:
-    """The report of a run; PNGs of its curves are left in the folder."""
+    """Return the report of a run, and write PNGs of its curves into the folder."""
     sections = [
         Section("Results", results(run), ["Top-1 and top-5 are in percent."], narrow=True),
-        Section("Curves", figures(plots.curves(run, folder)), marks(run)),
+        Section("Curves", figures(plots.curves(run, folder)), marks_note(run)),
         Section("Health", findings(run)),
-        Section("Pictures", shown(run)),
+        Section("Pictures", evaluation_pictures(run)),
         Section("Time", times(run)),
-        Section("Bad samples", bad(run)),
-        Section("Log", [Texts([("the last lines of train.log", "\n".join(run.log))])] if told(run) else []),
+        Section("Bad samples", bad_samples(run)),
+        Section("Log", [Texts([("the last lines of train.log", "\n".join(run.log))])] if shows_log(run) else []),
         Section("Recipe", recipe(run), ["Resolved: every default is written out."]),
         Section("Environment", environment(run)),
     ]
     return Page(
-        title=": ".join(filter(None, (names([run.out])[0], what(run)))),
+        title=": ".join(filter(None, (names([run.out])[0], model_text(run)))),
         state=run.state,
         bad=run.state in BAD,
-        lead=[line for line in (about(run), run.why) if line],
+        lead=[line for line in (data_text(run), run.why) if line],
         tiles=list(tiles(run)),
         sections=[s for s in sections if s.blocks],
-        footer=signed(run.out),
+        footer=footer_text(run.out),
     )
 
 
-def what(run: Run) -> str:
-    """Method and backbone."""
+def model_text(run: Run) -> str:
+    """Return the names of the method and the backbone, such as `dino on vit_small_patch16_224`."""
     parts = [run.recipe.get(part, {}).get("name", "?") for part in ("method", "backbone")]
     return " on ".join(parts) if run.recipe else ""
 
 
-def about(run: Run) -> str:
-    """What the run sees, in a sentence."""
+def data_text(run: Run) -> str:
+    """Return a sentence that names the training data and the batch size."""
     data, optim = run.recipe.get("data", {}), run.recipe.get("optim", {})
-    return f"Images of {source(data.get('train'))} in batches of {optim.get('batch', '?')}." if run.recipe else ""
+    return f"Images of {source_text(data.get('train'))} in batches of {optim.get('batch', '?')}." if run.recipe else ""
 
 
-def source(train: Any) -> str:
-    """Where images are from; of many places the first."""
+def source_text(train: Any) -> str:
+    """Return the URL of the training data; of several, the first and the number of the others."""
     first = train[0] if isinstance(train, list) and train else train
     url = first.get("url") if isinstance(first, Mapping) else first
     more = f" and {len(train) - 1} more" if isinstance(train, list) and len(train) > 1 else ""
@@ -72,7 +92,7 @@ def source(train: Any) -> str:
 
 
 def tiles(run: Run) -> Iterator[Tile]:
-    """The numbers that come first."""
+    """Yield the large numbers at the top of the page."""
     s, last = run.summary, run.records[-1] if run.records else {}
     for key, label in ((metrics.KNN_TOP1, "kNN, top-1 %"), (metrics.LINEAR_TOP1, "linear, top-1 %")):
         if key in s:
@@ -101,61 +121,68 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def results(run: Run) -> list[Table]:
-    """Evaluations beside untrained and published numbers, a table for each with its settings above: those that the run
-    ended with, then those made later."""
+    """Return a table for each evaluation: this run's scores beside untrained and published scores. The evaluation at
+    the end of the run comes first, later ones follow."""
     tables = []
-    for m in measured(run):
+    for m in all_scores(run):
         columns = ["Number", "This run", "Untrained", "Published"]
         kept = [i for i in range(len(columns)) if i < 2 or any(row[i] is not None for row in m.rows)]
-        tables.append(Table(m.said, [columns[i] for i in kept], [[row[i] for i in kept] for row in m.rows]))
+        tables.append(Table(m.heading, [columns[i] for i in kept], [[row[i] for i in kept] for row in m.rows]))
     return tables
 
 
-class Measured(NamedTuple):
-    """Numbers of one evaluation."""
+class Scores(NamedTuple):
+    """The scores of one evaluation."""
 
-    key: tuple[str, str]  # the protocol as it was asked for, and the data: the same for numbers that may be compared
-    said: str  # how they were measured
-    rows: list[list[Any]]  # name, number, that without training, the published one
+    key: tuple[str, str]  # the protocol with the user's settings, and the data: scores with equal keys are comparable
+    heading: str  # how the scores were measured
+    rows: list[list[Any]]  # name, score, score without training, published score
 
 
-def measured(run: Run) -> Iterator[Measured]:
+def all_scores(run: Run) -> Iterator[Scores]:
+    """Yield the scores at the end of the run, then those of later evaluations."""
     s, paper = run.summary, run.published
-    ends = [k for k in s if k not in TOLD and not k.endswith(metrics.UNTRAINED) and isinstance(s[k], int | float)]
+    ends = [
+        k for k in s if k not in SHOWN_ELSEWHERE and not k.endswith(metrics.UNTRAINED) and isinstance(s[k], int | float)
+    ]
     if ends:
-        said = ended(run, ends)
+        said = final_settings(run, ends)
         same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")])
-        yield Measured((said, same), said, [[k, s[k], s.get(k + metrics.UNTRAINED), paper.get(k)] for k in ends])
-    for result in newest(run):
+        yield Scores((said, same), said, [[k, s[k], s.get(k + metrics.UNTRAINED), paper.get(k)] for k in ends])
+    for result in latest_results(run):
         before, name = result.before(run.results), ", untrained" * result.untrained
         there = {} if result.untrained else paper
         rows = [[k + name, v, before.get(k), there.get(k)] for k, v in result.numbers.items()]
-        of = whose(run, result)
-        yield Measured((how(result, asked=True) + of, result.data_digest), how(result) + of, rows)
+        of = backbone_suffix(run, result)
+        yield Scores((protocol_text(result, asked=True) + of, result.data_digest), protocol_text(result) + of, rows)
 
 
-def newest(run: Run) -> list[Result]:
-    """The last of results that differ in nothing but their date and weights; those of the untrained backbone are left
-    to the column beside."""
-    last = {(r.untrained, r.architecture, r.data_digest, how(r, asked=True) + whose(run, r)): r for r in run.results}
+def latest_results(run: Run) -> list[Result]:
+    """Return the latest result of each evaluation, meaning the same protocol, data, settings and backbone. Results
+    of the untrained backbone that another table shows in its own column are left out."""
+    last = {
+        (r.untrained, r.architecture, r.data_digest, protocol_text(r, asked=True) + backbone_suffix(run, r)): r
+        for r in run.results
+    }
     return sorted(without_twins(list(last.values())), key=lambda r: r.untrained)
 
 
-def how(result: Result, *, asked: bool = False) -> str:
-    """The protocol, the data that it was given, and its settings; `asked` leaves out what was found on the way."""
+def protocol_text(result: Result, *, asked: bool = False) -> str:
+    """Return the protocol, the data and the settings of an evaluation as text. With `asked`, settings that the
+    evaluation itself selected, such as a learning rate, are left out."""
     said = format_settings({k: v for k, v in result.settings.items() if k in result.asked or not asked})
     at = " and ".join("/".join(place.rstrip("/").split("/")[-2:]) for place in result.data.values())
     return result.protocol + (f" on {at}" if at else "") + (f": {said}" if said else "")
 
 
-def whose(run: Run, result: Result) -> str:
-    """Which backbone it was, unless it was the run's newest."""
+def backbone_suffix(run: Run, result: Result) -> str:
+    """Return `, of NAME` for an evaluation of another backbone than the run's newest, else nothing."""
     name = result.backbone.removeprefix(BARE).rstrip("/").rpartition("/")[2]
     return "" if name == run.out.rpartition("/")[2] else f", of {name}"
 
 
-def ended(run: Run, keys: Sequence[str]) -> str:
-    """The settings of the evaluation at the end of a run."""
+def final_settings(run: Run, keys: Sequence[str]) -> str:
+    """Return the settings of the evaluation at the end of the run as text."""
     e, of = run.recipe.get("evaluate", {}), {key.partition("/")[0] for key in keys}
     said = {
         "knn": f"kNN of k {e.get('k')}, T {e.get('temperature')}",
@@ -166,27 +193,34 @@ def ended(run: Run, keys: Sequence[str]) -> str:
 
 
 def figures(pictures: Sequence[Picture]) -> list[Pictures]:
+    """Return the pictures as a list of one group, or of none when there are no pictures."""
     return [Pictures(pictures)] if pictures else []
 
 
-def marks(run: Run) -> list[str]:
-    return ["Red lines mark what was found wrong at their steps; the table below says what."] if run.findings else []
+def marks_note(run: Run) -> list[str]:
+    """Return the note that explains the red lines of the curves, if the run has findings."""
+    return (
+        ["A red line marks a step at which a problem was found; the table of findings below describes it."]
+        if run.findings
+        else []
+    )
 
 
 def findings(run: Run) -> list[Table]:
+    """Return the table of what the run reported about its own health."""
     rows = [[f["step"], f["kind"], f["text"], KINDS.get(f["kind"], "")] for f in run.findings[:FINDINGS]]
     more = f"; the first {FINDINGS} of {len(run.findings)}" if len(run.findings) > FINDINGS else ""
     return [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
 
 
-def shown(run: Run) -> list[Pictures]:
-    """Pictures of evaluations, as large as there is room for."""
+def evaluation_pictures(run: Run) -> list[Pictures]:
+    """Return the pictures that evaluations drew, as large as the page has room for."""
     paths = sorted((run.folder / "pictures").rglob("*.png"))
     share = max(BUDGET // max(len(paths), 1), LEAST)
     found = []
     for path in paths[: BUDGET // LEAST]:
         try:
-            source = inlined(path, share)
+            source = picture_uri(path, share)
         except (OSError, SyntaxError):  # PIL's, of a picture that is half written, and of what is none
             continue
         text = caption(run, path)
@@ -195,14 +229,14 @@ def shown(run: Run) -> list[Pictures]:
 
 
 def caption(run: Run, path: Path) -> str:
-    """What a picture is of: the evaluation that drew it, with its settings, and its name in words."""
+    """Return the caption of a picture: its name, and the evaluation that drew it with the settings."""
     words = path.stem.replace("_", " ").replace("-", " ")
     of = next((r for r in reversed(run.results) if str(path.relative_to(run.folder)) in r.pictures), None)
-    return f"{words}{', untrained' * of.untrained} ({how(of)}{whose(run, of)})" if of else words
+    return f"{words}{', untrained' * of.untrained} ({protocol_text(of)}{backbone_suffix(run, of)})" if of else words
 
 
 def times(run: Run) -> list[Table]:
-    """When the run was started, and what its time went into."""
+    """Return a table of the run's starts and ends, and one of what its time was spent on."""
     rows: list[list[Any]] = []
     for s in run.starts:
         when = f"{datetime.fromtimestamp(s['time'], UTC):%Y-%m-%d %H:%M:%S}"
@@ -216,9 +250,9 @@ def times(run: Run) -> list[Table]:
     ends = (run.records[-1] if run.records else {}) | run.summary
     labels = {
         metrics.GOODPUT: "share of the time in steps that count",
-        metrics.SECONDS_LOST: "seconds that were lost",
+        metrics.SECONDS_LOST: "seconds lost",
         metrics.STEPS_REPEATED: "steps taken again after restarts",
-        metrics.WALL_SECONDS: "seconds of all starts together, without what was lost",
+        metrics.WALL_SECONDS: "seconds of all starts together, without lost ones",
         "images": "images seen",
         "epochs": "epochs",
     }
@@ -226,12 +260,13 @@ def times(run: Run) -> list[Table]:
     return tables + ([Table("Where the time went", ["What", "How much"], spent)] if spent else [])
 
 
-def bad(run: Run) -> list[Table]:
-    """Samples that could not be used, by reason, and steps whose gradients were not finite."""
+def bad_samples(run: Run) -> list[Table]:
+    """Return a table of the samples that could not be read, by reason, and one of the steps whose gradients were not
+    finite."""
     tables = []
     reasons = Counter(b["reason"] for b in run.quarantine)
     if reasons:
-        rows = [[reason, count, some(run, reason)] for reason, count in reasons.most_common(REASONS)]
+        rows = [[reason, count, examples(run, reason)] for reason, count in reasons.most_common(REASONS)]
         more = f"; {len(reasons) - REASONS} rarer reasons are in quarantine.jsonl" if len(reasons) > REASONS else ""
         tables.append(Table(f"Quarantine, by reason{more}", ["Reason", "Samples", "Such as"], rows))
     if run.skipped:
@@ -242,19 +277,19 @@ def bad(run: Run) -> list[Table]:
     return tables
 
 
-def some(run: Run, reason: str) -> str:
-    """A few samples of the quarantine by shard and key; a whole shard has no key."""
+def examples(run: Run, reason: str) -> str:
+    """Return up to three bad samples with this reason, each as shard/key; a shard that is bad as a whole has no key."""
     found = [b for b in run.quarantine if b["reason"] == reason][:3]
     return ", ".join("/".join(filter(None, (b["shard"].rpartition("/")[2], b["key"]))) for b in found)
 
 
-def told(run: Run) -> bool:
-    """Whether the log says more than the rest of the page."""
+def shows_log(run: Run) -> bool:
+    """Return whether to show the end of the log: the page already says all about a finished run."""
     return bool(run.log) and run.state != "finished"
 
 
 def recipe(run: Run) -> list[Texts]:
-    """The resolved recipe, a part for each section and one for what is in none."""
+    """Return the resolved recipe: one text per section, after one for the keys that are in no section."""
     inner = {k: v for k, v in run.recipe.items() if isinstance(v, dict | list)}
     alone = {k: v for k, v in run.recipe.items() if k not in inner}
     parts = [*([("run", alone)] if alone else []), *inner.items()]
@@ -263,6 +298,7 @@ def recipe(run: Run) -> list[Texts]:
 
 
 def environment(run: Run) -> list[Table]:
+    """Return the table of the packages, the machine and the command that the run was made with."""
     e = run.environment
     rows = [["python", e.get("python")], *(e.get("packages") or {}).items()] if e else []
     rows += [[k, e[k]] for k in ("platform", "cpus") if k in e]

@@ -1,4 +1,4 @@
-"""Write a report beside the run, with its curves as PNGs in a folder of the same name."""
+"""Write a report as an HTML file, with its curves as PNGs in a folder of the same name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ NAME = "report.html"
 
 
 def report(given: Sequence[str], out: Path | None = None) -> list[str]:
-    """Write the report of a run or a sweep into its folder, or that of several runs into this one, unless `out` names
-    another file. Returns where it is: a file, and for a run in a store the copy there too. Raises UserError and
-    Outage."""
+    """Write the report of a run or a sweep into its folder, or a comparison of several runs into the working folder.
+    `out` names another file. Returns the paths that were written: the file, and for a run in a store also the copy
+    there. Raises UserError, and Outage when the store does not answer."""
     if out and out.suffix != ".html":
         raise UserError(f"--out {out}: expected a name that ends with .html")
     swept = [Path(g) for g in given if not is_remote(g) and (Path(g) / "sweep.yaml").exists()]
     if swept and len(given) > 1:
-        raise UserError(f"{swept[0]}: is a sweep, and sweeps are not compared; its trials are in {swept[0]}/trials")
+        raise UserError(f"{swept[0]}: a sweep cannot be compared with others; its trials can: {swept[0]}/trials/*")
     runs = [] if swept else [read(g) for g in given]
     beside = swept[0].resolve() if swept else runs[0].folder if len(runs) == 1 else Path.cwd()
     path = out or beside / NAME

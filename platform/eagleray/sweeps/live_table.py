@@ -14,7 +14,7 @@ from eagleray.base.files import read_lines
 from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
 from eagleray.sweeps.study import Study
-from eagleray.sweeps.sweep import count, in_words
+from eagleray.sweeps.sweep import count_trials, in_words
 
 ROWS = 24  # of the live table; what runs, and what was last
 ORDER = ("running", "waiting", "finished", "stopped", "failed")
@@ -43,11 +43,13 @@ class Show:
             self.live.update(self.table(), refresh=True)
 
     def table(self) -> Table:
-        """Of what is running, waiting and was last done, at most so many rows."""
+        """Return the table of the first rows: running trials, then waiting ones, then the others."""
         study, keys = self.study, self.study.keys()
         with study.lock:
             rows = [dict(r) for r in study.rows.values()]
-        table = Table(title=f"{study.folder.name}: {count(study.sweep)} trials, {states(rows)}", title_justify="left")
+        table = Table(
+            title=f"{study.folder.name}: {count_trials(study.sweep)} trials, {states(rows)}", title_justify="left"
+        )
         several = len(study.sweep.alternatives) > 1
         for name in ["trial", *["alternative"] * several, *short(keys), "step", study.sweep.objective.key]:
             table.add_column(name)
@@ -63,7 +65,7 @@ class Show:
         return table
 
     def look(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Where a trial is, from its own folder where it runs."""
+        """Return a trial's step, ETA and reason of failure; for a running trial they come from its own folder."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
         lines = read_lines(self.study.folder / "trials" / row["id"] / layout.METRICS)
@@ -76,7 +78,8 @@ class Show:
 
 
 def short(keys: list[str]) -> list[str]:
-    """The ends of dotted keys, as long as they must be to differ; `value` says nothing."""
+    """Return column titles for dotted keys: as many last parts of each key as it takes for all to differ, without a
+    final `.value`."""
     found = []
     for key in keys:
         parts = key.removesuffix(".value").split(".")
@@ -93,8 +96,8 @@ def states(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def conclude(study: Study, files: list[Path]) -> None:
-    """Print the counts, the best trial and the paths of the results; trials.csv has a line for every trial."""
-    out.print(f"{count(study.sweep)} trials: {states(study.rows.values())}", markup=False)
+    """Print the counts, the best trial and the paths of the results. On a terminal also print why trials failed."""
+    out.print(f"{count_trials(study.sweep)} trials: {states(study.rows.values())}", markup=False)
     for row in study.rows.values():
         if row["state"] == "failed" and out.is_terminal:
             out.print(f"trial {row['id']} failed: {row['why']}", markup=False)

@@ -1,4 +1,5 @@
-"""A sweep in three pictures: the objective over each key, all keys side by side, and how every trial learnt."""
+"""Draw a sweep in three pictures: the objective over each key, all keys side by side, and the objective over the
+steps."""
 
 import itertools
 import math
@@ -18,7 +19,8 @@ PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 
 def draw(study: Study) -> list[Path]:
-    """Write keys.png, parallel.png and curves.png into the sweep's folder; nothing while no trial has a result."""
+    """Write keys.png, parallel.png and curves.png into the sweep's folder, and return their paths. Draws nothing
+    while no trial has a result."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
     if not rows:
         return []
@@ -28,6 +30,7 @@ def draw(study: Study) -> list[Path]:
 
 
 def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
+    """Draw one panel for each key: every trial is a point, with the key's value and the objective."""
     from matplotlib.figure import Figure
 
     varied = study.keys()
@@ -63,7 +66,8 @@ def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, 
 
 
 def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """One line per trial from key to key; darker is better. Dots lead past a key that an alternative lacks."""
+    """Draw one line per trial across an axis for each key; darker lines are better trials. Where an alternative
+    lacks a key, a dotted line skips its axis."""
     from matplotlib.figure import Figure
 
     varied = study.keys()
@@ -98,7 +102,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
 
 
 def curves(study: Study, colours: Mapping[str, str]) -> Path:
-    """The objective over the share of each trial's steps, as the scheduler saw it."""
+    """Draw the objective of every trial over the share of the trial's steps, with the values that the scheduler saw."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.4), dpi=DPI, layout="constrained")
@@ -124,36 +128,41 @@ def curves(study: Study, colours: Mapping[str, str]) -> Path:
 
 
 def kinds(study: Study) -> dict[str, str]:
-    """How each key is varied; one that is chosen from a list in one alternative is drawn as a list for all."""
+    """Return the kind of each key, such as log or choice. A key that one alternative draws from a range and another
+    from a list counts as a list."""
     found = [(k, v.kind) for b in study.sweep.alternatives.values() for k, v in b.space.items()]
     return dict(sorted(found, key=lambda kind: kind[1] not in RANGES))
 
 
 class Scale:
-    """Where values lie on an axis: those of a range by their size or its logarithm, those of a list side by side."""
+    """Positions of values on an axis. A range has a linear or logarithmic axis; the values of a list stand side by
+    side."""
 
     def __init__(self, values: Sequence[Any], kind: str) -> None:
-        """`kind` as a sweep has it."""
+        """`kind` is the kind of the key in the sweep file, such as log or choice."""
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         self.range = numbers and kind in RANGES
         self.known: list[Any] = sorted(set(values)) if numbers else sorted(set(values), key=str)
         self.log = self.range and kind == "log"
 
     def at(self, value: Any) -> float:
+        """Return the coordinate of a value on the axis of matplotlib."""
         return value if self.range else self.known.index(value)  # type: ignore[no-any-return]
 
     def share(self, value: Any) -> float:
-        """From 0 to 1."""
+        """Return the position of a value from 0, the lowest, to 1, the highest."""
         low, high, x = (float(self.at(v)) for v in (self.known[0], self.known[-1], value))
         if self.log:
             low, high, x = math.log(low), math.log(high), math.log(x)
         return (x - low) / (high - low) if high > low else 0.5
 
     def ticks(self) -> list[tuple[float, str]]:
+        """Return positions from 0 to 1, with the text at each."""
         known = [self.known[0], self.known[-1]] if self.range else self.known
         return [(self.share(v), in_words(v)) for v in dict.fromkeys(known)]
 
     def label(self, axes: Any) -> None:
+        """Set scale and ticks of the horizontal axis."""
         if self.log:
             axes.set_xscale("log")
         elif not self.range:
@@ -162,6 +171,7 @@ class Scale:
 
 
 def legend(figure: Any, study: Study, colours: Mapping[str, str]) -> None:
+    """Draw a legend of the alternatives, if there are several, and of the markers for finished and stopped trials."""
     from matplotlib.lines import Line2D
 
     several = len(colours) > 1
@@ -176,15 +186,18 @@ def legend(figure: Any, study: Study, colours: Mapping[str, str]) -> None:
 
 
 def title(study: Study) -> str:
+    """Return the title of a picture: the sweep and its best trial."""
     best = study.best()
     text = f"{study.folder.name}: {len(study.rows)} trials"
     return text + (f", best {best['id']} with {study.sweep.objective.key} {best['metric']:.4g}" if best else "")
 
 
 def wrapped(key: str) -> str:
+    """Return a dotted key on several lines, for the label of an axis."""
     return key.replace(".", ".\n").replace("/", "/\n")
 
 
 def save(figure: Any, path: Path) -> Path:
+    """Write a figure into a file, and return the path."""
     figure.savefig(path)
     return path

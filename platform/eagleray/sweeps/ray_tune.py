@@ -1,4 +1,4 @@
-"""Run the trials of a sweep on Ray Tune, which decides which run at once and which are stopped early."""
+"""Run the trials of a sweep on Ray Tune, whose scheduler decides which trials run at once and which stop early."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import RANGES, Space, Sweep, recipe_of, tidy
-from eagleray.sweeps.trial import POLL, Trial, reap, trial_dir
+from eagleray.sweeps.trial import POLL, Trial, free_resources, trial_dir
 
 DEATHS = 3  # of a trial's process, after which the trial has failed
 MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something
@@ -39,7 +39,8 @@ Screen = AbstractContextManager[Callable[[], None]]
 
 
 class LocalState:
-    """Objects of this process alone, pickled as nothing: Tune writes all its arguments to a file that nobody reads."""
+    """Objects that exist in this process alone. They are pickled as nothing, as Tune would otherwise write them into
+    a file that nobody reads."""
 
     def __init__(self, study: Study, asked: threading.Event) -> None:
         self.study, self.asked = study, asked
@@ -52,8 +53,8 @@ class LocalState:
 
 
 def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threading.Event, screen: Screen) -> None:
-    """Run all trials that are not done, `most` at once, until they are, or `asked` to stop; `screen`
-    shows how they are. Raises UserError."""
+    """Run the trials that are not done, at most `most` at once, until all are done or the event `asked` is set.
+    `screen` shows their progress. Raises UserError."""
     os.environ.update(VARIABLES)
     # The journal says in a line what a trial ended with.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
@@ -64,7 +65,10 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threadi
         each, width = share(study.sweep, nodes)
         pauses = study.sweep.scheduler in ("hyperband", "pbt")
         if most and pauses and most < width:
-            raise UserError(f"--max-concurrent {most}: scheduler={study.sweep.scheduler} needs to pause trials at will")
+            raise UserError(
+                f"--max-concurrent {most}: too few for "
+                f"scheduler={study.sweep.scheduler}, which pauses and resumes trials; expected {width} or more"
+            )
         local, pbt = LocalState(study, asked), study.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
             trainable(tracking, each),
@@ -93,7 +97,8 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threadi
 
 
 def _fit(tuner: Any, study: Study, asked: threading.Event, show: Callable[[], None]) -> None:
-    """In a thread of its own: in the main thread Tune would take Ctrl-C. Whoever asks to stop asks every run to."""
+    """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `asked` is set,
+    every running trial is asked to save and stop."""
     problem: list[BaseException] = []
 
     def work() -> None:
@@ -117,7 +122,8 @@ def _fit(tuner: Any, study: Study, asked: threading.Event, show: Callable[[], No
 
 
 def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
-    """What a trial asks Ray for, and how many fit at once. Raises UserError where none does."""
+    """Return the resources that one trial asks Ray for, and how many trials fit at once. Raises UserError when no
+    machine has room for a trial."""
     wanted = [
         recipe_of(sweep, n, {k: v.given[0] for k, v in b.space.items()}, n) for n, b in sweep.alternatives.items()
     ]
@@ -130,19 +136,22 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str,
     gpu = bool(gpus) if all(r.gpus is None for r in wanted) else any(r.gpus for r in wanted)
     fits = sum(int(min(n.get("CPU", 0) // sweep.cpus, n.get("GPU", 0) if gpu else math.inf)) for n in nodes)
     if not fits:
-        raise UserError(f"cpus={sweep.cpus}: no machine has so many CPUs{' and a GPU' if gpu else ''} for a trial")
+        raise UserError(
+            f"cpus={sweep.cpus}: a trial needs {sweep.cpus} CPUs{' and a GPU' if gpu else ''}, which no machine has"
+        )
     return {"CPU": sweep.cpus, "GPU": int(gpu)}, fits
 
 
 def scheduler(local: LocalState) -> Any:
-    """Return the scheduler. Time is in percent of a trial's own steps, whose number depends on its batch."""
+    """Return Tune's scheduler for the sweep. Its time is the percentage of a trial's own steps, as trials with
+    different batches have different numbers of steps."""
     from ray.tune import schedulers
 
     sweep = local.study.sweep
     if sweep.scheduler == "asha":
 
         class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
-            """ASHA that knows the results of trials from earlier processes."""
+            """ASHA that also knows the results of trials from earlier processes."""
 
             seen = False
 
@@ -156,10 +165,12 @@ def scheduler(local: LocalState) -> Any:
                 self.tell(controller, trial, trial.config["row"]["id"])
 
             def remember(self, controller: Any, trial: Any, name: str) -> None:
+                """Add a trial of an earlier process, with its results."""
                 super().on_trial_add(controller, trial)
                 self.tell(controller, trial, name)
 
             def tell(self, controller: Any, trial: Any, name: str) -> None:
+                """Pass all results that a trial has reported so far to the scheduler."""
                 for r in local.study.reports.get(name, []):
                     super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
 
@@ -186,7 +197,8 @@ def scheduler(local: LocalState) -> Any:
 
 
 def within(space: Space, given: dict[str, Any]) -> dict[str, Any]:
-    """Bring values back into their ranges, as PBT multiplies them by 0.8 or 1.2 regardless."""
+    """Return settings whose values are inside their ranges: PBT multiplies a value by 0.8 or 1.2 without regard to
+    its range."""
     values = dict(given["row"]["values"])
     for key, v in space.items():
         if v.kind in RANGES:
@@ -197,13 +209,14 @@ def within(space: Space, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Gone:
-    """A finished trial, as far as a scheduler needs to know it."""
+    """A stand-in for a trial of an earlier process: the scheduler needs only its id."""
 
     def __init__(self, trial_id: str) -> None:
         self.trial_id = trial_id
 
 
 def _domain(v: Any) -> Any:
+    """Return the values of a key as Tune's type."""
     from ray import tune
 
     if v.kind == "integer":
@@ -214,7 +227,7 @@ def _domain(v: Any) -> Any:
 
 
 def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a trial's process gets."""
+    """Return the settings that are sent to the process of a trial."""
     recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
     told = study.reports.get(row["id"], [])
     return {
@@ -231,7 +244,7 @@ def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def population(study: Study) -> dict[str, Any]:
-    """Return all trials at once, as PBT needs them."""
+    """Return the settings of all trials at once, as PBT needs them."""
     from ray import tune
 
     rows = []
@@ -242,6 +255,7 @@ def population(study: Study) -> dict[str, Any]:
 
 
 def searcher(local: LocalState) -> Any:
+    """Return a searcher that gives Tune the trials in the order of the study."""
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
@@ -267,6 +281,7 @@ def searcher(local: LocalState) -> Any:
 
 
 def stopper(local: LocalState) -> Any:
+    """Return the object that Tune asks whether to stop: when `asked` is set, or after the sweep's `hours`."""
     from ray.tune import Stopper
 
     end = time.monotonic() + 3600 * (local.study.sweep.hours or math.inf)
@@ -284,6 +299,7 @@ def stopper(local: LocalState) -> Any:
 
 
 def journal(local: LocalState) -> Any:
+    """Return the callback that writes Tune's events into the study."""
     from ray import tune
 
     class Journal(tune.Callback):  # type: ignore[misc]
@@ -293,7 +309,7 @@ def journal(local: LocalState) -> Any:
             row = local.study.rows[str(trial)]
             known = row["step"] or (trial_dir(local.study.folder, row["id"]) / layout.METRICS).exists()
             local.study.set(row["id"], state="running")
-            local.study.note(f"trial {row['id']} {'goes on' if known else 'begins'}: {words(row)}")
+            local.study.note(f"trial {row['id']} {'continues' if known else 'starts'}: {words(row)}")
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
@@ -320,7 +336,7 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            reap(trial_dir(local.study.folder, name))
+            free_resources(trial_dir(local.study.folder, name))
             file = trial_dir(local.study.folder, name) / layout.FAILED
             why = file.read_text() if file.exists() else "its process died"
             local.study.set(name, state="failed", why=why)
@@ -330,13 +346,15 @@ def journal(local: LocalState) -> Any:
 
 
 def words(row: Mapping[str, Any]) -> str:
+    """Return a trial's alternative and values as text."""
     values = " ".join(f"{k}={v}" for k, v in row["values"].items())
     return f"{row['alternative']} {values}".strip()
 
 
 def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
-    """The class that Tune runs: one process, one trial after another, with such resources. Tracking is a parameter and
-    so no part of what Tune writes down: its address may hold a password."""
+    """Return the class that Tune runs. Its process holds the resources `each` and runs one trial after another.
+    Tracking is passed as a parameter, which Tune does not write into its files, because its address may hold a
+    password."""
     from ray import tune
 
     class TuneTrial(tune.Trainable):  # type: ignore[misc]
@@ -356,7 +374,8 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             self.pretraining.end()
 
         def save_checkpoint(self, folder: str) -> None:
-            """Tune keeps no weights: the run has them, up to the step at which it is stopped here."""
+            """Stop the run, which saves its own checkpoint, and write down which trial it was. Tune holds no
+            weights."""
             self.pretraining.end()
             mark = {"trial": self.trial_name, "percent": self.pretraining.reported}
             (Path(folder) / "mark.json").write_text(json.dumps(mark))

@@ -27,7 +27,7 @@ from eagleray.runs.tracking import Tracking, one_line, tracking_uri
 from eagleray.sweeps import plots
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, write_best, write_table
-from eagleray.sweeps.sweep import Sweep, corners, count, load, recipe_of
+from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
@@ -37,27 +37,27 @@ OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a
 def tune(
     name: str, overrides: Sequence[str], plugins: Sequence[str] = (), *, most: int | None, resume: bool
 ) -> dict[str, Any]:
-    """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished, which it
-    is not when it was asked to stop before the end. Raises UserError."""
+    """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished: a
+    sweep that was asked to stop before its end is not. Raises UserError."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError("tune: ray is not installed")
+        raise UserError("tune: needs the package ray, which is not installed")
     sweep = load(name, overrides, plugins)
     folder = Path(os.path.abspath(sweep.out or ""))
     if "://" in (sweep.out or ""):
-        raise UserError(f"out={sweep.out}: expected a folder, which all machines share")
+        raise UserError(f"out={sweep.out}: expected a folder that all machines share, not a URL")
     check_objective(sweep)
     remote.check_writable(str(folder))
     with files.lock_folder(folder):
         begin(sweep, folder)
         study = Study(sweep, folder)
         if not study.open_trials():
-            out.print(f"done already: {folder} has done its {count(sweep)} trials", markup=False)
+            out.print(f"done already: all {count_trials(sweep)} trials in {folder} have ended", markup=False)
             return end(study, None, done=True)
         if study.rows and not resume:
-            done = count(sweep) - study.open_trials()
+            done = count_trials(sweep) - study.open_trials()
             raise UserError(
-                f"out={folder}: holds this sweep, {done} of {count(sweep)} trials done; --resume continues it, "
-                "another out= begins anew"
+                f"out={folder}: holds this sweep, {done} of {count_trials(sweep)} trials done; continue it with "
+                "--resume, or give another out="
             )
         check_data(sweep, folder)
         files.write_atomic(folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
@@ -66,6 +66,7 @@ def tune(
 
 
 def conduct(study: Study, most: int | None) -> dict[str, Any]:
+    """Run the trials that are not done, and return the results."""
     from eagleray.sweeps import ray_tune
 
     tracking = parent(study)
@@ -80,9 +81,10 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
 
 
 def describe(study: Study) -> str:
+    """Return the sweep in words, to print before it starts."""
     s = study.sweep
     left = study.open_trials()
-    of = f"{left} of {count(s)} trials are left" if left < count(s) else f"{left} trials"
+    of = f"{left} of {count_trials(s)} trials are left" if left < count_trials(s) else f"{left} trials"
     names = ", ".join(n for n in s.alternatives if n)
     return (
         f"{of}{' of ' + names if names else ''}; {s.objective.mode} of {s.objective.key}, search {s.search}, "
@@ -91,7 +93,8 @@ def describe(study: Study) -> str:
 
 
 def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
-    """Write table, plots and best recipe, send them to MLflow, and return the results."""
+    """Write table, plots and best recipe, send them to MLflow, and return the results. `done` tells MLflow whether
+    the sweep finished."""
     written = [study.folder / "sweep.yaml", write_table(study)]
     best = study.best()
     if best:
@@ -115,7 +118,8 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
 
 
 def parent(study: Study) -> Tracking:
-    """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached."""
+    """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached, else each on
+    its own."""
     uri = tracking_uri(study.folder, os.environ.get("MLFLOW_TRACKING_URI"))
     params = {
         k: v for k, v in config.flatten(config.to_plain(study.sweep)).items() if not k.startswith("alternatives.")
@@ -129,46 +133,55 @@ def parent(study: Study) -> Tracking:
 
 
 def check_objective(sweep: Sweep) -> None:
-    """Raises UserError when a trial would never report the objective, or not before its end where that is too late."""
+    """Raises UserError when no trial would ever report the objective, or only at its end while the scheduler
+    compares trials earlier."""
     key = sweep.objective.key
     where = f"objective.key={key}"
     if key not in OBJECTIVES:
-        raise UserError(f"{where}: no run reports this{config.nearest(key, OBJECTIVES)}")
+        raise UserError(f"{where}: not a metric that runs report{config.nearest(key, OBJECTIVES)}")
     early = sweep.scheduler != "none"
     if early and key in FINAL:
-        raise UserError(f"{where}: is known at a trial's end only: expected scheduler=none, not {sweep.scheduler}")
+        raise UserError(f"{where}: measured only at the end of a trial: expected scheduler=none, not {sweep.scheduler}")
     for name, b in sweep.alternatives.items():
         r = recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}")
         learns = issubclass(r.method.target, Classifier)
         if key in metrics.CLASSIFIED and not (learns and r.data.test):
             raise UserError(
-                f"{where}: {r.method.name} has no classifier" if not learns else f"{where}: needs data.test"
+                f"{where}: the method {r.method.name} trains no classifier"
+                if not learns
+                else f"{where}: needs data.test"
             )
         if learns and (key in metrics.FROZEN or key == metrics.MONITOR_KNN):
-            raise UserError(f"{where}: {r.method.name} is judged by its classifier, not by frozen features")
+            raise UserError(
+                f"{where}: not measured for {r.method.name}, which trains a classifier: "
+                "expected a metric of the classifier"
+            )
         if early and key in EVALUATED and not r.evaluate.every:
             raise UserError(
-                f"{where}: with evaluate.every=0 it is known at a trial's end only; scheduler={sweep.scheduler} needs "
-                "it before"
+                f"{where}: evaluate.every=0 measures it only at the end of a trial, "
+                f"but scheduler={sweep.scheduler} compares trials earlier"
             )
         if key == metrics.LINEAR_TOP1 and not r.evaluate.probe_epochs:
-            raise UserError(f"{where}: is not measured with evaluate.probe_epochs=0")
+            raise UserError(f"{where}: not measured, as evaluate.probe_epochs=0")
 
 
 def check_data(sweep: Sweep, folder: Path) -> None:
-    """Raises UserError when the data of an alternative is not there, lacks the labels that the objective needs, or the
-    method or a size cannot be built; the first trial of each alternative stands for all."""
+    """Check the first trial of each alternative in place of all. Raises UserError when its data is missing or lacks
+    the labels that the objective needs, or when its method cannot be built or cannot take an image size."""
     labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
         recipe = resolve_paths(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
         plan = make_plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))
         if labelled and not plan.index.labelled:
-            raise UserError(f"objective.key={sweep.objective.key}: data.train has no labels, and it needs them")
+            raise UserError(f"objective.key={sweep.objective.key}: needs labels, which data.train does not have")
         check_sizes(recipe)
 
 
 @contextmanager
 def screen(study: Study, asked: threading.Event) -> Iterator[Show]:
-    """Show the trials, and on a signal ask all of them to save and stop."""
-    with stop_on_signal(asked.set, "stopping all trials after their steps"), Show(study) as show:
+    """Show the trials. The first signal, such as Ctrl-C, asks all of them to save and stop."""
+    with (
+        stop_on_signal(asked.set, "stopping: every trial saves a checkpoint after its current step"),
+        Show(study) as show,
+    ):
         yield show

@@ -17,17 +17,18 @@ from eagleray.base.files import read_lines
 from eagleray.config import plugins
 from eagleray.config.plugins import Plugin
 from eagleray.runs.recipe import Recipe
-from eagleray.sweeps.sweep import Sweep, count, suggest
+from eagleray.sweeps.sweep import Sweep, count_trials, suggest
 
 DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
 GROWS = ("trials", "hours", "out")  # what may differ when a sweep is continued
 
 
 class Study:
-    """`trials.jsonl`, a row per trial that was begun, and `reports.jsonl`, what the scheduler was told. One process
-    writes."""
+    """The trials of a sweep: a row for each trial that was started in `trials.jsonl`, and the results that the
+    scheduler received in `reports.jsonl`. Only one process writes."""
 
     def __init__(self, sweep: Sweep, folder: Path, note: Callable[[str], None] = lambda line: None) -> None:
+        """`note` is called with a line of text for each event of a trial."""
         self.sweep, self.folder, self.note = sweep, folder, note
         self.lock = threading.RLock()
         self.rows = {r["id"]: r for r in read_lines(folder / "trials.jsonl")}
@@ -42,7 +43,7 @@ class Study:
                 if row["state"] == "waiting":
                     return row
             number = len(self.rows)
-            if number >= count(self.sweep):
+            if number >= count_trials(self.sweep):
                 return None
             name, values = suggest(self.sweep, number, list(self.rows.values()))
             row = {"id": f"{number:03d}", "alternative": name, "values": values, "state": "waiting"}
@@ -51,6 +52,7 @@ class Study:
             return row
 
     def set(self, name: str, **changes: Any) -> None:
+        """Change fields of a trial's row."""
         with self.lock:
             self.rows[name] |= changes
             self._write()
@@ -63,6 +65,7 @@ class Study:
             self._write()
 
     def report(self, name: str, step: int, steps: int, percent: float, value: float) -> None:
+        """Store a result that a trial reported: `value` is the objective, `percent` the share of the trial's steps."""
         record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
         with self.lock:
             files.append_lines(self.folder / "reports.jsonl", [record])
@@ -75,7 +78,7 @@ class Study:
     def open_trials(self) -> int:
         """Return the number of trials that are not done."""
         with self.lock:
-            return count(self.sweep) - sum(r["state"] in DONE for r in self.rows.values())
+            return count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values())
 
     def best(self) -> dict[str, Any] | None:
         """Return the row with the best objective among the trials that took all their steps."""
@@ -103,6 +106,7 @@ def begin(sweep: Sweep, folder: Path) -> None:
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
+    """Return the keys and values of a sweep that may not change when it is continued."""
     keys = config.flatten(config.to_plain(sweep))
     return {k.replace("alternatives..", ""): v for k, v in keys.items() if k not in GROWS}
 

@@ -1,4 +1,4 @@
-"""Define a sweep: recipes, the values that their keys may take, and an objective. They determine its trials."""
+"""Define a sweep: recipes, the values that their keys may take, and an objective. A sweep determines its trials."""
 
 import itertools
 import math
@@ -27,12 +27,14 @@ RANGES = ("uniform", "log", "integer")
 
 @dataclass(frozen=True)
 class Values:
-    """What a key may be: one of a list (choice, grid), or between low and high (uniform, log, integer)."""
+    """The values that a key may have: those of a list (choice, grid), or those between low and high (uniform, log,
+    integer)."""
 
     kind: str
     given: tuple[Any, ...]
 
     def draw(self, rng: random.Random) -> Any:
+        """Draw a random value."""
         if self.kind not in RANGES:
             return rng.choice(self.given)
         low, high = self.given
@@ -49,28 +51,29 @@ def in_words(value: Any) -> str:
 
 
 def tidy(x: float, low: float, high: float) -> float:
-    """Four digits are enough for a setting that people read, and copy."""
+    """Round a value to four digits, which people can read and copy, and bring it back between low and high."""
     return min(max(float(f"{x:.4g}"), low), high)
 
 
 def _values(spec: Any) -> Values:
+    """Parse the values of a key from the sweep file, such as `{log: [1.0e-4, 1.0e-2]}`. Raises ValueError."""
     if isinstance(spec, Values):
         return spec
     if not isinstance(spec, dict) or len(spec) != 1 or next(iter(spec)) not in KINDS:
         raise ValueError(f"expected one of {', '.join(KINDS)}, such as {{log: [1.0e-4, 1.0e-2]}}")
     [(kind, given)] = spec.items()
     if not isinstance(given, list) or not given:
-        raise ValueError(f"{kind}: expected a list of values that is not empty")
+        raise ValueError(f"{kind}: expected a list with at least one value")
     if kind not in RANGES:
         return Values(kind, tuple(given))
     try:
         low, high = (int(x) if kind == "integer" else float(x) for x in given)
     except (TypeError, ValueError):
-        raise ValueError(f"{kind}: expected two numbers, low and high") from None
+        raise ValueError(f"{kind}: expected a list of two numbers, low and high") from None
     if low > high:
         raise ValueError(f"{kind}: low {low:g} is above high {high:g}")
     if kind == "log" and low <= 0:
-        raise ValueError(f"log: low {low:g} is not above 0")
+        raise ValueError(f"log: low {low:g} is not positive")
     return Values(kind, (low, high))
 
 
@@ -81,13 +84,15 @@ Space = dict[
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Objective:
+    """The metric that the trials are compared by."""
+
     key: str = KNN_TOP1  # of metrics.jsonl or summary.json
     mode: Literal["max", "min"] = "max"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Branch:
-    """One recipe of a sweep, with what is fixed and what is varied."""
+    """A recipe of a sweep, the keys that are fixed in it and the keys that vary."""
 
     recipe: str | dict[str, Any] | None = None  # name or file; the tree itself once it is resolved
     fixed: dict[str, Any] = field(default_factory=dict)  # keys, dotted or nested, over the recipe's
@@ -96,7 +101,7 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sweep(Branch):
-    """`recipe`, `fixed` and `space` are shared by the alternatives, each of which may have its own."""
+    """A sweep. Its `recipe`, `fixed` and `space` apply to all alternatives, and each alternative may add its own."""
 
     alternatives: dict[str, Branch] = field(default_factory=dict)
     objective: Objective = Objective()
@@ -113,19 +118,25 @@ class Sweep(Branch):
 
     def __post_init__(self) -> None:
         if self.search == "grid" and self.scheduler != "none":
-            raise ValueError(f"search=grid wants every point to the end: expected scheduler=none, not {self.scheduler}")
+            raise ValueError(
+                f"search=grid trains every trial to its end: expected scheduler=none, not {self.scheduler}"
+            )
         if self.search == "grid" and self.trials:
-            raise ValueError(f"trials={self.trials}: a grid says itself how many there are")
+            raise ValueError(
+                f"trials={self.trials}: cannot be set with search=grid, whose points determine the number of trials"
+            )
         if self.scheduler == "pbt" and self.search != "random":
-            raise ValueError(f"scheduler=pbt searches by itself: expected search=random, not {self.search}")
+            raise ValueError(f"scheduler=pbt has its own search: expected search=random, not {self.search}")
         if self.scheduler == "pbt" and len(self.alternatives) > 1:
-            raise ValueError("scheduler=pbt: trials exchange their weights, so there can be one recipe only")
+            raise ValueError(
+                "scheduler=pbt: expected a single recipe, not alternatives, as trials exchange their weights"
+            )
 
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Sweep:
-    """The sweep with its recipes read in and one alternative at least. Overrides are keys of the recipes, which are
-    then no longer varied; `out`; and keys of the sweep after `sweep.`. `plugins` are added to those of every recipe.
-    Raises UserError."""
+    """Return the sweep with its recipes read in; a sweep without alternatives gets one. An override is a recipe key,
+    which then has that value in all trials, `out`, or `sweep.KEY` for a key of the sweep. `plugins` are added to
+    those of every recipe. Raises UserError."""
     path = bundled.find_sweep(name)
     pinned: dict[str, Any] = {}
     tree = config.read(path)
@@ -148,7 +159,8 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
 def _join(
     sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str, plugins: Sequence[str]
 ) -> Branch:
-    """An alternative on its own: the recipe's tree with everything that is fixed, and what is varied."""
+    """Return an alternative with what it shares with the others: its recipe with all fixed keys, and the keys that
+    vary."""
     name = own.recipe or sweep.recipe
     if isinstance(name, dict):
         return own  # resolved already, as in a sweep's folder
@@ -166,7 +178,7 @@ def _join(
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with values at dotted keys."""
+    """Return a copy of the tree with these values at their dotted keys."""
     out = dict(tree)
     for key, value in values.items():
         for part in reversed(key.split(".")):
@@ -176,13 +188,14 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(sweep: Sweep, branch: str, values: Mapping[str, Any], where: str) -> Recipe:
-    """The recipe of a trial. Raises UserError."""
+    """Return the recipe of a trial: that of the alternative `branch`, with the trial's values. Raises UserError,
+    which begins with `where`."""
     tree = sweep.alternatives[branch].recipe
     assert isinstance(tree, dict)
     return recipes.check(put(tree, values), where)
 
 
-def count(sweep: Sweep) -> int:
+def count_trials(sweep: Sweep) -> int:
     """Return the number of trials of a sweep."""
     if sweep.search == "grid":
         return sum(math.prod(len(v.given) for v in b.space.values()) for b in sweep.alternatives.values())
@@ -190,15 +203,15 @@ def count(sweep: Sweep) -> int:
 
 
 def check(sweep: Sweep, source: str) -> None:
-    """Raises UserError when a trial could not be told from another, or its recipe not be made: every value at an end
-    of its range is tried, with the others at an end of theirs."""
+    """Check the keys that vary, and build recipes with their extreme values. Raises UserError when a key cannot vary
+    or cannot be searched this way, and when such a recipe is wrong."""
     for name, branch in sweep.alternatives.items():
         where = f"{source}: " + f"alternatives.{name}: " * bool(name)
         if not branch.space:
-            raise UserError(f"{where}space: nothing to vary; expected keys with their values")
+            raise UserError(f"{where}space: empty; expected keys to vary, with their values")
         for key, v in branch.space.items():
             if key in ("out", "workers"):
-                raise UserError(f"{where}space.{key}: is the same for all trials; give it as {key}=")
+                raise UserError(f"{where}space.{key}: cannot vary between trials; set it for all with {key}=VALUE")
             if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
                 raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
         for values in corners(branch.space):
@@ -206,20 +219,22 @@ def check(sweep: Sweep, source: str) -> None:
             r = recipe_of(sweep, name, values, f"{where}with {told}")
             if r.optim.batch % r.data.lanes:
                 raise UserError(
-                    f"{where}with {told}: optim.batch={r.optim.batch} is no multiple of {r.data.lanes} lanes"
+                    f"{where}with {told}: optim.batch={r.optim.batch} is not a multiple of data.lanes={r.data.lanes}"
                 )
             shares(r.data.lanes, r.optim.batch, ranks=max(span(r.workers)[1], 1), workers=r.data.workers)
 
 
 def corners(space: Space) -> list[dict[str, Any]]:
-    """Every value of every list and every end of every range at least once, together with first ones and last ones."""
+    """Return combinations of extreme values: each value of every list and each end of every range, once with the
+    first value of all other keys and once with the last."""
     first = {k: v.given[0] for k, v in space.items()}
     last = {k: v.given[-1] for k, v in space.items()}
     return [first, last] + [{**base, k: x} for k, v in space.items() for x in v.given for base in (first, last)]
 
 
 def suggest(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Alternative and values of a trial, by its number from 0; a search that learns looks at the rows of the others."""
+    """Return the alternative and the values of trial `number`, counted from 0. A search that learns uses the rows of
+    the other trials."""
     if sweep.search == "grid":
         points = (
             (name, dict(zip(b.space, point, strict=True)))
@@ -235,11 +250,12 @@ def suggest(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tup
 
 
 def _ask(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """From a study that is made anew of what the others found, so that nothing is to be saved, or lost."""
+    """Suggest a trial with Optuna, whose state is rebuilt from the rows of the other trials each time, so that
+    nothing has to be saved."""
     try:
         import optuna
     except ImportError:
-        raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` does it") from None
+        raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` installs it") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         direction="maximize" if sweep.objective.mode == "max" else "minimize",
@@ -273,10 +289,12 @@ def _ask(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _space(sweep: Sweep, row: Mapping[str, Any]) -> Space:
+    """Return the keys that vary in the alternative of a trial."""
     return sweep.alternatives[row["alternative"]].space
 
 
 def _distribution(v: Values) -> Any:
+    """Return the values of a key as Optuna's type."""
     from optuna import distributions as d
 
     if v.kind not in RANGES:

@@ -1,4 +1,4 @@
-"""A trial of a sweep: a pretraining run in a thread, whose metrics another thread reports to Ray Tune."""
+"""Run a trial of a sweep: one thread pretrains, another reports its metrics to Ray Tune."""
 
 import math
 import threading
@@ -31,11 +31,12 @@ PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
 
 
 def trial_dir(folder: Path, name: str) -> Path:
+    """Return the folder of a trial's run."""
     return folder / "trials" / name
 
 
 class Trial:
-    """The pretraining run of a trial, which starts in its own thread when its first result is asked for."""
+    """The pretraining run of a trial. It starts in its own thread when the first result is requested."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
         self.folder = Path(settings["folder"])
@@ -52,8 +53,9 @@ class Trial:
         self.began = time.monotonic()
 
     def begin(self) -> None:
+        """Write the recipe into the trial's folder, and start the run's thread."""
         self.out.mkdir(parents=True, exist_ok=True)
-        reap(self.out)
+        free_resources(self.out)
         for left in (layout.STOP, layout.FAILURE, layout.FAILED):
             (self.out / left).unlink(missing_ok=True)
         files.write_atomic(self.out / layout.RECIPE, config.dump(self.recipe))
@@ -63,6 +65,7 @@ class Trial:
         self.thread.start()
 
     def _work(self) -> None:
+        """Pretrain, and store the summary or the error."""
         try:
             self.steps = make_plan(self.recipe).steps
             if done := finished(self.out, self.steps):
@@ -81,7 +84,7 @@ class Trial:
             self.outcome["error"] = e
 
     def next(self) -> dict[str, Any]:
-        """Wait for the next result for Tune: a new value of the objective, or the end of the trial."""
+        """Wait for the next result for Tune, and return it: a new value of the objective, or the end of the trial."""
         if self.thread is None and "error" in self.outcome:
             self.out.mkdir(parents=True, exist_ok=True)
             return self.last()
@@ -108,10 +111,12 @@ class Trial:
         return [r for r in read_lines(path) if math.isfinite(r.get(key, math.nan))] if self.steps else []
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
+        """Return a value of the objective in the form that Tune expects."""
         told = {"step": step, "steps": self.steps, "percent": percent, "value": float(value)}
         return told | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
+        """Return the result that ends the trial: its final value, its failure, or that it was asked to stop."""
         if "error" in self.outcome:
             return self.fail(self.outcome["error"])
         summary, key = self.outcome.get("summary"), self.settings["objective"]
@@ -120,26 +125,27 @@ class Trial:
         seen = [r[key] for r in self.records()]
         value = summary.get(key, seen[-1] if seen else None)
         if value is None:
-            return self.fail(UserError(f"objective {key}: the run never reported it"))
+            return self.fail(UserError(f"objective.key={key}: the run never reported this metric"))
         return self.result(self.steps, 100.0, value) | {"done": True}
 
     def fail(self, error: Exception) -> dict[str, Any]:
-        """Write why the trial failed, and end it: another start would fail in the same way."""
+        """Write the error into the trial's folder, and return a result that ends the trial. Tune shall not restart
+        it, as it would fail again."""
         (self.out / layout.FAILED).write_text(line(error))
         return {"done": True, "percent": self.reported}
 
     def end(self) -> None:
-        """Ask the run to save and stop, and wait until its workers and their resources are free."""
+        """Ask the run to save and stop, then wait until its workers have ended and their resources are free."""
         if self.thread is None:
             return
         if self.thread.is_alive():
             (self.out / layout.STOP).touch()
             self.thread.join(PATIENCE)
         self.thread = None
-        reap(self.out)
+        free_resources(self.out)
 
     def adopt(self, donor: str) -> None:
-        """Continue from another trial's newest checkpoint, with the values of this trial."""
+        """Continue from the newest checkpoint of the trial `donor`, with this trial's own values."""
         state = checkpoint.newest(trial_dir(self.folder, donor) / "checkpoints")
         if state is None:
             return
@@ -153,12 +159,13 @@ class Trial:
 
 
 def line(e: Exception) -> str:
-    """Return an error as one line for the table; the trial's train.log has the rest."""
+    """Return an error as one line for the table of trials; the trial's train.log has the traceback."""
     return one_line(e) if isinstance(e, UserError | Outage) else f"{type(e).__name__}: {one_line(e)}"
 
 
 def placements(out: Path) -> Any:
-    """Return a callback that records which CPUs and GPUs a run's workers hold, to free them if its process dies."""
+    """Return a callback that writes down which CPUs and GPUs Ray reserved for a run's workers, so that they can be
+    freed if the run's process dies."""
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
     class Placements(WorkerGroupCallback):  # type: ignore[misc]
@@ -169,8 +176,8 @@ def placements(out: Path) -> Any:
     return Placements()
 
 
-def reap(out: Path) -> None:
-    """Free the CPUs and GPUs that the workers of a dead trial still hold."""
+def free_resources(out: Path) -> None:
+    """Free the CPUs and GPUs that Ray still reserves for the workers of a trial whose process died."""
     note = out / layout.PLACEMENT
     if note.exists():
         from ray._raylet import PlacementGroupID
