@@ -126,7 +126,7 @@ def test_a_users_file_may_be_over_a_shipped_name_or_over_files_in_a_chain(tmp_pa
     with pytest.raises(UserError, match=r"four\.yaml: base: .*: no such file; .* write base: dino_vits16_in1k_ep100"):
         recipe.load(old)
     table = write("five.yaml", ROWS)
-    with pytest.raises(UserError, match=r"five\.yaml: recipes: a table"):
+    with pytest.raises(UserError, match=r"five\.yaml: recipes: the file holds several recipes"):
         recipe.load(table)
 
 

@@ -232,7 +232,7 @@ def test_a_method_of_ours_is_not_replaced(mine: Path, capsys: Any):
     path = mine.parent / "my_method.py"
     path.write_text(path.read_text().replace("cosine_pairs", "dino"))
     line = refused(capsys, "show", str(mine), "method.name=dino")
-    assert "method.name: 'dino' is eagleray's own; give that of my_method another" in line
+    assert "method.name: 'dino' already exists in eagleray; rename the one that my_method registers" in line
 
 
 def test_a_failing_operation_in_a_loader_process(mine: Path, shards: Path, tmp_path: Path, capsys: Any):

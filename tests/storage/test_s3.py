@@ -178,7 +178,7 @@ def test_ranges_are_exact(bucket: str, tmp_path: Path) -> None:
         length = min(rng.choice([1, 5000, 2**21]), LARGE - start)
         assert store.store(url).read(url, start, length) == data[start : start + length]
     assert store.store(url).get(url) == data
-    short = f"{url}: 20 bytes expected at {LARGE - 10}, it ends after 10 of them"
+    short = f"{url}: expected 20 bytes from {LARGE - 10} on, but the file ends after 10 of them"
     assert short == one_line(lambda: store.store(url).read(url, LARGE - 10, 20))
     assert url in one_line(lambda: store.store(url).read(url, LARGE, 1))
     assert f"{bucket}/gone: NoSuchKey" in one_line(lambda: store.store(url).read(f"{bucket}/gone", 0, 1))

@@ -145,7 +145,7 @@ def test_reads_are_exact(tmp_path: Path) -> None:
     assert read(str(path), 10, 20) == bytes(range(10, 30))
     assert read(f"file://{path}", 99, 1) == b"c"
     assert read(str(path), 100, 0) == b""
-    with pytest.raises(UserError, match=f"{path}: 20 bytes expected at 90, the file ends after 10 of them"):
+    with pytest.raises(UserError, match=f"{path}: expected 20 bytes from 90 on, but the file ends after 10 of them"):
         read(str(path), 90, 20)
 
 

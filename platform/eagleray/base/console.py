@@ -1,4 +1,4 @@
-"""Prints what commands have to say, and asks them to stop at a signal."""
+"""Prints the messages of commands and asks running work to stop at a signal."""
 
 import importlib.util
 import signal
@@ -15,7 +15,7 @@ out = Console(highlight=False, soft_wrap=True)
 
 @contextmanager
 def silence(quiet: bool) -> Iterator[None]:
-    """Suppress all console output in the block if `quiet`, because the output is JSON for a program."""
+    """Suppress all console output in the block if `quiet`, which commands set when they print JSON for a program."""
     out.quiet = quiet
     try:
         yield

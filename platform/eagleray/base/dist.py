@@ -1,6 +1,7 @@
-"""Collective operations between the ranks of a run, also for ranks with different numbers of rows.
+"""Sums, gathers and exchanges tensors between the ranks of a run.
 
-On a single process each operation returns its input.
+Ranks may have different numbers of rows; an argument `rows` holds the number of rows of every rank, in rank order. On a
+single process each operation returns its input.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class _Total(torch.autograd.Function):
 
 
 def total_with_grad(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks; gradients are those of the sum of all ranks' losses."""
+    """Sum a tensor over all ranks; its gradient is that of the sum of the losses of all ranks."""
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
@@ -73,9 +74,9 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...).
+    """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...), with a gradient.
 
-    The gradient of a rank's rows is that of the sum of all ranks' losses.
+    The gradient is that of the sum of the losses of all ranks.
     """
     return _Gather.apply(x, tuple(rows)) if size() > 1 else x  # type: ignore[no-any-return]
 

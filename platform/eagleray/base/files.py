@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path that becomes `path` when the block ends, so that readers never see half a file.
 
-    A block that raises leaves `path` as it was. `part` names the temporary path where its name matters; it must be on
-    the same file system.
+    If the block raises, `path` stays as it was. `part` sets the temporary path, for callers to whom its name matters;
+    it must be on the same file system as `path`.
     """
     part = part or path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -44,7 +44,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def cache_folder(name: str) -> Path:
     """Return a folder of the user's cache, $XDG_CACHE_HOME/eagleray/`name` or ~/.cache/eagleray/`name`.
 
-    Everything in it can be made again, so anybody may delete it.
+    All of its content can be recreated, so it is safe to delete.
     """
     return Unix("eagleray").user_cache_path / name  # the same folders on every system
 

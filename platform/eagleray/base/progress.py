@@ -13,7 +13,7 @@ PHASE_LINES = 10  # lines per phase
 
 
 def seconds_left(done: int, total: int, *, start: int, seconds: float) -> float:
-    """Estimate the seconds that remain, at the pace at which `start` became `done` within `seconds`."""
+    """Estimate the seconds until `done` reaches `total`, if the count rose from `start` to `done` within `seconds`."""
     return (total - done) * seconds / max(done - start, 1)
 
 
@@ -41,7 +41,7 @@ def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iter
 
 
 class PhaseProgress:
-    """Shows how many images each phase of a job has done: a bar in a terminal, a line now and then elsewhere."""
+    """Shows how many images each phase of a job has handled: a bar in a terminal, an occasional line elsewhere."""
 
     def __init__(self) -> None:
         self.bar: Progress = progress_bar("images")
@@ -56,7 +56,10 @@ class PhaseProgress:
         self.bar.stop()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show that `done` of `total` images are through a phase; those of its first call are not timed."""
+        """Show that a phase has handled `done` of `total` images.
+
+        The first call of a phase starts its clock, so images handled before it do not count for the rate.
+        """
         now = time.monotonic()
         if phase != self.phase:
             self.phase, self.task = phase, self.bar.add_task(phase, total=total, completed=done, rate="")

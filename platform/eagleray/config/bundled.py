@@ -46,13 +46,13 @@ def recipes() -> dict[str, ShippedRecipe]:
         tree = yaml.load(path.read_text(), LOADER)
         for one in expand(path, tree):
             if one.name in shipped:
-                raise RecipeError(f"{path}: {one.name}: is in {shipped[one.name].file} too")
+                raise RecipeError(f"{path}: {one.name}: {shipped[one.name].file} has a recipe of this name too")
             shipped[one.name] = one
     return dict(sorted(shipped.items()))
 
 
 def recipe(name: str) -> ShippedRecipe:
-    """Return a shipped recipe. Raises UserError, which names the nearest, for an unknown name."""
+    """Return a shipped recipe. Raises UserError for an unknown name; the message suggests similar names."""
     if name not in recipes():
         begins = {known[: len(name)]: known for known in reversed(names())}  # a name that is not complete
         likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
@@ -62,7 +62,7 @@ def recipe(name: str) -> ShippedRecipe:
 
 
 def tree(name: str) -> dict[str, Any]:
-    """Return the keys of a shipped recipe, merged over those of its base. Raises UserError."""
+    """Return the keys of a shipped recipe, merged over the keys of its base recipe. Raises UserError."""
     own = recipe(name)
     if own.base is None:
         return dict(own.keys)
@@ -72,8 +72,11 @@ def tree(name: str) -> dict[str, Any]:
 
 
 def read_recipe(name: str, beside: Path | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the title and the unchecked tree of a recipe: a shipped name, or the path of a YAML file, which may have
-    a shipped name or another file as its `base`. Paths are relative to `beside` first. Raises UserError."""
+    """Return the title of a recipe and its keys, which are not checked yet.
+
+    `name` is the name of a shipped recipe or the path of a YAML file. The file may have a `base`, which is again a name
+    or a path. A relative path is looked up in the folder `beside` first, then in the working folder. Raises UserError.
+    """
     path = Path(name)
     if beside and (beside / name).is_file():
         path = beside / name
@@ -83,12 +86,12 @@ def read_recipe(name: str, beside: Path | None = None) -> tuple[str, dict[str, A
         raise UserError(f"{name}: no such recipe file")
     own = own_keys(read(path, shipped=tree))
     for key in own.keys() & {"axes", "recipes"}:
-        raise RecipeError(f"{path}: {key}: a table is not one recipe; expected the keys of one")
+        raise RecipeError(f"{path}: {key}: the file holds several recipes; expected a file with one recipe")
     return path.stem, own
 
 
 def find_sweep(name: str) -> Path:
-    """Return the file of a sweep, given by path or by its shipped name. Raises UserError."""
+    """Return the file of a sweep, which is named by path or by its shipped name. Raises UserError."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():

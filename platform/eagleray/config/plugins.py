@@ -34,7 +34,7 @@ Sources = dict[str, bytes]  # by path below the folder that Python imports from
 
 @checked(frozen=True, config=STRICT)
 class Plugin:
-    """A plug-in in a resolved recipe: its name and the digest of its source, which make it part of a run's identity."""
+    """A plug-in in a resolved recipe: its name and the digest of its source. Both are part of a run's identity."""
 
     name: str  # my_method.py, or the dotted name of a module
     sha256: str
@@ -69,8 +69,11 @@ _LOADED: dict[str, LoadedPlugin] = {}
 
 
 def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
-    """Import a plug-in once, from the working folder or else from one of `folders`; with `sha256`, from the first of
-    them where the source has this digest. Raises PluginError."""
+    """Import a plug-in, unless this version of it is imported already.
+
+    A plug-in is looked up in the working folder first, then in `folders`. If `sha256` is set, the first copy whose
+    source has this digest is preferred. Raises PluginError.
+    """
     is_file = name.endswith(".py")
     copies = _files(name, folders) if is_file else _packages(name, folders)
     copy = next((c for c in copies if sha256 in (None, c.sha256)), copies[0])
@@ -88,7 +91,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
 
 
 def use(names: Iterable[str | Path]) -> None:
-    """Import the plug-ins that installed packages announce, and these. Raises PluginError."""
+    """Import the plug-ins that installed packages declare as entry points, then `names`. Raises PluginError."""
     load_installed()
     resolve([str(name) for name in names])
 
@@ -128,7 +131,7 @@ def resolve(listed: Any, *, folder: Path | None = None) -> list[dict[str, str]]:
 
 
 def unload() -> None:
-    """Forget every plug-in and what it has registered, as a new process would."""
+    """Forget every plug-in and all that plug-ins have registered, as in a new process."""
     for loaded_module in [p.module.__name__ for p in _LOADED.values()]:
         _unload(loaded_module)
 
@@ -150,7 +153,10 @@ def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -
 
 
 def owner(module: str) -> Plugin | None:
-    """Return the loaded plug-in that a module belongs to: itself, its package, or another part of the same package."""
+    """Return the loaded plug-in that a module belongs to.
+
+    The plug-in is the module itself, its package, or another module of the same package.
+    """
     top = module.partition(".")[0]
     within = [p for p in _LOADED.values() if f"{module}.".startswith(f"{p.module.__name__}.")]
     beside = [p for p in _LOADED.values() if p.module.__name__.partition(".")[0] == top]
@@ -159,7 +165,7 @@ def owner(module: str) -> Plugin | None:
 
 
 def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
-    """Return the sources of some loaded plug-ins, or of all, by name, for `install` in another process."""
+    """Return the sources of loaded plug-ins by name, for `install` in another process; None packs all plug-ins."""
     names = list(_LOADED) if plugins is None else [p.name for p in plugins]
     return {name: _LOADED[name].sources for name in names}
 
@@ -254,7 +260,7 @@ def _check_name(module_name: str, copy: Copy, name: str, *, is_file: bool) -> No
 
 
 def _prefer(folder: Path, top: str) -> None:
-    """Add a folder to those that Python imports packages from."""
+    """Put a folder on Python's import path, so that the package `top` is imported from this folder."""
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:

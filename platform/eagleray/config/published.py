@@ -1,4 +1,4 @@
-"""Writes the results of a recipe, published and our own, and its cost as sentences."""
+"""Describes a recipe's published results, our own results and its training cost in words."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -42,17 +42,17 @@ def entries(kind: Kind) -> dict[str, Entry]:
 
 
 class Registry(Mapping[str, T]):
-    """A mapping of names to everything of one kind, both shipped with eagleray and registered by plug-ins."""
+    """A mapping of names to everything of one kind: what eagleray ships and what plug-ins register."""
 
     def __init__(self, kind: Kind, shipped: Mapping[str, T], make: Callable[[Entry], T]) -> None:
-        """`make` turns the entry of a plug-in into a value of the same type as the shipped ones."""
+        """`make` turns the entry of a plug-in into a value of the same type as the values of `shipped`."""
         self.kind, self.shipped, self.make = kind, shipped, make
 
     def __getitem__(self, name: str) -> T:
         plugins = entries(self.kind)
         if name in plugins and name in self.shipped:
             owner = plugins[name].module
-            raise PluginError(f"{self.kind} {name!r} is eagleray's own; give that of {owner} another name")
+            raise PluginError(f"{self.kind} {name!r} already exists in eagleray; rename the one that {owner} registers")
         return self.make(plugins[name]) if name in plugins else self.shipped[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -101,7 +101,8 @@ def source(name: str, **details: Any) -> Callable[[T], T]:
 def protocol(name: str, *, about: str = "", needs: tuple[str, ...] = (), features: str = "pooled") -> Callable[[T], T]:
     """Register a protocol for `eagleray evaluate --protocol NAME`.
 
-    The function returns an Outcome; what it is called with follows from `needs`, see docs/evaluate.md."""
+    The function returns an Outcome. `needs` decides which arguments the function receives; see docs/evaluate.md.
+    """
     return lambda target: _register("protocol", name, target, about=about, needs=needs, features=features)
 
 

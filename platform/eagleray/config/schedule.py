@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The position in training, which follows from the step alone, so that it is never checkpointed."""
+    """The position in training. It follows from the step alone, so checkpoints do not store it."""
 
     step: int
     steps_per_epoch: int
@@ -21,8 +21,10 @@ class Progress:
 class Schedule:
     """A linear warm-up from `warmup_from` to `value` over `warmup` epochs, and then a decay.
 
-    With `end`, the value falls to `end` along half a cosine, or in a straight line if `straight`. With `drops`, it is
-    divided by ten at each of these epochs. Raises ValueError when both are set."""
+    With `end`, the value falls to `end` along half a cosine, or in a straight line if `straight`. With `drops`, a list
+    of epochs, the value is divided by ten at each of these epochs. Raises ValueError when `end` and `drops` are both
+    set.
+    """
 
     value: float
     warmup_from: float = 0.0

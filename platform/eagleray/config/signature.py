@@ -32,7 +32,8 @@ class Unreadable(Exception):
 def fields(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
     """Return the keyword-only parameters of a module's one public class, or of a function, except for those in `skip`.
 
-    They are read from the source or, where that is not enough, from the imported module."""
+    The parameters are read from the source. Where the source is not enough, the module is imported.
+    """
     try:
         return from_source(module, function, skip=skip)
     except Unreadable:

@@ -10,7 +10,7 @@ from eagleray.config import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Source:
-    """Shards, and how often each of their samples is read in an epoch, with new crops each time."""
+    """Shards, and how often an epoch reads each of their samples; every reading draws new crops."""
 
     url: str  # folder, glob or brace pattern of shards; file or s3://
     repeat: Annotated[int, Field(gt=0)] = 1

@@ -16,7 +16,7 @@ LAYOUT = ("base", "name", "axes", "exceptions", "recipes")
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedRecipe:
-    """A recipe of pipelines/: its description, and the keys that it sets over those of its base."""
+    """A recipe of pipelines/: its description, and the keys in which it differs from its base recipe."""
 
     name: str
     file: Path
@@ -102,7 +102,10 @@ def _check_exceptions(path: Path, axes: Mapping[str, Any], exceptions: Any) -> N
 
 
 def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge recipe keys and join notes; other descriptive keys of `over` replace those of `under`."""
+    """Merge the recipe keys of `over` into those of `under`.
+
+    The two notes are joined. Any other descriptive key of `over` replaces that of `under`.
+    """
     said = {key: over[key] for key in ABOUT if key in over}
     if under.get("note") and over.get("note"):
         said["note"] = f"{under['note']} {over['note']}"
@@ -137,7 +140,10 @@ def _shipped(
 
 
 def published_entries(path: Path, name: str, numbers: Any, defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the published results as mappings of metrics, from a number of `metric`, a mapping or a list of them."""
+    """Yield every published result as a mapping of metrics.
+
+    `numbers` is a mapping, a single number, or a list of these. A number belongs to the metric that `defaults` names.
+    """
     for one in numbers if isinstance(numbers, list) else [numbers] if numbers not in (None, {}) else []:
         if isinstance(one, int | float) and "metric" in defaults:
             one = {defaults["metric"]: one}

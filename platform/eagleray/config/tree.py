@@ -70,8 +70,9 @@ def read(
 ) -> dict[str, Any]:
     """Return the unchecked tree of a file, merged over its `base` and under the overrides.
 
-    A base is another file, or the name of a shipped recipe, whose tree `shipped` returns. `within` are the files whose
-    base this one is. Raises RecipeError."""
+    The base is another file or the name of a shipped recipe, whose tree the function `shipped` returns. `within` lists
+    the files that led to this one through their `base`, so that a circle is noticed. Raises RecipeError.
+    """
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
@@ -127,7 +128,7 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """A class that a recipe names, with all its keyword arguments, checked."""
+    """A part of a recipe, such as its method: the class that `name` selects, and the checked arguments for it."""
 
     package: str
     name: str
@@ -140,7 +141,7 @@ class Part:
         return plugin or part(self.package, self.name)
 
     def build(self, *positional: Any) -> Any:
-        """Create an object of the class from these arguments and the recipe's keyword arguments."""
+        """Create an object of the class from the positional arguments and the recipe's keyword arguments."""
         return self.target(*positional, **self.args)
 
 
@@ -153,10 +154,11 @@ class _PartError(ValueError):
 
 
 def part_of(package: str) -> Any:
-    """Return the type of a recipe field whose `name` is a module of `package` and whose other keys are its arguments.
+    """Return the type of a recipe field that selects a class, such as `method`.
 
-    The keyword-only parameters of the module's one public class, with annotations and defaults, are the allowed keys.
-    They are read from the source, so the class is imported only when it is used.
+    The field's `name` is a module of `package`. The field's other keys are arguments of the module's one public class:
+    its keyword-only parameters, with their annotations and defaults. The parameters are read from the source, so the
+    class is imported only when it is used.
     """
 
     def checked(spec: Any) -> Part:
@@ -171,7 +173,8 @@ def part_of(package: str) -> Any:
         if name not in names:
             raise _PartError([f".name: unknown {name!r}{nearest(name, names)}"])
         if name in plugins and name in parts(package):
-            raise _PartError([f".name: {name!r} is eagleray's own; give that of {plugins[name].__module__} another"])
+            owner = plugins[name].__module__
+            raise _PartError([f".name: {name!r} already exists in eagleray; rename the one that {owner} registers"])
         fields: Any = signature.from_import(plugins[name]) if name in plugins else signature.fields(f"{package}.{name}")
         model = create_model(name, __config__=STRICT, **fields)
         try:
@@ -193,7 +196,7 @@ def plugin_parts(package: str) -> dict[str, type]:
 
 
 def parts(package: str) -> list[str]:
-    """Return the names that a recipe may use: the package's modules without the one of the base class."""
+    """Return the names that a recipe may use: all modules of the package except the base class's."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations
@@ -207,9 +210,9 @@ def part(package: str, name: str) -> type:
 
 
 def part_constant(package: str, name: str, constant: str) -> Any:
-    """Return a class attribute of a part, read from the source without an import where possible.
+    """Return a class attribute of the package's class `name`, read from the source without an import where possible.
 
-    Raises RecipeError when the package has no part of this name.
+    Raises RecipeError when the package has no module of this name.
     """
     plugins = plugin_parts(package)
     if name in plugins:

@@ -1,4 +1,4 @@
-"""Defines the constrained numbers of recipes: shares, numbers of classes and sizes in bytes."""
+"""Defines the constrained numbers of recipes: fractions, numbers of classes and sizes in bytes."""
 
 import re
 from typing import Annotated, Any

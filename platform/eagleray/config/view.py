@@ -25,7 +25,8 @@ def check_policy(policy: str) -> str:
 def check_operation(name: str) -> str:
     names = sorted(register.entries("view"))
     if name not in names:
-        raise ValueError(f"expected a view operation that a plug-in registers, known are {', '.join(names) or 'none'}")
+        known = ", ".join(names) or "none"
+        raise ValueError(f"expected the name of a view operation that a plug-in registers; known are {known}")
     return name
 
 
@@ -36,7 +37,7 @@ Policy = Annotated[str, AfterValidator(check_policy)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class View:
-    """The settings of one kind of view; shares without another comment are probabilities."""
+    """The settings of one kind of view. A field of type Share is a probability, unless its comment says otherwise."""
 
     size: Annotated[int, Field(gt=0)] = 224  # pixels, square
     count: Annotated[int, Field(gt=0)] = 1
@@ -62,5 +63,5 @@ class View:
             raise ValueError(f"randaugment={self.randaugment} needs jitter=0, got jitter={self.jitter}")
         if min(self.strength) < 0 or self.strength[3] > 0.5:
             raise ValueError(
-                f"strength={self.strength}: expected no negative number, and a hue of at most 0.5, half the circle"
+                f"strength={self.strength}: expected four numbers from 0 on, the last of them (hue) at most 0.5"
             )

@@ -69,9 +69,10 @@ class Cache:
             log.warning("%s: cannot cache a block: %s", self.folder, e.strerror)
 
     def _make_room(self, size: int) -> None:
-        """Evict the oldest blocks if needed, and add a block of this size to the used bytes.
+        """Delete the oldest blocks if needed, and count `size` bytes more as used.
 
-        After a killed process the count may be too high, never too low; it is corrected when it reaches the limit.
+        A killed process may leave the count of used bytes too high, never too low. The count is corrected when it
+        reaches the limit.
         """
         text = (self.folder / "used").read_text()
         used = int(text) if text.isdigit() else self.limit

@@ -11,7 +11,7 @@ WIDTH = 16  # calls at once: enough to hide the latency of an object store
 
 
 def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int = WIDTH) -> Iterator[R]:
-    """Yield the function's results in order; at most `width` wait in memory, unlike those of an executor's own map."""
+    """Yield the function's results in order; at most `width` results wait in memory, unlike in an executor's `map`."""
     with ThreadPoolExecutor(width) as pool:
         waiting: deque[Future[R]] = deque()
         try:

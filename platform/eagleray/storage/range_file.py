@@ -26,9 +26,9 @@ def read_span(span: Span) -> memoryview:
 
 
 class RangeFile(io.RawIOBase):
-    """A span as a seekable stream.
+    """Reads a span as a seekable stream.
 
-    With `sparse`, the caller reads only headers, so reads are short wherever that does not cost more requests.
+    Set `sparse` when only headers are read: requests then fetch few bytes, unless that would take more requests.
     """
 
     def __init__(self, span: Span, *, sparse: bool = False) -> None:

@@ -96,7 +96,8 @@ class S3Store:
             )
             if response["ContentLength"] != length:
                 raise UserError(
-                    f"{url}: {length} bytes expected at {start}, it ends after {response['ContentLength']} of them"
+                    f"{url}: expected {length} bytes from {start} on, "
+                    f"but the file ends after {response['ContentLength']} of them"
                 )
             return read_body(response["Body"], length)
 
@@ -223,7 +224,7 @@ def read_body(body: Any, length: int) -> memoryview:
         count = stream.readinto(data[at : at + PIECE])
         if not count:
             body.close()
-            raise Transient(f"{length} bytes expected, got {at}")
+            raise Transient(f"expected {length} bytes, got {at}")
         at += count
         seconds = time.monotonic() - began
         if seconds > GRACE and at < SLOWEST * seconds:

@@ -42,7 +42,7 @@ class Store(Protocol):
         """Return a string that changes when the content of the file does."""
 
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
-        """Return exactly `length` bytes from `start`; S3 refuses if the file no longer has this tag."""
+        """Return exactly `length` bytes from `start`; with `tag`, S3 refuses to read a file whose tag has changed."""
 
     def get(self, url: str) -> bytes:
         """Return the whole file. Raises FileNotFoundError when there is none."""
@@ -106,7 +106,7 @@ def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryvie
 
     count = _call_with_retries(url, run, patience)
     if count != length:
-        raise UserError(f"{url}: {length} bytes expected at {start}, the file ends after {count} of them")
+        raise UserError(f"{url}: expected {length} bytes from {start} on, but the file ends after {count} of them")
     return data
 
 
@@ -224,8 +224,9 @@ def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> lis
 def _list_folder(folder: str, start: str, patience: float) -> list[Blob]:
     """List a folder of shards.
 
-    Raises UserError when the store does not answer a command that a person waits for, because the address is probably
-    wrong, and Outage when a run has read from it before."""
+    If the store does not answer a command that a person waits for, UserError is raised, because the address is probably
+    wrong. In a run, which has read from the store before and so has more `patience`, Outage is raised.
+    """
     try:
         return store(folder).list(folder + "/", start, patience=patience)
     except Outage as e:

@@ -11,7 +11,8 @@ from eagleray.base.rng import seed_global_generators
 class Mixing:
     """Mixes every batch with itself in reverse order and smooths the labels.
 
-    Where both Mixup and CutMix are on, one of them is drawn for each batch."""
+    If both Mixup and CutMix are on, one of the two is drawn for each batch.
+    """
 
     def __init__(self, classes: int, *, smoothing: float, mixup: float, cutmix: float) -> None:
         """`mixup` and `cutmix` are the alpha of a Beta(alpha, alpha) distribution; 0 switches that operation off."""
@@ -19,9 +20,10 @@ class Mixing:
         self.mix = Mixup(mixup, cutmix, prob=1.0, switch_prob=0.5, label_smoothing=smoothing, num_classes=classes)
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix images (B, 3, H, W) in place; return them and their distributions over classes (B, C), from labels (B,).
+        """Mix images (B, 3, H, W) in place; return the images and their distributions over classes (B, C).
 
-        The random numbers depend on PyTorch's CPU generator alone."""
+        The distributions are made from the labels y (B,). The random numbers depend on PyTorch's CPU generator alone.
+        """
         even = len(x) // 2 * 2 if self.on else 0
         targets = []
         if even:

@@ -1,7 +1,7 @@
 """Applies colour jitter, grayscale, blur, solarisation, flips, normalisation and erasing to a batch on any device.
 
-Each image has its own parameters, and each operation touches only the images that it applies to. Which those are is
-known on the CPU, where the parameters were drawn, so the host never waits for the device.
+Each image has its own parameters, and each operation touches only some of the images. The CPU, where the parameters are
+drawn, knows which images an operation touches, so the host never waits for the device.
 """
 
 import functools
@@ -60,7 +60,7 @@ def saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Rotate the hue of each image by `shift` (B,), a share of the full circle, through HSV."""
+    """Rotate the hue of each image by `shift` (B,), a fraction of the full circle, through HSV."""
     r, g, b = x.unbind(1)
     value, top = x.max(1)
     chroma = value - x.min(1).values
@@ -112,7 +112,9 @@ def normalise(images: Tensor, device: torch.device) -> Tensor:
 def erase_(x: Tensor, boxes: Tensor) -> Tensor:
     """Fill the boxes (B, 5) of `sampling.erase_boxes` with normal noise, in images (B, 3, S, S), in place.
 
-    Boxes are on the CPU. Each has its own seed, so its noise is the same in any batch, on devices of one kind."""
+    The boxes are on the CPU. Each box has its own seed, so its noise does not depend on the rest of the batch. The
+    noise is the same on all devices of one kind.
+    """
     for row in boxes[:, 2].nonzero().squeeze(1).tolist():
         top, left, h, w, seed = (int(value) for value in boxes[row].tolist())
         noise = torch.Generator(x.device).manual_seed(seed)

@@ -35,8 +35,9 @@ def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 def augment(crop: Tensor, view: View, seed: int) -> None:
     """Apply the view's policy to a uint8 crop (3, S, S) in place; the seed decides the operations.
 
-    A flipped view is flipped afterwards, unlike in timm. The distribution is the same, as the sign of every horizontal
-    operation is random."""
+    Unlike in timm, a view that is flipped is flipped after the policy. The distribution is the same, because every
+    horizontal operation has a random sign.
+    """
     assert view.randaugment
     image = Image.fromarray(crop.permute(1, 2, 0).numpy())
     with seed_global_generators(seed):

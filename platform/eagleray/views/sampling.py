@@ -88,7 +88,10 @@ def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[n
 
 
 def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
-    """Draw seeds (V, O) below 2**63 for the at most O plug-in operations of each view; (V, 0) without any."""
+    """Draw a seed below 2**63 for every plug-in operation of every view, (V, O); (V, 0) where no view has operations.
+
+    O is the largest number of operations of a view.
+    """
     count = max(len(x.operations) for x in v.views)
     if not count:
         return np.empty((len(v.views), 0), np.int64)
@@ -128,8 +131,9 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """Return the parameters (..., V, 18) of the photometric operations, with the columns of COLUMNS.
 
-    They follow from uniforms (..., V, WIDTH) and, where views are erased, (..., V, EXTRA_WIDTH). A sigma of 0 means no
-    blur, an erase height of 0 no erasing."""
+    The parameters follow from the uniform numbers `u` (..., V, WIDTH) and, where views are erased, `extra` (..., V,
+    EXTRA_WIDTH). A sigma of 0 means no blur, an erase height of 0 no erasing.
+    """
     flip, jitter, gray, blur, solarize = np.moveaxis(
         u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.probabilities, -1, 0
     )
@@ -152,8 +156,9 @@ def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | 
 def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the boxes to erase (..., V, 5): top, left, height and width in pixels, and a 24-bit seed for the noise.
 
-    They follow from uniforms (..., V, EXTRA_WIDTH); a row is zero where nothing is erased or no box fits. Random
-    erasing is by Zhong et al. 2020, arXiv:1708.04896."""
+    The boxes follow from the uniform numbers `u` (..., V, EXTRA_WIDTH). A row is zero where nothing is erased or no box
+    fits. Random erasing is by Zhong et al. 2020, arXiv:1708.04896.
+    """
     side = v.size[:, None]
     area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
     aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
