@@ -145,14 +145,14 @@ def test_pickles_are_refused(tmp_path: Path):
         place.parent.mkdir(parents=True)
         place.write_bytes(b"\x80\x02}")
         line = source_error(name, tmp_path / name)
-        assert "holds the Python version, whose pickles could run any code; expected" in line
+        assert "which is not read because its pickles could run any code; expected" in line
         assert f"the other files of {name}-binary.tar.gz, unpacked" in line
 
 
 def test_an_archive_must_be_unpacked(tmp_path: Path):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
     line = source_error("cifar-10", tmp_path)
-    assert "expected data_batch_1.bin in it, as cifar-10-binary.tar.gz unpacks; " in line
+    assert "expected data_batch_1.bin in it, unpacked from cifar-10-binary.tar.gz; " in line
     assert line.endswith("; cifar-10-binary.tar.gz must be unpacked first")
     assert "train_32x32.mat in it" in source_error("svhn", tmp_path)
 
@@ -180,7 +180,7 @@ def test_a_download_that_was_cut_off_is_one_line(name: str, file: str, share: fl
 def test_other_layouts_are_one_line(tmp_path: Path):
     part = b"\0" * 3000
     line = damaged(tmp_path / "a", "cifar-10", write("cifar-10-batches-bin/data_batch_2.bin", part))
-    assert "data_batch_2.bin: expected records of 3073 bytes with labels below 10" in line
+    assert "data_batch_2.bin: not in CIFAR's binary format; expected records of 3073 bytes with labels below 10" in line
     line = damaged(tmp_path / "b", "cifar-10", write("cifar-10-batches-bin/data_batch_2.bin", b"\x0a" * 3073))
     assert "labels below 10" in line
     line = damaged(tmp_path / "c", "svhn", write("train_32x32.mat", b"no matrix" * 50))

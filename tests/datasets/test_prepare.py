@@ -237,7 +237,7 @@ def test_destinations_that_hold_something_else_are_refused(photos: tuple[Path, d
 def test_nothing_usable_is_refused(tmp_path: Path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jpg").write_bytes(spoiled(1))
-    assert "none of the 1 listed images is left; the most frequent reason: " in prepare_error(
+    assert "all 1 listed image(s) were dropped; the most frequent reason: " in prepare_error(
         "folder", tmp_path / "in", tmp_path / "out"
     )
 

@@ -134,7 +134,9 @@ def test_imagenet_that_cannot_be_used_is_refused(tmp_path: Path):
     wrong = {"labels": str(tmp_path / "x.csv"), "split": "val"}
     assert "columns ImageId and PredictionString" in source_error("imagenet-1k", tar, **wrong)
     (tmp_path / "x.csv").write_text("ImageId,PredictionString\nILSVRC2012_val_00000001")
-    assert "no class for ILSVRC2012_val_00000001; the file may be cut off" in source_error("imagenet-1k", tar, **wrong)
+    assert "image ILSVRC2012_val_00000001 has no class; the file may be cut off" in source_error(
+        "imagenet-1k", tar, **wrong
+    )
     (tmp_path / "x.tar.gz").write_bytes(b"no archive")
     wrong = {"labels": str(tmp_path / "x.tar.gz"), "split": "val"}
     assert "x.tar.gz: cannot be unpacked" in source_error("imagenet-1k", tar, **wrong)
@@ -312,7 +314,10 @@ def test_parquet_of_plain_bytes_where_some_are_missing(tmp_path: Path):
     found = read_source("parquet", path, column="jpg")[1]
     assert [d for d, _ in found.values()] == [jpeg(1), b"", jpeg(3)]
     assert list(found) == ["plain-000000000", "plain-000000001", "plain-000000002"]
-    assert source_error("parquet", path, column="x") == f"--column x: {path} has bytes in jpg, thumb"
+    assert (
+        source_error("parquet", path, column="x")
+        == f"--column x: not a column of bytes in {path}; expected one of: jpg, thumb"
+    )
     pq.write_table(pa.table({"url": ["a"]}), tmp_path / "urls.parquet")
     assert "expected one column of bytes, found none among url" in source_error("parquet", tmp_path / "urls.parquet")
     (tmp_path / "no.parquet").write_text("text")

@@ -246,19 +246,19 @@ def test_other_layouts_are_one_line(tmp_path: Path):
         (tmp_path / name / file).write_bytes(content)
         return source_error(name, tmp_path / name)
 
-    assert "train.txt: expected lines with an image and its class, found 'x.jpg'" in damaged(
+    assert "train.txt: expected an image and its class in every line, found 'x.jpg'" in damaged(
         "food-101", "meta/train.txt", b"x\n"
     )
     assert "found '10.jpg'" in damaged("aircraft", "images_variant_val.txt", b"10\n")
     line = damaged("voc2007", "ImageSets/Main/cow_trainval.txt", b"000005 2\n")
     assert "cow_trainval.txt: line 1: expected an image and 1, 0 or -1, found '000005 2'" in line
     line = damaged("mnist", "train-labels-idx1-ubyte", b"\0" * 13)
-    assert "train-images-idx3-ubyte: expected 5 images of 28 x 28 bytes, as in" in line
+    assert "train-images-idx3-ubyte: expected 5 images of 28 x 28 bytes, one for each label in" in line
     line = damaged("stl10", "stl10_binary/train_y.bin", b"\0\1\2")
-    assert "train_X.bin: expected 3 images of 27648 bytes with labels of 1 to 10" in line
+    assert "train_X.bin: expected 3 images of 27648 bytes, and labels from 1 to 10" in line
     line = damaged("fer2013", "fer2013.csv", b"emotion,pixels,Usage\n0,1 2 3,Training\n")
-    assert "fer2013.csv: line 2: expected emotion,pixels,Usage with 0 to 6 and 2304 pixels" in line
-    assert "train.jsonl: line 1: expected JSON with img and label" in damaged(
+    assert "fer2013.csv: line 2: expected emotion,pixels,Usage: a class from 0 to 6, 2304 grey values" in line
+    assert "train.jsonl: line 1: expected a JSON object with the keys img and label" in damaged(
         "hateful-memes", "train.jsonl", b'{"a":1}'
     )
     assert "expected annotations with the fields fname and class" in damaged_cars(tmp_path / "cars")

@@ -1,6 +1,6 @@
-"""Data sets are made, described and drawn: from public archives, folders or tables to indexed shards.
+"""Make, describe and draw data sets: turn public archives, folders or tables into indexed shards.
 
-Folders, archives and tables go in; shards, an index and a card come out.
+Folders, archives and tables go in; shards, their index and their card (dataset.json) come out.
 
 May import: base, config, data, storage.
 """

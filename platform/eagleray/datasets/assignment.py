@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class ShardAssignment:
-    """The shard of each of N items, for S shards."""
+    """The assignment of N items (the images of a source) to S shards."""
 
     order: NDArray[np.int64]  # (N,) items in the order of the shards
     cuts: NDArray[np.int64]  # (S + 1,) position of the first item of each shard, and N
@@ -20,7 +20,8 @@ class ShardAssignment:
     def shuffle(cls, items: pa.Table, *, size: int, seed: int) -> "ShardAssignment":
         """Shuffle the items and cut them into shards of about `size` bytes.
 
-        The rows of a Parquet row group are read together, so they stay together and are shuffled within their shard.
+        The rows of a Parquet row group are read together. They therefore stay neighbours, and `rows` shuffles them
+        within their shard.
         """
         group, url = items["group"].to_numpy(), items["url"]
         starts = np.r_[True, (group[1:] != group[:-1]) | (group[1:] < 0) | pc.not_equal(url[1:], url[:-1]).to_numpy()]
@@ -33,13 +34,16 @@ class ShardAssignment:
         return len(self.cuts) - 1
 
     def rows(self, shard: int) -> NDArray[np.int64]:
-        """Return the items of a shard in the order in which they are written."""
+        """Return the items of a shard, numbered from 0 to N - 1, in the order in which they are written."""
         members = self.order[self.cuts[shard] : self.cuts[shard + 1]]
         return np.random.default_rng([self.seed, 1, shard]).permutation(members)
 
 
 def cut_evenly(sizes: NDArray[np.int64], target: int) -> NDArray[np.int64]:
-    """Cut N items of these sizes (N,) into runs of about `target` bytes; return the first item of each run, and N."""
+    """Cut N consecutive items of `sizes` (N,) bytes into pieces of about `target` bytes.
+
+    Returns the position of the first item of each piece, followed by N.
+    """
     ends = np.cumsum(sizes)
     pieces = max(-(-int(ends[-1]) // target), 1)
     inner = np.searchsorted(ends, ends[-1] * (np.arange(1, pieces) / pieces), "right")

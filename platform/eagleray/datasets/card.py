@@ -22,7 +22,10 @@ MIB, GIB = 2**20, 2**30
 
 
 def write(folder: str, card: dict[str, Any]) -> None:
-    """Write a card, with the edges of its histograms so that readers need no table of ours."""
+    """Write a card into a folder.
+
+    The edges of its histograms are added, so that other programs can read them.
+    """
     from eagleray.datasets.pack import put_bytes  # loads PyTorch, which a reader of cards does without
 
     bins = {
@@ -33,7 +36,10 @@ def write(folder: str, card: dict[str, Any]) -> None:
 
 
 def find(folder: str) -> dict[str, Any] | None:
-    """Return the card of a folder of shards, or None. Raises UserError when the file is something else."""
+    """Return the card of a folder of shards, or None if the folder has no dataset.json.
+
+    Raises UserError when dataset.json is not a card written by eagleray.
+    """
     url = f"{folder.rstrip('/')}/{NAME}"
     try:
         card = json.loads(bytes(store.store(url).get(url)))
@@ -95,10 +101,10 @@ def quantiles(counts: list[int], edges: list[Any]) -> str:
 
 
 def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
-    """Return the card of some shards and the images (H, W, 3) for a contact sheet, which are always the same.
+    """Return the card of some shards, and images (H, W, 3) for a contact sheet; every call returns the same images.
 
-    Where there is no card, its entries are estimated from the index and a sample of the images. `spare` is the folder
-    for the index where none can be written beside the shards.
+    If the folder has no card, its entries are estimated from the index and a sample of the images. If no index can be
+    written beside the shards, it is written to the folder `spare`.
     """
     index = open_index(url, spare)
     order = np.random.default_rng(0).permutation(len(index))
@@ -124,7 +130,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
 def _sample(
     index: Index, samples: NDArray[np.int64], decode: Callable[[memoryview], NDArray[np.uint8]]
 ) -> tuple[ImageStats, list[NDArray[np.uint8]]]:
-    """Return the statistics of some samples and the first of their images (H, W, 3)."""
+    """Return the statistics of some samples, and the first few of their images (H, W, 3)."""
     stats = ImageStats()
     images: list[NDArray[np.uint8]] = []
     for sample in samples.tolist():
@@ -143,5 +149,5 @@ def _sample(
 
 
 def command(words: list[str]) -> str:
-    """Return the command line with these arguments, quoted for a shell."""
+    """Return a command line with these words, quoted for a shell."""
     return "eagleray " + shlex.join(words)

@@ -108,7 +108,10 @@ DATASETS = {name: source.dataset for name, source in SOURCES.items() if source.d
 
 
 def find(options: PrepareOptions) -> SourceFiles:
-    """Find the files of a source. Raises UserError when it is unknown, not there, or does not take an option."""
+    """Find the files of the source that the options name.
+
+    Raises UserError when the source is unknown, when its files are missing, or when an option does not apply to it.
+    """
     source = SOURCES.get(options.source)
     if source is None:
         raise UserError(f"SOURCE {options.source}: unknown; expected one of {', '.join(SOURCES)}")

@@ -16,7 +16,7 @@ PAPER = (250, 250, 248)
 
 
 def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
-    """Draw images (H, W, 3) in rows, each uncropped in the middle of its square tile."""
+    """Draw images (H, W, 3) in rows, each of them whole and centred on a square tile."""
     rows = -(-len(images) // COLUMNS)
     step = TILE + GAP
     sheet = Image.new("RGB", (COLUMNS * step + GAP, rows * step + GAP), PAPER)
@@ -28,7 +28,10 @@ def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
 
 
 def sizes(stats: ImageStats, path: Path) -> None:
-    """Draw histograms of the shorter side and of width : height over logarithmic bins; the outermost bins are open."""
+    """Draw histograms of the shorter side and of the aspect ratio (width / height).
+
+    The bins are logarithmic. The outermost bins also count everything beyond them.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")

@@ -1,4 +1,4 @@
-"""Find images with identical bytes by their digests, which are computed in tasks that may run on any machine."""
+"""Find images with identical bytes by comparing digests, which tasks on any machine can compute."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BYTES = 16  # of a digest: among 1e10 images the chance that two different ones 
 
 @dataclass(frozen=True)
 class HashTask:
-    """Digests the images of some items and writes the digests to a note."""
+    """A task that computes the digests of the image files of some items and writes them to a file, its note."""
 
     notes: str
     read: Read
@@ -34,12 +34,12 @@ class HashTask:
 
 
 def _digest(data: bytes | memoryview) -> bytes | None:
-    """Return the digest, or None for empty data, which is never a duplicate."""
+    """Return the digest of an image file, or None for empty data, which never counts as a duplicate."""
     return hashlib.blake2b(data, digest_size=BYTES).digest() if len(data) else None
 
 
 def first_copies(digests: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return for each of N items the first item that has the same digest (N,)."""
+    """Return, for each of N items, the position of the first item with the same digest (N,)."""
     first = np.arange(len(digests))
     valid = np.flatnonzero(digests.is_valid().to_numpy())
     values = np.frombuffer(b"".join(digests.drop_null().to_pylist()), f"V{BYTES}")

@@ -1,4 +1,6 @@
-"""Encode several classes of an image in one integer label: one bit per class, and one more per difficult class."""
+"""Encode the classes of an image in one integer: a bit for each class that is present, and another for each difficult
+one.
+"""
 
 from collections.abc import Sequence
 

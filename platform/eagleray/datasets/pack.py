@@ -1,4 +1,4 @@
-"""Write one shard from its items; equal options and items give equal bytes, whichever process writes them."""
+"""Write one shard from its items. The same options and items give the same bytes in any process."""
 
 import io
 import json
@@ -30,7 +30,7 @@ NOTES = ".prepare"  # folder in the destination that records what is done; it is
 
 @dataclass(frozen=True)
 class ShardNote:
-    """The record of a shard that has been written: its file, its rows of the index and its statistics."""
+    """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
     blob: Blob  # of size 0 where no image was left, in which case there is no file
     rows: pa.Table  # SCHEMA
@@ -39,7 +39,7 @@ class ShardNote:
 
 @dataclass(frozen=True)
 class PackTask:
-    """Writes a shard and then the note that records it."""
+    """A task that writes a shard and then its note, the file that records that the shard is finished."""
 
     destination: str
     read: Read
@@ -82,7 +82,7 @@ class PackTask:
         return stats, pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
 
     def _image(self, item: Item, data: bytes | memoryview, stats: ImageStats) -> tuple[bytes | memoryview, str]:
-        """Return the bytes to write and their extension. Raises BadImage for an image to leave out."""
+        """Return the image file to write and its extension. Raises BadImage for an image that is to be left out."""
         if not len(data):
             raise BadImage("the image has no bytes")
         pixels = decode(data)

@@ -1,7 +1,8 @@
-"""Make shards, their index and their card from a source of images; an interrupted preparation ends with the same bytes.
+"""Make shards, their index and their card from a source of images.
 
-The items of the source and the options are written down first. A shard is a pure function of both and of its number,
-and a note beside the items records that it has been written. The card is written last.
+An interrupted preparation can be continued and ends with the same bytes. First the plan is written: the options and the
+items (the images of the source). Each shard is a pure function of the plan and the shard's number. A finished shard
+leaves a small file, its note, beside the plan. The card is written last.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ KEY, MIB = "key", 2**20
 
 
 class Run(Protocol):
-    """A way to run tasks, `map` or that of Ray, which yields the results in any order."""
+    """A function that runs tasks and yields their results in any order: `map`, or its equivalent on Ray."""
 
     def __call__(self, function: Callable[[T], R], tasks: Iterable[T], /) -> Iterator[R]: ...
 
@@ -52,7 +53,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the shards of a source, their index and their card; return the card.
 
-    Raises UserError, also when the destination holds something else.
+    Raises UserError when the source cannot be read, or when the destination holds other shards.
     """
     source = find(options)
     identity = options.identity() | {FILES: _fingerprint(source)}
@@ -74,7 +75,10 @@ def prepare(
 
 @dataclass(frozen=True)
 class TaskPasses:
-    """The two passes over the bytes of a source, in tasks that leave a note when they are done."""
+    """The two passes over the images of a source: finding duplicates and writing shards.
+
+    Each pass is divided into tasks. A finished task leaves a small file, its note, so that it is not run again.
+    """
 
     options: PrepareOptions
     read: Read
@@ -87,7 +91,10 @@ class TaskPasses:
         return f"{self.options.destination}/{NOTES}"
 
     def unique(self, items: pa.Table, stats: ImageStats) -> pa.Table:
-        """Return the items whose bytes no earlier item has, and count the others as dropped."""
+        """Return the items without duplicates: of images with the same bytes, the first is kept.
+
+        The others are counted as dropped in `stats`.
+        """
         cuts = cut_evenly(items["size"].to_numpy(), self.options.size * MIB)
         pieces = [np.arange(a, b) for a, b in itertools.pairwise(cuts)]
         names = [HashTask.name(n) for n in range(len(pieces))]
@@ -100,7 +107,7 @@ class TaskPasses:
         return items.filter(pa.array(first == rows))
 
     def write(self, items: pa.Table) -> int:
-        """Write the shards that are missing; return the number of all shards."""
+        """Write the shards that have not been written yet; return the number of all shards."""
         assignment = ShardAssignment.shuffle(items, size=self.options.size * MIB, seed=self.options.seed)
         pieces = [assignment.rows(n) for n in range(len(assignment))]
         self.note(f"{len(items):,} images, {len(pieces):,} shard(s)")
@@ -116,7 +123,9 @@ class TaskPasses:
         pieces: Sequence[NDArray[np.int64]],
         notes: Sequence[str],
     ) -> None:
-        """Run the tasks whose notes are missing, each with its piece of the items."""
+        """Run the tasks whose note is missing. Task i receives the items in rows `pieces[i]` and writes the note
+        `notes[i]`.
+        """
         finished = {b.url.rpartition("/")[2] for b in files.list_folder(self.notes + "/")}
         missing = [n for n, note in enumerate(notes) if note not in finished]
         done = len(items) - sum(len(pieces[n]) for n in missing)
@@ -140,7 +149,7 @@ def serialize(items: pa.Table) -> bytes:
 
 
 def _fingerprint(source: SourceFiles) -> str:
-    """Return a digest of the names and sizes of all files, and of their ETags on S3."""
+    """Return a digest of the names and sizes of the source's files, and of the ETags of files on S3."""
     digest = hashlib.blake2b(digest_size=16)
     for blob in source.files:
         digest.update(f"{blob.url}\0{blob.size}\0{blob.tag}\n".encode(errors="surrogateescape"))
@@ -148,7 +157,10 @@ def _fingerprint(source: SourceFiles) -> str:
 
 
 def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the plan of an earlier command, or None. Raises UserError when its options or files were others."""
+    """Return the plan that an earlier command left in the destination, or None if there is none.
+
+    Raises UserError when that command had other options or other source files.
+    """
     done = card.find(options.destination)
     if done is not None:
         plan = {"options": done["options"], "done": True}
@@ -183,7 +195,10 @@ def _check_empty(destination: str) -> None:
 
 
 def _write_plan(options: PrepareOptions, source: SourceFiles, identity: dict[str, Any]) -> dict[str, Any]:
-    """List the source and write the items, then the plan; so where there is a plan, the items are complete."""
+    """List the items of the source and write them, and after them the plan.
+
+    The order guarantees that the items are complete wherever a plan exists.
+    """
     listing = source.listing()
     items = _unique_keys(table(listing.items))
     plan = {"options": identity, "done": False, "classes": list(listing.classes)}
@@ -193,7 +208,7 @@ def _write_plan(options: PrepareOptions, source: SourceFiles, identity: dict[str
 
 
 def _unique_keys(items: pa.Table) -> pa.Table:
-    """Append `~2`, `~3`, ... to all but the first of equal keys."""
+    """Make the keys of items unique: append `~2`, `~3`, ... to the second, third, ... of equal keys."""
     keys = items[KEY]
     while pc.count_distinct(keys).as_py() < len(keys):
         counts = pc.value_counts(keys)
@@ -212,12 +227,19 @@ def _load(url: str) -> pa.Table:
 
 
 def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
-    """Return the items without a reason against them. Raises UserError when there is none."""
+    """Return the items that can be used, and count the others in `stats` with the reason.
+
+    Raises UserError when no item can be used.
+    """
     for row in items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"]).to_pylist():
         stats.drop(row["reason"], row[KEY])
     usable = items.filter(pc.is_null(items["reason"]))
     if not len(usable):
-        why = f"; {len(items)} listed, {next(iter(stats.dropped))}" if len(items) else ""
+        why = (
+            f"; all {len(items)} listed image(s) were dropped, for example because: {next(iter(stats.dropped))}"
+            if len(items)
+            else ""
+        )
         raise UserError(f"{origin}: holds no usable image{why}")
     return usable
 
@@ -225,7 +247,7 @@ def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
 def _finish(
     options: PrepareOptions, plan: dict[str, Any], command: str, stats: ImageStats, shards: int
 ) -> dict[str, Any]:
-    """Write the index and the card from the notes, without reading any image again, and delete the notes."""
+    """Write the index and the card from the notes of the shards, without reading an image again; delete the notes."""
     listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
     for note in ordered_map(lambda n: read_note(f"{options.destination}/{NOTES}/{note_name(n)}"), range(shards)):
         stats.add(note.stats)
@@ -236,7 +258,7 @@ def _finish(
     if not notes:
         worst = max(stats.dropped, key=lambda r: stats.dropped[r].count)
         raise UserError(
-            f"{options.destination}: none of the {listed} listed images is left; the most frequent reason: {worst}"
+            f"{options.destination}: all {listed} listed image(s) were dropped; the most frequent reason: {worst}"
         )
     index.save(options.destination, [(n.blob, n.rows) for n in notes])
     done = {
@@ -256,7 +278,7 @@ def _finish(
 
 
 def _delete_notes(destination: str) -> None:
-    """Delete the notes, and the files that a killed process left half written."""
+    """Delete the notes of finished tasks, and the incomplete files of a killed process."""
     storage = store.store(destination)
     for blob in files.list_tree(f"{destination}/{NOTES}"):
         storage.delete(blob.url)

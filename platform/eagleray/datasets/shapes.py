@@ -1,7 +1,7 @@
 """Draw pictures of twenty classes, a shape filled with a texture each: a labelled data set that needs no download.
 
-The class is the pair of shape and texture. Colours, light, position, scale, tilt and noise do not depend on it; they
-vary in the ranges that crops, flips and colour jitter cover, so two views of a picture share little but the class.
+The class is the pair of shape and texture. Colours, light, position, scale, tilt and noise do not depend on the class.
+They vary within the ranges of crops, flips and colour jitter, so two views of a picture share little but the class.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,10 @@ CLASSES = tuple(f"{texture.__name__} {shape.__name__}" for shape in SHAPES for t
 
 
 def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
-    """Draw the picture of (seed, index), both at least 0, and return it with its class; classes take turns."""
+    """Draw picture number `index` (at least 0) for a seed (at least 0), and return it with its class.
+
+    Consecutive indices take the classes in turn.
+    """
     label = index % len(CLASSES)
     shape, texture = SHAPES[label // len(TEXTURES)], TEXTURES[label % len(TEXTURES)]
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
@@ -80,7 +83,9 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
 
 
 def colours(draw: np.random.Generator) -> np.ndarray:
-    """Draw the colours (3, 3), red, green and blue, of the ground, the figure and its ink under one exposure."""
+    """Draw the random colours (3, 3) of a picture under one exposure: background, shape and texture, as red, green,
+    blue.
+    """
     turns = draw.random(3)
     tint = np.cos(2 * np.pi * (turns[:, None] - np.arange(3) / 3)) * CHROMA * draw.uniform(0.9, 1, (3, 1))
     tint -= (tint @ LUMA)[:, None]  # a hue must not change the brightness
@@ -96,7 +101,7 @@ def rotate(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
 
 @cache
 def grid(size: int) -> tuple[Field, Field]:
-    """Return x and y of the pixel centres, both (size, size), from -1 to 1."""
+    """Return the x and y coordinates of the pixel centres, both (size, size), from -1 to 1."""
     axis = (np.arange(size, dtype=np.float32) + 0.5) * (2 / size) - 1
     x, y = np.meshgrid(axis, axis)
     return x, y

@@ -1,4 +1,4 @@
-"""Write WebDataset shards from samples that are in memory."""
+"""Write WebDataset shards from images in memory."""
 
 import io
 import tempfile
@@ -17,7 +17,7 @@ SIZE = 128 * 2**20  # bytes of images per shard
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The bytes of one image file with its key, its extension and, where it has one, its class."""
+    """The bytes of one image file, its key, its extension and, if it has one, its class."""
 
     key: str
     extension: str
@@ -26,10 +26,10 @@ class Sample:
 
 
 def write_shards(samples: Iterable[Sample], destination: str, *, size: int = SIZE) -> tuple[int, int]:
-    """Write `shard-000000.tar` ... and `index.parquet` into a folder, local or s3://.
+    """Write `shard-000000.tar`, ... and `index.parquet` into a folder, local or s3://.
 
-    Returns the numbers of shards and samples. Raises UserError when the folder holds shards already, or when there is
-    no sample.
+    Returns the number of shards and the number of samples. Raises UserError when the folder holds shards already, or
+    when there is no sample.
     """
     destination = store.absolute(destination).rstrip("/")
     _check_empty(destination)

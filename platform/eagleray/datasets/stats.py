@@ -1,4 +1,4 @@
-"""Statistics of a set of images: counts, formats, sizes, aspect ratios, and the images left out with their reasons."""
+"""Compute statistics of a set of images: number, formats, sizes, aspect ratios, and how many were left out and why."""
 
 import io
 import math
@@ -39,7 +39,7 @@ class ImageStats:
     dropped: dict[str, DropCount] = field(default_factory=dict)
 
     def count(self, data: Data, height: int, width: int) -> None:
-        """Count one image file, whose height and width are those of the upright image in pixels."""
+        """Count one image file. The height and width in pixels are those after the image has been turned upright."""
         self.images += 1
         self.bytes += len(data)
         self.formats[image_format(data)] += 1
@@ -47,7 +47,7 @@ class ImageStats:
         self.aspects[int(np.searchsorted(ASPECTS, width / height, "right"))] += 1
 
     def drop(self, reason: str, example: str, count: int = 1) -> None:
-        """Count images that are left out, of which `example` is the key of one."""
+        """Count images that are left out for a reason; `example` is the key of one of them."""
         if reason not in self.dropped and len(self.dropped) >= REASONS:
             example, reason = f"{example}: {reason}", OTHER
         entry = self.dropped.setdefault(reason, DropCount())
@@ -56,7 +56,7 @@ class ImageStats:
             entry.examples.append(example)
 
     def add(self, other: "ImageStats") -> None:
-        """Add the counts of another set to these."""
+        """Add the counts of another set of images to these counts."""
         self.images += other.images
         self.bytes += other.bytes
         self.formats.update(other.formats)
@@ -69,7 +69,7 @@ class ImageStats:
                 mine.examples += entry.examples[1 : 1 + EXAMPLES - len(mine.examples)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statistics as plain values that JSON can hold."""
+        """Return the statistics as dicts, lists, numbers and strings, for JSON."""
         return asdict(self) | {"formats": dict(sorted(self.formats.items()))}
 
     @classmethod
@@ -80,7 +80,7 @@ class ImageStats:
 
 
 def image_format(data: Data) -> str:
-    """Return PIL's name of the format of an image, read from its bytes and not from its file name."""
+    """Return the format of an image by its name in PIL, detected from the bytes of the file."""
     with Image.open(io.BytesIO(data)) as image:
         return str(image.format)
 

@@ -15,12 +15,12 @@ LENGTH = 16  # hexadecimal digits
 
 
 def digest(*parts: object) -> str:
-    """Return the digest of values that JSON can write."""
+    """Return a short digest of values that can be written as JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:LENGTH]
 
 
 def weights_digest(net: nn.Module, *about: object) -> str:
-    """Return the digest of a network's tensors and of the words `about` it."""
+    """Return the digest of a network's tensors, and of further values `about` it."""
     total = hashlib.sha256(" ".join(map(str, about)).encode())
     for name, tensor in sorted(net.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -29,7 +29,7 @@ def weights_digest(net: nn.Module, *about: object) -> str:
 
 
 def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
-    """Return the digest of the images and labels of these samples; the folder of their shards does not matter."""
+    """Return the digest of the images and labels of these samples; the folder of the shards does not change it."""
     total = hashlib.sha256(json.dumps([(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]).encode())
     total.update(samples.tobytes())
     total.update(index.crc[samples].tobytes())
@@ -38,6 +38,6 @@ def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
 
 
 def tree_digest(root: Path, *, times: bool = False) -> str:
-    """Return the digest of the names and sizes of a folder's files, with `times` also of their modification times."""
+    """Return the digest of the names and sizes of all files in a folder, and with `times` also of their dates."""
     files = sorted((str(p.relative_to(root)), p.stat()) for p in root.rglob("*") if p.is_file())
     return digest([(name, s.st_size, s.st_mtime_ns if times else 0) for name, s in files])

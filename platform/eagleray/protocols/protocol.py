@@ -1,4 +1,4 @@
-"""Describe an evaluation protocol: the function that computes its numbers, the data it needs and its settings."""
+"""Describe an evaluation protocol: the function that computes its numbers, the data that it needs and its settings."""
 
 import importlib
 import inspect
@@ -29,13 +29,17 @@ EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "featu
 
 @dataclass(frozen=True)
 class Protocol:
-    """An evaluation protocol: a function that returns an Outcome, and the arguments that it is called with.
+    """An evaluation protocol: a function that returns an Outcome, and the data and settings that it is called with.
 
-    * With "labels" among its needs it takes the features of a training and of a test set; with "suite" a function that
-      returns the features of the shards at a URL, and their root; all others take the backbone, then the images as an
-      Index or the folder that they need.
-    * Its keyword-only arguments are its settings. Two are no settings: `out`, a folder for pictures, and `note`, which
-      is called with a line about the progress."""
+    The positional arguments of the function depend on `needs`:
+
+    * With "labels", they are the features of a training set and those of a test set.
+    * With "suite", they are a function that returns the features of the shards at a URL, and the URL of the suite's
+      folder.
+    * Otherwise, they are the backbone, then the images as an Index or the folder that the protocol needs.
+
+    Its keyword-only arguments are the settings of the protocol, except for two: `out`, a folder for pictures, and
+    `note`, a function that is called with lines about the progress."""
 
     about: str  # one line for `eagleray list protocols`
     function: str  # module:function, which is imported when the protocol runs
@@ -45,7 +49,7 @@ class Protocol:
 
     @property
     def run(self) -> Callable[..., Outcome]:
-        """The function itself."""
+        """The function that computes the protocol's numbers, imported on first use."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
@@ -61,14 +65,14 @@ class Protocol:
 
     @property
     def keywords(self) -> signature.Fields:
-        """The types and defaults of the function's own settings, which are read without importing the function."""
+        """The types and defaults of the settings that the function takes, read without importing the function."""
         module, _, name = self.function.partition(":")
         own = signature.fields(module, name, skip=("out", "note"))
         return {name: field for name, field in own.items() if is_text(field[0])}
 
     @property
     def settings(self) -> list[str]:
-        """The names of all settings of the protocol."""
+        """The names of all settings of the protocol, including those of the feature extraction."""
         own = list(self.keywords)
         return own + [name for name in EXTRACTION if self.frozen and name not in own]
 
@@ -80,9 +84,9 @@ class Protocol:
         return f"{self.about}; {needs}; " + ", ".join(f"--{n} {defaults[n]}" for n in self.settings)
 
     def parse(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert settings to the types that the function's signature asks for.
+        """Convert settings to the types that the function's signature declares.
 
-        Raises UserError for a value that does not fit."""
+        Raises UserError for a value that does not have the declared type."""
         hints = {name: hint for name, (hint, _) in self.keywords.items()} | EXTRACTION
         model = create_model("settings", __config__=config.STRICT, **{k: (hints[k], ...) for k in settings})  # type: ignore[call-overload]
         try:
@@ -93,7 +97,8 @@ class Protocol:
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a value of this type can be written on the command line, which a function or a tensor cannot."""
+    """Whether a value of this type can be written on the command line, which is not the case for a function or a
+    tensor."""
     try:
         TypeAdapter(hint).json_schema()
     except PydanticUserError:
@@ -102,7 +107,7 @@ def is_text(hint: Any) -> bool:
 
 
 def parse_option(value: Any, hint: Any) -> Any:
-    """Parse the text of an option as YAML, where `0.1,1` is a list if the type is a tuple."""
+    """Parse the value of an option as YAML; if the type is a tuple, `0.1,1` is read as a list."""
     if hint is str or not isinstance(value, str):
         return value
     try:

@@ -1,1 +1,1 @@
-"""One file for every kind of source: how its images and labels are listed and read."""
+"""List and read the images and labels of each kind of source, with one file for each kind."""

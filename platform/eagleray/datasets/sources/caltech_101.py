@@ -1,4 +1,6 @@
-"""Caltech-101: class folders without splits; the training split is 30 random images of each class, as is usual."""
+"""Read Caltech-101, which has class folders but no splits: 30 random images of each class are for training, as is
+usual.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +18,7 @@ FOLDER, TRAIN_IMAGES = "101_ObjectCategories", 30
 
 
 def caltech_101(options: PrepareOptions) -> SourceFiles:
-    """Find 101_ObjectCategories/ in the folder; its BACKGROUND_Google is the 102nd class."""
+    """Find 101_ObjectCategories/ in the folder. Its subfolder BACKGROUND_Google counts as the 102nd class."""
     root = f"{options.origin}/{FOLDER}"
     blobs = [b for b in files.list_tree(root) if is_image(b.url)]
     if not blobs:
@@ -29,7 +31,7 @@ def _listing(root: str, blobs: Sequence[Blob], split: str) -> Listing:
     for blob in blobs:
         name = files.relative_path(blob, root)
         if name.count("/") != 1:
-            raise UserError(f"{blob.url}: expected CLASS/IMAGE below {FOLDER}/")
+            raise UserError(f"{blob.url}: not in a class folder; expected {FOLDER}/CLASS/IMAGE")
         groups.setdefault(name.partition("/")[0], []).append(blob)
     return Listing(_items(root, groups, split), list(class_labels(groups)))
 

@@ -13,7 +13,7 @@ TABLES = {"train": "cars_train_annos.mat", "test": "cars_test_annos_withlabels.m
 
 
 def cars(options: PrepareOptions) -> SourceFiles:
-    """Find cars_train/, cars_test/, devkit/ and, beside or in it, the labels of the test images."""
+    """Find cars_train/, cars_test/ and devkit/, and the labels of the test images in or beside devkit/."""
     split = options.split or "train"
     tables = [b for b in files.list_tree(options.origin) if b.url.endswith(f"/{TABLES[split]}")]
     images = [b for b in files.list_tree(f"{options.origin}/cars_{split}") if is_image(b.url)] if tables else []

@@ -28,7 +28,10 @@ def cifar_10(options: PrepareOptions) -> SourceFiles:
 
 
 def cifar_100(options: PrepareOptions) -> SourceFiles:
-    """Find CIFAR-100's file of the split; its fine labels are read, the 20 coarse ones before them are not."""
+    """Find the file of a split of CIFAR-100.
+
+    The labels are the 100 fine classes. The 20 coarse classes, which precede them in each record, are skipped.
+    """
     names = [f"{options.split or 'train'}.bin"]
     return _source_files(options, "cifar-100", names, "fine_label_names.txt", labels=2, classes=100)
 
@@ -36,16 +39,19 @@ def cifar_100(options: PrepareOptions) -> SourceFiles:
 def _source_files(
     options: PrepareOptions, title: str, names: Sequence[str], words: str, *, labels: int, classes: int
 ) -> SourceFiles:
-    """Find the files in the folder that the archive unpacks to, or in one above it; `words` names the classes."""
+    """Find the record files `names`, and the text file `words` that lists the names of the classes.
+
+    They may lie anywhere in the folder. Each record has `labels` bytes of labels, of which the last is used.
+    """
     blobs = {PurePosixPath(b.url).name: b for b in files.list_tree(options.origin)}
     missing = [n for n in (*names, words) if n not in blobs]
     if missing and blobs.keys() & {"data_batch_1", "test_batch", "train", "test"}:
         raise UserError(
-            f"{options.origin}: holds the Python version, whose pickles could run any code; expected {missing[0]} and "
-            f"the other files of {title}-binary.tar.gz, unpacked"
+            f"{options.origin}: holds the Python version of {title}, which is not read because its pickles could run "
+            f"any code; expected {missing[0]} and the other files of {title}-binary.tar.gz, unpacked"
         )
     if missing:
-        raise files.missing_error(options.origin, f"{missing[0]} in it, as {title}-binary.tar.gz unpacks")
+        raise files.missing_error(options.origin, f"{missing[0]} in it, unpacked from {title}-binary.tar.gz")
     records = [blobs[n] for n in names]
     listing = partial(_listing, records, blobs[words], labels, classes)
     return SourceFiles([*records, blobs[words]], listing, partial(read_ranges, encode=png))
@@ -62,14 +68,16 @@ def _items(blob: Blob, labels: int, classes: int) -> Iterator[Item]:
     content = np.frombuffer(store.store(blob.url).get(blob.url), np.uint8)
     y = content[labels - 1 :: record]
     if len(content) % record or y.max(initial=0) >= classes:
-        raise UserError(f"{blob.url}: expected records of {record} bytes with labels below {classes}")
+        raise UserError(
+            f"{blob.url}: not in CIFAR's binary format; expected records of {record} bytes with labels below {classes}"
+        )
     for i, label in enumerate(y.tolist()):
         key = f"{PurePosixPath(blob.url).stem}/{i:05d}"
         yield Item(key, blob.url, i * record + labels, PIXELS, PLANES, label)
 
 
 def png(planes: Data) -> bytes:
-    """Encode the red, green and blue planes of an image, row after row, as a PNG."""
+    """Encode an image as a PNG from its red, green and blue planes, which are stored row by row."""
     return encode(Image.fromarray(np.frombuffer(planes, np.uint8).reshape(3, SIDE, SIDE).transpose(1, 2, 0)))
 
 

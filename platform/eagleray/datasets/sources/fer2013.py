@@ -47,7 +47,8 @@ def _items(blob: Blob, usages: tuple[bytes, ...]) -> Iterator[Item]:
         match = LINE.fullmatch(line)
         if not match and number and line.strip():
             raise UserError(
-                f"{blob.url}: line {number + 1}: expected emotion,pixels,Usage with 0 to 6 and {SIDE**2} pixels"
+                f"{blob.url}: line {number + 1}: expected emotion,pixels,Usage: "
+                f"a class from 0 to 6, {SIDE**2} grey values separated by spaces, and a split"
             )
         if match and match[3] in usages:
             start, end = match.span(2)
@@ -57,7 +58,7 @@ def _items(blob: Blob, usages: tuple[bytes, ...]) -> Iterator[Item]:
 
 
 def png(words: Data) -> bytes:
-    """Encode the decimal numbers of an image's grey pixels as a PNG."""
+    """Encode an image as a PNG; `words` are its grey pixels, written as decimal numbers."""
     pixels = np.array(bytes(words).split(), np.int64).astype(np.uint8)
     return encode(Image.fromarray(pixels.reshape(SIDE, SIDE)))
 

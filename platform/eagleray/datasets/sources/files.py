@@ -16,19 +16,19 @@ def find_file(url: str) -> Blob:
 
 
 def list_folder(url: str) -> list[Blob]:
-    """Return the file at a URL, or the files directly in the folder; nothing where neither exists."""
+    """Return the file at a URL, or the files directly in the folder at a URL; an empty list if nothing is there."""
     if url.startswith("s3:") or store.local_path(url).exists():
         return store.store(url).list(url)
     return []
 
 
 def list_tree(url: str) -> list[Blob]:
-    """Return all files below a folder, sorted by URL; nothing where the folder does not exist."""
+    """Return all files in a folder and its subfolders, sorted by URL; an empty list if the folder does not exist."""
     return sorted(store.store(url).walk(url.rstrip("/")), key=lambda b: b.url)
 
 
 def relative_path(blob: Blob, folder: str) -> str:
-    """Return the path of a file below a folder."""
+    """Return the path of a file relative to a folder."""
     return blob.url.removeprefix(folder.rstrip("/") + "/")
 
 
@@ -43,7 +43,10 @@ def read_text(url: str) -> str:
 
 
 def missing_error(url: str, expected: str) -> UserError:
-    """Make the error for a folder that lacks what was expected, with a hint where an archive must be unpacked."""
+    """Return the error for a folder in which the expected files are missing.
+
+    If the folder holds a compressed archive, the message adds that it must be unpacked.
+    """
     blobs = list_folder(url)
     if not blobs and not url.startswith("s3:") and not store.local_path(url).exists():
         return UserError(f"{url}: no such file or folder")

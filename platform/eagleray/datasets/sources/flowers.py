@@ -17,7 +17,10 @@ NUMBERS = {"trainval": ("trnid", "valid"), "test": ("tstid",), "train": ("trnid"
 
 
 def flowers(options: PrepareOptions) -> SourceFiles:
-    """Find jpg/, imagelabels.mat and setid.mat; the default split joins both small splits, as is usual."""
+    """Find jpg/, imagelabels.mat and setid.mat.
+
+    As is usual, the default split joins the two small splits, train and val.
+    """
     blobs = {b.url.rpartition("/")[2]: b for b in files.list_folder(options.origin + "/")}
     images = [b for b in files.list_tree(f"{options.origin}/jpg") if is_image(b.url)] if blobs else []
     missing = [name for name in (LABELS, SPLITS) if name not in blobs] or ["jpg/image_00001.jpg"] * (not images)

@@ -1,4 +1,4 @@
-"""Plain folders of images: any folder, and COCO's, which are used without labels."""
+"""Read plain folders of images: any folder, or the folders of COCO, whose annotations are not used."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,9 +11,9 @@ from eagleray.storage.blob import Blob
 
 
 def folder(options: PrepareOptions) -> SourceFiles:
-    """Find every image below a folder.
+    """Find all images in a folder and its subfolders.
 
-    The folders directly below it are the classes if there are at least two and every image is in one of them.
+    The direct subfolders are the classes if there are at least two and every image is in one of them.
     """
     blobs = [b for b in files.list_tree(options.origin) if is_image(b.url)]
     if not blobs:
@@ -22,7 +22,7 @@ def folder(options: PrepareOptions) -> SourceFiles:
 
 
 def coco(options: PrepareOptions) -> SourceFiles:
-    """Find the folder of a split below the folder of the data set, as COCO's zip files unpack."""
+    """Find the images of a split of COCO: the folder that its zip file unpacks to, below the folder of the data set."""
     root = f"{options.origin}/{options.split or 'train2017'}"
     blobs = [b for b in files.list_tree(root) if is_image(b.url)]
     if not blobs:

@@ -18,8 +18,9 @@ CLASSES = 43
 def gtsrb(options: PrepareOptions) -> SourceFiles:
     """Find the files of a split in the folder GTSRB.
 
-    These are Training/00000/*.ppm of GTSRB-Training_fixed.zip, Final_Test/Images/*.ppm of GTSRB_Final_Test_Images.zip,
-    and GT-final_test.csv of GTSRB_Final_Test_GT.zip, anywhere in the folder.
+    Training images are Training/00000/*.ppm, ... from GTSRB-Training_fixed.zip. Test images are Final_Test/Images/*.ppm
+    from GTSRB_Final_Test_Images.zip, and their classes are in GT-final_test.csv from GTSRB_Final_Test_GT.zip. The CSV
+    may lie anywhere in the folder.
     """
     if options.split == "test":
         truth = [b for b in files.list_tree(options.origin) if b.url.endswith(f"/{TRUTH}")]

@@ -18,7 +18,10 @@ LISTS = {
 
 
 def hateful_memes(options: PrepareOptions) -> SourceFiles:
-    """Find img/ and the lists; the test images have no public labels, so papers test on dev."""
+    """Find img/ and the lists of the splits.
+
+    The labels of the test images are not public, so papers report results on the split dev.
+    """
     names = LISTS[options.split or "train"]
     tables = [b for b in files.list_folder(options.origin + "/") if b.url.rpartition("/")[2] in names]
     images = [b for b in files.list_tree(f"{options.origin}/img") if is_image(b.url)] if tables else []
@@ -41,7 +44,9 @@ def _rows(table: Blob) -> Iterator[tuple[str, int]]:
             row = json.loads(line)
             yield str(row["img"]), {0: 0, 1: 1}[row["label"]]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{table.url}: line {number}: expected JSON with img and label, 0 or 1") from None
+            raise UserError(
+                f"{table.url}: line {number}: expected a JSON object with the keys img and label, which is 0 or 1"
+            ) from None
 
 
 SOURCES = {

@@ -26,7 +26,7 @@ LAYOUTS = "a tar of class tars, class tars n01440764.tar ..., or class folders n
 
 
 def imagenet_1k(options: PrepareOptions) -> SourceFiles:
-    """Find ILSVRC 2012 as it is downloaded, or unpacked into folders as PyTorch and Kaggle use them."""
+    """Find ImageNet-1k (ILSVRC 2012): the archives as downloaded, or the folders that PyTorch or Kaggle use."""
     split = options.split or "train"
     origin, blobs = _find_split(options.origin, split)
     extra = files.list_folder(options.labels) if options.labels else []
@@ -34,13 +34,13 @@ def imagenet_1k(options: PrepareOptions) -> SourceFiles:
 
 
 def imagenet_22k(options: PrepareOptions) -> SourceFiles:
-    """Find fall11_whole.tar or winter21_whole.tar, or the class tars or class folders unpacked from them."""
+    """Find ImageNet-22k: fall11_whole.tar, winter21_whole.tar, or class tars or class folders unpacked from them."""
     origin, blobs = _find_split(options.origin, "")
     return SourceFiles(blobs, partial(_listing, origin, blobs, "train", ""))
 
 
 def _find_split(origin: str, split: str) -> tuple[str, list[Blob]]:
-    """Return the archive or folder that holds a split, and its files."""
+    """Return the URL of the archive or folder that holds a split, and its files."""
     if origin.endswith(".tar"):
         return origin, [files.find_file(origin)]
     blobs = files.list_folder(origin + "/")
@@ -106,26 +106,30 @@ def _flat(images: Iterable[Span], truth: Mapping[str, int]) -> Iterator[Item]:
 
 
 def ground_truth(url: str) -> tuple[dict[str, int], list[str]]:
-    """Return the label of every validation image, numbered as in training, and the names of the classes."""
+    """Return the label of every validation image by its name, and the names of the classes.
+
+    The classes are numbered as in the training split.
+    """
     wnids = _kaggle(url) if url.lower().endswith(".csv") else _devkit(url)
     numbers = class_labels(wnids.values())
     return {image: numbers[wnid] for image, wnid in wnids.items()}, list(numbers)
 
 
 def _kaggle(url: str) -> dict[str, str]:
-    """Read the class of every image from LOC_val_solution.csv, where it begins each of the image's boxes."""
+    """Read the class of every image from LOC_val_solution.csv, where it is the first word of the image's boxes."""
     rows = list(csv.DictReader(io.StringIO(files.read_text(url))))
     if not rows or not {"ImageId", "PredictionString"} <= rows[0].keys():
         raise UserError(f"{url}: expected Kaggle's LOC_val_solution.csv with columns ImageId and PredictionString")
     if cut := next((row["ImageId"] for row in rows if not (row["PredictionString"] or "").strip()), None):
-        raise UserError(f"{url}: no class for {cut}; the file may be cut off")
+        raise UserError(f"{url}: image {cut} has no class; the file may be cut off")
     return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
 
 
 def _devkit(url: str) -> dict[str, str]:
     """Read the class of every image from the development kit.
 
-    Its labels are numbers that meta.mat translates; the synsets without children are the classes.
+    The kit numbers the classes in its own way, and meta.mat translates these numbers. The classes are those synsets
+    that have no children.
     """
     parts, message = _devkit_files(url), f"{url}: not the development kit of ILSVRC 2012"
     try:

@@ -1,4 +1,4 @@
-"""ImageNet-100: the images of 100 of ImageNet-1k's classes, those of CMC (Tian et al. 2020, arXiv:1906.05849)."""
+"""Read ImageNet-100: 100 classes of ImageNet-1k, chosen by CMC (Tian et al. 2020, arXiv:1906.05849)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ CLASSES = SYNSETS.split()
 
 
 def imagenet_100(options: PrepareOptions) -> SourceFiles:
-    """Find ImageNet-1k in any layout; the labels number the 100 classes in their sorted order."""
+    """Find ImageNet-1k in any of its layouts. The 100 classes are numbered in the sorted order of their names."""
     whole = imagenet_1k(options)
     return replace(whole, listing=partial(_listing, options.origin, whole))
 

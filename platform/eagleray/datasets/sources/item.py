@@ -1,4 +1,4 @@
-"""Items: where the bytes of every image of a source are, with its key, label and metadata."""
+"""Define an item: where the bytes of one image of a source are, with its key, label and metadata."""
 
 import itertools
 import json
@@ -53,7 +53,10 @@ class Listing:
 
 
 def table(items: Iterable[Item]) -> pa.Table:
-    """Return items as a table of SCHEMA; 14 million Python objects would not fit into the memory of most machines."""
+    """Return items as an Arrow table with the columns of SCHEMA.
+
+    A table is used because 14 million Python objects do not fit into the memory of most machines.
+    """
     batches = []
     stream = iter(items)
     while batch := list(itertools.islice(stream, BATCH)):
@@ -63,22 +66,25 @@ def table(items: Iterable[Item]) -> pa.Table:
 
 
 def is_image(name: str) -> bool:
-    """Tell by its name whether a file is an image.
+    """Whether a file is an image, judged by its name.
 
-    A name that begins with a dot, such as `._photo.jpg`, is a leftover of an operating system.
+    Names that begin with a dot, such as `._photo.jpg`, belong to leftovers of an operating system and do not count.
     """
     path = PurePosixPath(name)
     return path.suffix[1:].lower() in image_extensions() and not path.name.startswith(".")
 
 
 def key_and_extension(name: str) -> tuple[str, str]:
-    """Split a file name into key and extension; dots in the key become underscores, as webdataset ends keys at dots."""
+    """Split a file name into key and extension.
+
+    Dots in the key become underscores, because webdataset takes the first dot of a name for the end of its key.
+    """
     path = PurePosixPath(name)
     return str(path.with_suffix("")).replace(".", "_"), path.suffix[1:].lower()
 
 
 def metadata_json(columns: Mapping[str, Any]) -> str | None:
-    """Encode what a source says about an image beside its label as JSON; return None where it says nothing."""
+    """Encode the metadata of an image, everything but its label, as JSON; return None if there is none."""
     values = {k: v for k, v in columns.items() if v not in (None, "")}
     return json.dumps(values, ensure_ascii=False) if values else None
 

@@ -10,9 +10,10 @@ from eagleray.storage.blob import Blob
 
 
 def read_labels(url: str, pattern: str, expected: str) -> Iterator[tuple[str, int]]:
-    """Yield the name and class number of every line, which are the groups `name` and `label` of the pattern.
+    """Yield the file name and the class number in every line of a text file.
 
-    Empty lines and those that begin with # are skipped. Raises UserError for any other line that does not match.
+    The pattern matches a whole line and has the groups `name` and `label`. Empty lines and lines that begin with # are
+    skipped. Raises UserError for any other line that does not match; `expected` describes the right form of a line.
     """
     for number, line in enumerate(files.read_text(url).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -24,7 +25,10 @@ def read_labels(url: str, pattern: str, expected: str) -> Iterator[tuple[str, in
 
 
 def match_items(rows: Iterable[tuple[str, int]], blobs: Mapping[str, Blob]) -> Iterator[Item]:
-    """Yield an item for every name and label; one whose file is missing carries the reason."""
+    """Yield an item for every file name and label in a list; `blobs` are the files by name.
+
+    If the file is missing, the item carries a reason for which it is dropped.
+    """
     for name, label in rows:
         key, extension = key_and_extension(name)
         blob = blobs.get(name)

@@ -11,7 +11,10 @@ from eagleray.storage import store
 
 
 def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
-    """Return the variables of these names. Raises UserError when the file or one of them is missing."""
+    """Return the variables with these names from a MATLAB file.
+
+    Raises UserError when the file or a variable is missing.
+    """
     try:
         data = store.store(url).get(url)
     except FileNotFoundError:
@@ -23,7 +26,10 @@ def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
 
 
 def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me: bool = False) -> dict[str, Any]:
-    """Return the variables of a file in memory. Raises UserError with `message` when it cannot be parsed."""
+    """Return the variables of a MATLAB file whose bytes are in memory.
+
+    Raises UserError, beginning with `message`, when the bytes cannot be parsed.
+    """
     from scipy.io import loadmat
 
     try:

@@ -1,4 +1,6 @@
-"""MNIST: for each split two uncompressed files, in which a short header precedes the pixels or the labels."""
+"""Read MNIST, in which each split has two uncompressed files, for pixels and for labels, that begin with a short
+header.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -37,7 +39,9 @@ def mnist(options: PrepareOptions) -> SourceFiles:
 def _listing(images: Blob, labels: Blob, stem: str) -> Listing:
     y = np.frombuffer(store.store(labels.url).get(labels.url), np.uint8)[LABELS:]
     if images.size != IMAGES + len(y) * SIDE**2 or y.max(initial=0) > 9:
-        raise UserError(f"{images.url}: expected {len(y)} images of {SIDE} x {SIDE} bytes, as in {labels.url}")
+        raise UserError(
+            f"{images.url}: expected {len(y)} images of {SIDE} x {SIDE} bytes, one for each label in {labels.url}"
+        )
     return Listing(_items(images, y.tolist(), stem), [str(digit) for digit in range(10)])
 
 

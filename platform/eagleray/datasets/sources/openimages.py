@@ -1,4 +1,4 @@
-"""Open Images: lists of image ids, and the public bucket or a mirror that has the files."""
+"""Read Open Images from a list of image ids, and the image files from its public bucket or a copy of it."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BUCKET = "s3://open-images-dataset"
 
 
 def openimages(options: PrepareOptions) -> SourceFiles:
-    """Find the images of a list that has the column ImageID; its other columns become metadata."""
+    """Find the images of a CSV list with a column ImageID; its other columns become metadata."""
     if not options.origin.lower().endswith(".csv"):
         raise UserError(f"{options.origin}: expected a CSV of image ids, such as image_ids_and_rotation.csv")
     split = options.split or "train"

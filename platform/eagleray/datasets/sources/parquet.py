@@ -1,4 +1,4 @@
-"""Parquet files with a column of images: the bytes alone, or with a path beside them as Hugging Face writes them."""
+"""Read Parquet files with a column of images: either bytes, or, as Hugging Face writes them, bytes with a file path."""
 
 import io
 import math
@@ -23,7 +23,7 @@ LABEL = "label"
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
-    """Find one file, or all Parquet files of a folder; a column `label` of integers holds the classes."""
+    """Find a Parquet file, or all Parquet files of a folder. Integers in a column named `label` are the classes."""
     if options.origin.lower().endswith(".parquet"):
         blobs = [files.find_file(options.origin)]
     else:
@@ -35,7 +35,10 @@ def parquet(options: PrepareOptions) -> SourceFiles:
 
 
 def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
-    """Yield the items with their images; every row group is read once, and only the images of the items are held."""
+    """Yield the items of Parquet rows with the bytes of their images.
+
+    Every row group is read once. Only the images of these items are held in memory.
+    """
     groups: dict[tuple[str, int], list[int]] = {}
     for position, item in enumerate(rows):
         groups.setdefault((item.url, item.group), []).append(position)
@@ -48,7 +51,7 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
 
 
 def read_group(url: str, group: int, column: str) -> list[bytes | None]:
-    """Return the images of a row group."""
+    """Return the images of a row group, in the order of its rows."""
     cells = open_parquet(files.find_file(url)).read_row_group(group, columns=[column])[column]
     if pa.types.is_struct(cells.type):
         cells = pa.chunked_array([c.field("bytes") for c in cells.chunks], cells.type.field("bytes").type)
@@ -56,7 +59,7 @@ def read_group(url: str, group: int, column: str) -> list[bytes | None]:
 
 
 def open_parquet(blob: Blob) -> pq.ParquetFile:
-    """Open a Parquet file, local or on S3. Raises UserError when it is none."""
+    """Open a Parquet file, local or on S3. Raises UserError when the file is not in the Parquet format."""
     try:
         return pq.ParquetFile(io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
     except pa.ArrowException as e:
@@ -69,11 +72,16 @@ def _is_parquet(blob: Blob) -> bool:
 
 
 def _image_column(blob: Blob, column: str) -> str:
-    """Return the column of images: the one of the option, or else the only one that holds bytes."""
+    """Return the name of the column with the images: `column` if it is not empty, or else the only column of bytes.
+
+    Raises UserError when `column` holds no bytes, or when it is empty and the number of such columns is not one.
+    """
     schema = open_parquet(blob).schema_arrow
     names = [f.name for f in schema if _holds_images(f.type)]
     if column and column not in names:
-        raise UserError(f"--column {column}: {blob.url} has bytes in {', '.join(names) or 'no column'}")
+        raise UserError(
+            f"--column {column}: not a column of bytes in {blob.url}; expected one of: {', '.join(names) or 'none'}"
+        )
     if not column and len(names) != 1:
         columns = f"{', '.join(names)}; name one with --column" if names else f"none among {', '.join(schema.names)}"
         raise UserError(f"{blob.url}: expected one column of bytes, found {columns}")
@@ -91,7 +99,10 @@ def _listing(blobs: list[Blob], column: str) -> Listing:
 
 
 def _items(blob: Blob, column: str) -> Iterator[Item]:
-    """Yield the rows of a file; each gets the mean size of its row group, as its own would take reading its bytes."""
+    """Yield an item for every row of a file.
+
+    The size of an image is taken to be the mean over its row group, as the exact size is known only after reading it.
+    """
     file = open_parquet(blob)
     if column not in file.schema_arrow.names:
         raise UserError(f"{blob.url}: has no column {column!r}, which other files of the source have")
@@ -118,13 +129,13 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
 
 
 def _column_bytes(group: Any, column: str) -> int:
-    """Return the uncompressed bytes of a column and of what is nested in it, from the metadata of a row group."""
+    """Return the uncompressed size of a column and its nested columns in bytes, from the metadata of a row group."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == column)
 
 
 def _plain(cells: dict[str, Any]) -> dict[str, Any]:
-    """Convert dates, decimals and the like to text."""
+    """Convert cells that JSON cannot hold, such as dates and decimals, to text."""
     return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in cells.items()}
 
 

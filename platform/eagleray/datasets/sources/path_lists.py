@@ -1,4 +1,4 @@
-"""Data sets whose splits are lists of images with class names: Food-101, DTD, SUN397 and FGVC-Aircraft."""
+"""Read data sets whose splits are lists of image paths with class names: Food-101, DTD, SUN397 and FGVC-Aircraft."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,20 +22,23 @@ def food_101(options: PrepareOptions) -> SourceFiles:
 
 
 def dtd(options: PrepareOptions) -> SourceFiles:
-    """Find images/ and labels/ in the folder; the first of the ten partitions is used."""
+    """Find images/ and labels/ in the folder. Of the ten published partitions into splits, the first is used."""
     train, val, test = ([f"labels/{split}1.txt"] for split in ("train", "val", "test"))
     splits = {"trainval": train + val, "test": test, "train": train, "val": val}
     return _source_files(options, splits, "images", _folder_row)
 
 
 def sun397(options: PrepareOptions) -> SourceFiles:
-    """Find the class folders of SUN397/ and the unpacked Partitions.zip; the first of the ten partitions is used."""
+    """Find the class folders in SUN397/, and the lists unpacked from Partitions.zip.
+
+    Of the ten published partitions into splits, the first is used.
+    """
     splits = {"train": ["Training_01.txt"], "test": ["Testing_01.txt"]}
     return _source_files(options, splits, "", lambda line: _folder_row(line.removeprefix("/")))
 
 
 def aircraft(options: PrepareOptions) -> SourceFiles:
-    """Find images/ and the lists of variants, which are the classes, in the folder data/ of FGVC-Aircraft."""
+    """Find images/ and the lists of variants in the folder data/ of FGVC-Aircraft. The variants are the classes."""
     splits = {split: [f"images_variant_{split}.txt"] for split in ("trainval", "test", "train", "val")}
     return _source_files(options, splits, "images", _variant_row)
 
@@ -50,7 +53,10 @@ def _variant_row(line: str) -> Row:
 
 
 def _source_files(options: PrepareOptions, splits: Splits, folder: str, parse: Callable[[str], Row]) -> SourceFiles:
-    """Find the images in `folder` and the lists of all splits, since together these number the classes."""
+    """Find the images in `folder` and the lists of all splits.
+
+    The lists of all splits are needed for any split, because the classes are numbered across all of them.
+    """
     names = sorted({name for split in splits.values() for name in split})
     tree = {files.relative_path(b, options.origin): b for b in files.list_tree(options.origin)}
     missing = [name for name in names if name not in tree]
@@ -78,7 +84,7 @@ def _rows(url: str, parse: Callable[[str], Row]) -> Sequence[Row]:
     rows = [parse(line.strip()) for line in files.read_text(url).splitlines() if line.strip()]
     wrong = next((path for path, c in rows if c in ("", ".")), None)
     if wrong:
-        raise UserError(f"{url}: expected lines with an image and its class, found {wrong[:80]!r}")
+        raise UserError(f"{url}: expected an image and its class in every line, found {wrong[:80]!r}")
     return rows
 
 

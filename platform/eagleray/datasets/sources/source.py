@@ -1,4 +1,4 @@
-"""Define what a source of images is: how it is found and read, and the published facts about its data set."""
+"""Define what a source of images is: how its files are found and read, and the published facts about its data set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,14 +39,17 @@ class Dataset:
 
 
 def read_ranges(rows: Sequence[Item], encode: Callable[[Data], bytes] | None = None) -> Iterator[tuple[Item, Data]]:
-    """Yield every item with the range of bytes that it names; `encode` makes an image file of raw pixels."""
+    """Yield every item with the bytes of its image, which are a range of bytes in a file.
+
+    If `encode` is given, the bytes are raw pixels, and `encode` makes an image file of them.
+    """
     ranges = ordered_map(lambda i: read_span(Span(i.key, i.url, i.offset, i.size)), rows)
     return ((item, encode(data) if encode else data) for item, data in zip(rows, ranges, strict=True))
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a source, whose images have not been listed yet."""
+    """The files of a source, whose images are listed only when `listing` is called."""
 
     files: Sequence[Blob]  # every file that is read: equal files give equal items
     listing: Callable[[], Listing]  # may read the headers of all archives
@@ -55,7 +58,7 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class Source:
-    """One SOURCE of `eagleray prepare`."""
+    """One of the sources that `eagleray prepare` accepts as its argument SOURCE."""
 
     find: Callable[[PrepareOptions], SourceFiles]  # raises UserError when the files are not there
     licence: str
@@ -69,5 +72,7 @@ class Source:
 
 
 def fetch(items: pa.Table, read: Read) -> Iterator[tuple[Item, Data]]:
-    """Yield the items of a table with the bytes of their image files, in order; missing images have no bytes."""
+    """Yield the items of a table, in order, with the bytes of their image files; the bytes of a missing image are
+    empty.
+    """
     return read([Item(**row) for row in items.to_pylist()])

@@ -1,4 +1,4 @@
-"""STL-10's labelled images in its binary version: the three planes of 96 x 96 pixels, column after column."""
+"""Read the labelled images of STL-10 in its binary version: three planes of 96 x 96 pixels, stored column by column."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,13 +23,13 @@ WORDS = "class_names.txt"
 
 
 def stl10(options: PrepareOptions) -> SourceFiles:
-    """Find the files of a split in the folder stl10_binary, or in one above it."""
+    """Find the files of a split in the folder stl10_binary, or in a folder above it."""
     split = options.split or "train"
     blobs = {PurePosixPath(b.url).name: b for b in files.list_tree(options.origin)}
     names = [f"{split}_X.bin", f"{split}_y.bin", WORDS]
     missing = [name for name in names if name not in blobs]
     if missing:
-        raise files.missing_error(options.origin, f"{missing[0]} in it, as stl10_binary.tar.gz unpacks")
+        raise files.missing_error(options.origin, f"{missing[0]} in it, unpacked from stl10_binary.tar.gz")
     images, labels, words = (blobs[name] for name in names)
     listing = partial(_listing, images, labels, words, split)
     return SourceFiles([images, labels, words], listing, partial(read_ranges, encode=png))
@@ -39,7 +39,7 @@ def _listing(images: Blob, labels: Blob, words: Blob, split: str) -> Listing:
     y = np.frombuffer(store.store(labels.url).get(labels.url), np.uint8)
     if images.size != len(y) * BYTES or y.min(initial=1) < 1 or y.max(initial=1) > 10:
         raise UserError(
-            f"{images.url}: expected {len(y)} images of {BYTES} bytes with labels of 1 to 10, as in {labels.url}"
+            f"{images.url}: expected {len(y)} images of {BYTES} bytes, and labels from 1 to 10 in {labels.url}"
         )
     return Listing(_items(images, y.tolist(), split), files.read_text(words.url).split())
 
@@ -50,7 +50,7 @@ def _items(images: Blob, labels: list[int], split: str) -> Iterator[Item]:
 
 
 def png(planes: Data) -> bytes:
-    """Encode the red, green and blue planes of an image, column after column, as a PNG."""
+    """Encode an image as a PNG from its red, green and blue planes, which are stored column by column."""
     return encode(Image.fromarray(np.frombuffer(planes, np.uint8).reshape(3, SIDE, SIDE).transpose(2, 1, 0)))
 
 

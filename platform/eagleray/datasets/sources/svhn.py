@@ -1,4 +1,4 @@
-"""SVHN, cropped digits: MATLAB arrays of 32 x 32 images, in which class 10 is the digit 0."""
+"""Read the cropped digits of SVHN: MATLAB arrays of 32 x 32 images, in which the digit 0 has the label 10."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ def _items(blob: Blob) -> Iterator[Item]:
 
 
 def read_images(rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
-    """Yield the items of one file with their images as PNGs; the file is read as a whole."""
+    """Yield the items of one MATLAB file with their images as PNGs. The whole file is read into memory."""
     [pixels] = matlab.read_arrays(rows[0].url, "X")  # (32, 32, 3, N)
     for item in rows:
         yield item, encode(Image.fromarray(pixels[..., item.offset]))

@@ -1,4 +1,4 @@
-"""Locate the members of tars, and of tars within tars, by reading headers only; nothing is unpacked."""
+"""Locate the members of tars, and of tars within tars, by reading their headers only, without unpacking anything."""
 
 import io
 import tarfile
@@ -11,11 +11,14 @@ MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f
 
 
 class DamagedTar(UserError):
-    """Reports a file that is not a tar, or one that ends too early."""
+    """The error for a file that is not a tar, or a tar that ends too early."""
 
 
 def members(tar: Span) -> Iterator[Span]:
-    """Yield the files in a tar in their order. Raises UserError when it is compressed, and DamagedTar."""
+    """Yield the files in a tar in their order.
+
+    Raises UserError when the tar is compressed, and DamagedTar when it is damaged or is not a tar at all.
+    """
     source = io.BufferedReader(RangeFile(tar, sparse=True), READ)
     kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
     if kind:

@@ -1,4 +1,7 @@
-"""PASCAL VOC 2007, classification: an image has any of 20 classes, so its label is a number with a bit for each."""
+"""Read PASCAL VOC 2007 for classification, where an image can have several of 20 classes.
+
+The label of an image is an integer whose bits stand for the classes; see `multilabel`.
+"""
 
 from functools import partial
 from pathlib import PurePosixPath
@@ -19,7 +22,7 @@ MARKS = {1: 1, -1: 0, 0: -1}  # the data set's present, absent and difficult, an
 
 
 def voc2007(options: PrepareOptions) -> SourceFiles:
-    """Find JPEGImages/ and ImageSets/Main/ in the folder VOC2007 that both archives unpack to."""
+    """Find JPEGImages/ and ImageSets/Main/ in the folder VOC2007, to which the archives of both splits unpack."""
     split = options.split or "trainval"
     blobs = {PurePosixPath(b.url).name: b for b in files.list_folder(f"{options.origin}/ImageSets/Main/")}
     names = [f"{c}_{split}.txt" for c in CLASSES]

@@ -1,4 +1,4 @@
-"""WebDataset shards that are made into other shards: the images, labels and metadata of their samples."""
+"""Read WebDataset shards, whose images, labels and metadata are to be written into new shards."""
 
 import itertools
 import json
@@ -17,13 +17,16 @@ from eagleray.storage.range_file import Span, read_span
 
 
 def webdataset(options: PrepareOptions) -> SourceFiles:
-    """Find the shards of a folder, a glob or a brace pattern."""
+    """Find the shards in a folder, or those that a pattern with wildcards or braces names."""
     blobs = store.list_shards(options.origin)
     return SourceFiles(blobs, lambda: Listing(itertools.chain.from_iterable(ordered_map(_samples, blobs))))
 
 
 def _samples(blob: Blob) -> list[Item]:
-    """List the samples of a shard, which are neighbouring members with one key; stop where it is damaged."""
+    """List the samples of a shard, each of which is a run of neighbouring files with the same key.
+
+    In a damaged shard, the samples before the damage are listed, followed by an item with the reason.
+    """
     name = blob.url.rpartition("/")[2]
     items: list[Item] = []
     try:
@@ -35,7 +38,9 @@ def _samples(blob: Blob) -> list[Item]:
 
 
 def _parts(blob: Blob) -> Iterator[tuple[str, str, Span]]:
-    """Yield the key, the last extension and the bytes of every member that has both."""
+    """Yield the key, the last extension and the position of every file in a shard whose name has a key and an
+    extension.
+    """
     for span in members(Span("", blob.url, 0, blob.size)):
         match = re.fullmatch(r"((?:.*/|)[^./][^.]*)\.(?:[^/]*\.)?([^./]+)", span.name)  # a key ends at its first dot
         if match:

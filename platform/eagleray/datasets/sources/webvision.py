@@ -20,7 +20,7 @@ LISTS = {
 
 
 def webvision(options: PrepareOptions) -> SourceFiles:
-    """Find info/, and google/ and flickr/ or the folder of the validation images."""
+    """Find info/ and the images of a split: google/ and flickr/ for training, or else the folder of its images."""
     split = options.split or "train"
     blobs = files.list_tree(options.origin)
     tables = [b for b in blobs if files.relative_path(b, options.origin) in {f"info/{name}" for name in LISTS[split]}]
@@ -52,9 +52,9 @@ def _items(origin: str, tables: Sequence[Blob], images: Sequence[Blob], split: s
 
 
 def _list_name(path: str, split: str) -> str:
-    """Return what a list calls an image: training images by their paths, others by their file names.
+    """Return the name by which a list refers to an image: the path of a training image, the file name of any other.
 
-    The folder of the others is left out because its name tells how they were resized.
+    The folder of the other images depends on how they were resized, and the lists do not name it.
     """
     return path if split == "train" else PurePosixPath(path).name
 

@@ -1,6 +1,7 @@
 """Read images with a class for every pixel from folders in one of three layouts, and crop them as mmsegmentation does.
 
-The layouts are those of ADE20K, of CamVid as in SegNet, and of any pairs of an image and a mask."""
+The layouts are those of ADE20K and of CamVid (as published with SegNet), and a plain one of images and masks with the
+same names."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,8 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Masks:
-    """A segmentation dataset with C classes."""
+    """A dataset for semantic segmentation with C classes: pairs of an image and a mask, which holds the class of each
+    pixel."""
 
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
@@ -72,7 +74,7 @@ class Masks:
     def of(cls, folder: Path) -> "Masks":
         """Open a dataset in one of the three layouts.
 
-        Raises UserError when the folder has another layout or an image has no mask."""
+        Raises UserError when the folder has none of these layouts or an image has no mask."""
         layout = next((lay for lay in LAYOUTS if all((folder / f).is_dir() for f in (*lay.train, *lay.val))), None)
         if layout is None:
             known = "; or ".join(", ".join((*lay.train, *lay.val)) for lay in LAYOUTS)
@@ -90,9 +92,10 @@ class Masks:
         return cls(train, val, tuple(classes), table)
 
     def read(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Read an image (3, H, W), uint8, and its classes (H, W), uint8.
+        """Read an image (3, H, W), uint8, and the classes of its pixels (H, W), uint8.
 
-        Raises UserError when a file does not decode, their sizes differ or the mask has an unknown value."""
+        Raises UserError when a file does not decode, when image and mask differ in size, or when a value in the mask is
+        not the number of a class."""
         try:
             image = decode(pair.image.read_bytes())
         except BadImage as e:
@@ -109,9 +112,9 @@ class Masks:
 
 
 def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
-    """Pair the images of a folder with the masks of the same names.
+    """Pair each image of one folder with the mask of the same name in another.
 
-    Raises UserError when there is no image, or an image without a mask."""
+    Raises UserError when there is no image, or an image has no mask."""
     by_name = {p.stem: p for p in sorted((folder / masks).iterdir()) if p.suffix.lower() in SUFFIXES}
     out = []
     for image in sorted(p for p in (folder / images).iterdir() if p.suffix.lower() in SUFFIXES):
@@ -124,7 +127,8 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Read the names of the classes, one a line or in ADE20K's list; empty if there is no such file."""
+    """Read the names of the classes from a file with one name in each line, or from ADE20K's list; return an empty list
+    if the folder has no such file."""
     if (path := folder / "classes.txt").is_file():
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if (path := folder / "objectInfo150.txt").is_file():
@@ -133,14 +137,14 @@ def class_names(folder: Path) -> list[str]:
 
 
 def highest(train: Sequence[Pair]) -> int:
-    """Return the highest class in the masks."""
+    """Return the highest class number in the masks."""
     return max(int(np.where(v == IGNORED, 0, v).max()) for v in ordered_map(read_mask, [p.mask for p in train]))
 
 
 def read_mask(path: Path) -> NDArray[np.int64]:
     """Read the values (H, W) of a mask.
 
-    Raises UserError when the file does not decode or has several channels."""
+    Raises UserError when the file does not decode or has more than one channel."""
     try:
         with Image.open(path) as mask:
             values = np.asarray(mask)
@@ -152,17 +156,21 @@ def read_mask(path: Path) -> NDArray[np.int64]:
 
 
 def resized_shape(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
-    """Return the height and width to which an image (..., H, W) is resized: its short side becomes `ratio` times
-    `size`, or less, so that the long side is at most WIDEST times as long as that."""
+    """Return the height and width to which an image (..., H, W) is resized.
+
+    The short side becomes `ratio` times `size`. It becomes less if the long side would otherwise exceed WIDEST times
+    `ratio` times `size`."""
     short, long = sorted(image.shape[-2:])
     scale = ratio * size * min(1 / short, WIDEST / long)
     return max(round(image.shape[-2] * scale), 1), max(round(image.shape[-1] * scale), 1)
 
 
 def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) -> tuple[Tensor, Tensor]:
-    """Return a random crop of an image (3, H, W), uint8, and of its classes (H, W), for training. Both are resized and
-    mirrored at random, and the colours distorted. The results are a normalised image (3, size, size) and classes (size,
-    size), padded at the bottom and the right with zeros and IGNORED."""
+    """Return a random training crop of an image (3, H, W), uint8, and of the classes of its pixels (H, W).
+
+    Image and classes are resized and mirrored at random, and the colours of the image are distorted. The results are a
+    normalised image (3, size, size) and its classes (size, size). At the bottom and on the right, the image is padded
+    with zeros and the classes with IGNORED."""
     shape = list(resized_shape(image, size, rng.uniform(*RATIOS)))
     image = resize(image, shape, InterpolationMode.BILINEAR, antialias=True)
     mask = resize(mask[None], shape, InterpolationMode.NEAREST_EXACT)[0]
@@ -181,8 +189,9 @@ def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) ->
 
 
 def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Distort the colours of an image (1, 3, h, w), from 0 to 1, at random; contrast changes before saturation and hue,
-    or after them."""
+    """Distort the colours of an image (1, 3, h, w), from 0 to 1, at random.
+
+    The contrast changes either before or after saturation and hue."""
     contrast = (photometric.contrast, 0.5, 1.5)
     order = (JITTER[0], contrast, *JITTER[1:]) if rng.integers(2) else (*JITTER, contrast)
     for function, low, high in order:
@@ -192,8 +201,10 @@ def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def crops(masks: Masks, *, start: int, stop: int, batch: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the training batches `start` to `stop`: crops (B, 3, size, size) and classes (B, size, size), int64. Every
-    epoch has all training images in a new order. A batch does not depend on `start`.
+    """Yield the training batches numbered `start` to `stop` - 1: crops (B, 3, size, size) and classes (B, size, size),
+    int64.
+
+    Every epoch visits all training images in a new order. A batch is the same whatever `start` is.
 
     Raises UserError when an image or a mask cannot be read."""
     n = len(masks.train)

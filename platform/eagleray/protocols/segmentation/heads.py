@@ -1,8 +1,8 @@
 """Define the heads that predict the class of every pixel from feature maps: Semantic FPN (Kirillov et al. 2019,
 arXiv:1901.02446) and UPerNet (Xiao et al. 2018, arXiv:1807.10221).
 
-Both follow mmsegmentation, which the papers' results were computed with. Maps are (B, C, h, w), the finest first; there
-are K classes."""
+Both follow mmsegmentation, with which the papers' results were computed. Feature maps are (B, C, h, w), ordered from
+the finest to the coarsest; there are K classes."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ DROPOUT = 0.1
 
 
 def conv(inside: int, outside: int, kernel: int = 3) -> nn.Module:
-    """Build a convolution of stride 1, followed by batch norm and ReLU."""
+    """Build a convolution of stride 1 followed by batch norm and ReLU, from `inside` to `outside` channels."""
     return Conv2dNormActivation(inside, outside, kernel)
 
 
 def classify(inside: int, classes: int) -> nn.Module:
-    """Build dropout and the last convolution, which predicts the scores of the classes."""
+    """Build dropout followed by the last convolution, which predicts a score for each class."""
     last = nn.Conv2d(inside, classes, 1)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)  # type: ignore[arg-type]
@@ -28,13 +28,15 @@ def classify(inside: int, classes: int) -> nn.Module:
 
 
 def resized(x: Tensor, like: Tensor) -> Tensor:
-    """Resize a map to the height and width of another."""
+    """Resize a feature map to the height and width of the map `like`."""
     return F.interpolate(x, like.shape[2:], mode="bilinear")
 
 
 class SemanticFPN(nn.Module):
-    """The head of Semantic FPN. A feature pyramid has `width` channels; its level i passes i convolutions with half as
-    many channels, each followed by an upsampling by 2, and the class scores are computed from the sum of all levels."""
+    """The head of Semantic FPN, on a feature pyramid with `width` channels.
+
+    Level i of the pyramid passes i convolutions with half as many channels, each followed by an upsampling by 2. The
+    class scores are computed from the sum of all levels."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 256) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class SemanticFPN(nn.Module):
         self.classify = classify(narrow, classes)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return one list entry: scores (B, K, h, w) with the size of the finest map."""
+        """Return a list of one tensor: class scores (B, K, h, w) at the size of the finest map."""
         pyramid = self.fpn({str(i): x for i, x in enumerate(maps)}).values()
         enlarged = [level(x) for level, x in zip(self.levels, pyramid, strict=True)]
         # A ViT's maps all have one size; as in SelfPatch's code they are enlarged like others, then shrunk again.
@@ -57,9 +59,11 @@ class SemanticFPN(nn.Module):
 
 
 class UPerNet(nn.Module):
-    """The head of UPerNet. The coarsest map is averaged over 1, 4, 9 and 36 parts of the image, a feature pyramid is
-    built on it, and the class scores are computed from all its levels, concatenated. In training a second classifier,
-    of half the width, reads the last map but one."""
+    """The head of UPerNet: pyramid pooling, a feature pyramid and, in training, a second classifier.
+
+    Pyramid pooling averages the coarsest map over 1, 4, 9 and 36 parts of the image. The feature pyramid is built on
+    the result, and the class scores are computed from all its levels, concatenated. In training a second classifier of
+    half the width reads the second coarsest map."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 512) -> None:
         super().__init__()
@@ -74,8 +78,9 @@ class UPerNet(nn.Module):
         self.helper = nn.Sequential(conv(fine[-1], width // 2), classify(width // 2, classes))
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return scores (B, K, h, w) with the size of the finest map, and in training also those of the second
-        classifier."""
+        """Return a list of class scores (B, K, h, w) at the size of the finest map.
+
+        In training the list has a second entry, the scores of the second classifier."""
         coarse = maps[-1]
         levels = [self.pooled(torch.cat([coarse, *(resized(pool(coarse), coarse) for pool in self.pools)], 1))]
         for lateral, x in zip(self.lateral[::-1], maps[-2::-1], strict=True):

@@ -30,7 +30,9 @@ class Comparison(NamedTuple):
 
 
 def colours(classes: int) -> NDArray[np.uint8]:
-    """Return a table (256, 3) with a colour for each class; all other values have the colour of pixels without one."""
+    """Return a table of colours (256, 3), in which row c is the colour of class c.
+
+    All rows from `classes` on have the colour of pixels without a class."""
     out = np.full((256, 3), NONE, np.uint8)
     for i in range(classes):
         r, g, b = colorsys.hsv_to_rgb(i * GOLDEN % 1, (0.75, 0.45)[i % 2], (0.95, 0.75, 0.55)[i % 3])
@@ -39,7 +41,8 @@ def colours(classes: int) -> NDArray[np.uint8]:
 
 
 def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> None:
-    """Draw a row for each image: the image, its true and its predicted classes; a legend names the classes in them."""
+    """Draw one row for each image: the image, its true classes and its predicted classes. A legend names the classes
+    that occur."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -69,8 +72,9 @@ def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> N
 
 
 def table(path: Path, classes: Sequence[str], counts: Tensor) -> None:
-    """Write a CSV with the IoU and accuracy in percent and the number of pixels of each class, from a confusion matrix
-    (K, K). Scores of a class without pixels are empty."""
+    """Write a CSV file with a row for each class: IoU and accuracy in percent, and the number of pixels.
+
+    They are computed from a confusion matrix (K, K). The scores of a class without pixels are empty."""
     iou, accuracy = class_scores(counts)
     with path.open("w", newline="") as f:
         writer = csv.writer(f)

@@ -1,5 +1,6 @@
-"""Score predicted classes of pixels: mIoU, mAcc and aAcc over whole images, at one size or averaged over several sizes
-and mirror images, as mmsegmentation computes them. C classes."""
+"""Score the predicted classes of pixels with mIoU, mAcc and aAcc, as mmsegmentation computes them.
+
+Whole images are predicted, at one size or as a mean over several sizes and mirror images. There are C classes."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,22 +18,28 @@ Net = Callable[[Tensor], Tensor]  # normalised images (B, 3, H, W) to scores (B,
 
 
 def confusion(truth: Tensor, prediction: Tensor, classes: int) -> Tensor:
-    """Return the confusion matrix (C, C): the number of pixels of each true class (rows) with each predicted class
-    (columns). IGNORED pixels do not count."""
+    """Return the confusion matrix (C, C): the number of pixels of each true class (row) with each predicted class
+    (column).
+
+    IGNORED pixels do not count."""
     known = truth != IGNORED
     pairs = truth[known].long() * classes + prediction[known].long()
     return torch.bincount(pairs, minlength=classes**2).view(classes, classes)
 
 
 def class_scores(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the intersection over union and the accuracy (C,) of each class from a confusion matrix. The first is NaN
-    for a class that is neither true nor predicted anywhere, the second for one that is nowhere true."""
+    """Return the intersection over union (C,) and the accuracy (C,) of each class from a confusion matrix.
+
+    The intersection over union is NaN for a class that is neither a true nor a predicted class of any pixel. The
+    accuracy is NaN for a class that is not the true class of any pixel."""
     hit, truth, prediction = counts.diag().double(), counts.sum(1), counts.sum(0)
     return hit / (truth + prediction - hit), hit / truth
 
 
 def scores(counts: Tensor) -> dict[str, float]:
-    """Return mIoU and mAcc, means over the classes that occur, and aAcc over all pixels, in percent."""
+    """Return mIoU, mAcc and aAcc in percent from a confusion matrix.
+
+    mIoU and mAcc are means over the classes that occur. aAcc is the accuracy over all pixels."""
     iou, accuracy = class_scores(counts)
     out = {"miou": iou.nanmean(), "macc": accuracy.nanmean(), "aacc": counts.diag().sum() / counts.sum()}
     return {name: 100 * float(value) for name, value in out.items()}
@@ -42,9 +49,10 @@ def scores(counts: Tensor) -> dict[str, float]:
 def probabilities(
     net: Net, image: Tensor, *, size: int, scales: Sequence[float] = (1.0,), mirror: bool = False
 ) -> Tensor:
-    """Return the class probabilities (C, H, W) of an image (3, H, W), uint8, on the device of the network. They are
-    means over the image resized so that its short side is each of `scales` times `size`, and with `mirror` over the
-    mirrored images too."""
+    """Return the class probabilities (C, H, W) of an image (3, H, W), uint8, on the device of the network.
+
+    They are means over several sizes: for each of `scales`, the short side of the image is resized to `size` times that
+    scale. With `mirror` the means include the mirror image at each size."""
     total = image.new_zeros((), dtype=torch.float)
     for scale in scales:
         x = resize(image[None], list(resized_shape(image, size, scale)), InterpolationMode.BILINEAR, antialias=True)

@@ -40,7 +40,7 @@ PICTURES = 4  # images in the picture
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """A type of head, and the settings that the papers train it with."""
+    """A type of segmentation head, and the settings with which the papers train it."""
 
     make: type[SemanticFPN] | type[UPerNet]
     width: int  # channels
@@ -73,9 +73,12 @@ def segmentation(
     seed: NonNegativeInt = 0,
 ) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder`, and measure mIoU, mAcc and aAcc in percent
-    on the validation images. With `multi_scale` they are also measured on means over six sizes and mirrored images.
-    `size` is the side of crops and the short side of images in pixels, and `width` the number of channels of the head;
-    None stands for the paper's `steps` and `width`. The same call continues a training that was stopped.
+    on the validation images.
+
+    With `multi_scale` the three scores are also measured with predictions averaged over six sizes and mirror images.
+    `size` is the side of the crops and the short side of the images in pixels. `width` is the number of channels of the
+    head. If `steps` or `width` is None, the paper's value for this head is used. Calling the function again with the
+    same arguments continues a training that was stopped.
 
     Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
     if head not in HEADS:
@@ -132,31 +135,33 @@ class Segmenter(Trainee):
         self.head = kind.make(self.maps.dims, classes, width=width)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the loss of normalised crops (B, 3, H, W) with classes (B, H, W), a mean over the pixels with a
+        """Return the loss of normalised crops (B, 3, H, W) with classes (B, H, W): a mean over all pixels that have a
         class."""
         [x] = batch.views
         losses = [self.loss(z, batch.label) for z in self.raw(x)]
         return {"loss": losses[0] + HELPER * sum(losses[1:])}
 
     def raw(self, x: Tensor) -> list[Tensor]:
-        """Return scores (B, K, H, W) of the head, and in training also those of UPerNet's second classifier."""
+        """Return the class scores of the head (B, K, H, W); in training, UPerNet's second classifier adds another such
+        tensor."""
         h, w = x.shape[2:]
         x = F.pad(x, (0, -w % self.maps.cell, 0, -h % self.maps.cell))
         scores = self.head(self.maps(x))
         return [F.interpolate(z.float(), x.shape[2:], mode="bilinear")[..., :h, :w] for z in scores]
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return scores (B, K, H, W) for normalised images (B, 3, H, W)."""
+        """Return class scores (B, K, H, W) for normalised images (B, 3, H, W)."""
         return self.raw(x)[0]
 
     @staticmethod
     def loss(z: Tensor, y: Tensor) -> Tensor:
-        """Return the mean cross-entropy of scores (B, K, H, W) for classes (B, H, W), without IGNORED pixels."""
+        """Return the mean cross-entropy of class scores (B, K, H, W) for true classes (B, H, W); IGNORED pixels do not
+        count."""
         return F.cross_entropy(z, y, ignore_index=IGNORED)
 
     @torch.no_grad()
     def try_size(self, size: int, shape: tuple[int, int]) -> None:
-        """Raise UserError when the backbone cannot take crops of `size` or images of `shape` (H, W)."""
+        """Raise UserError when the backbone cannot process crops of side `size` or images of `shape` (H, W)."""
         self.eval()
         for h, w in ((size, size), shape):
             with explain_failure(
@@ -168,7 +173,9 @@ class Segmenter(Trainee):
 def batches(
     masks: Masks, settings: dict[str, Any], start: int, device: torch.device
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield the batches from step `start` on. Every step counts as an epoch, as all schedules are in steps."""
+    """Yield the training batches from step `start` on, each with the progress of the training.
+
+    Every step counts as an epoch, because all schedules are in steps."""
     steps, batch = settings["steps"], settings["batch"]
     stream = crops(masks, start=start, stop=steps, batch=batch, size=settings["size"], seed=settings["seed"])
     for step, (x, y) in enumerate(stream, start):
@@ -178,8 +185,10 @@ def batches(
 
 
 def poly(step: int, steps: int, lr: float) -> float:
-    """Return the learning rate of a step: it falls linearly from `lr` to zero, times a factor that rises linearly to 1
-    during the warm-up. This is mmcv's poly schedule of power 1; SelfPatch and Swin warm up for 1500 steps on ADE20K."""
+    """Return the learning rate of a step: mmcv's poly schedule of power 1 with a linear warm-up.
+
+    The rate falls linearly from `lr` to zero. During the warm-up it is multiplied by a factor that rises linearly to 1.
+    SelfPatch and Swin warm up for 1500 steps on ADE20K."""
     warm = min(WARMUP, steps // SHORT)
     up = 1 - (1 - step / warm) * (1 - RATIO) if step < warm else 1.0
     return lr * up * (1 - step / steps)
@@ -194,7 +203,8 @@ def report(
     *,
     multi_scale: bool,
 ) -> Outcome:
-    """Score the network on the validation images, write the table of classes, and draw some of the images."""
+    """Score the network on the validation images, write a table of the scores of each class, and draw some of the
+    images."""
     device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
     samples: list[Any] = []

@@ -1,6 +1,7 @@
-"""Show where the last block of a ViT or a Swin transformer attends: a map per head, as in figures 1 and 3 of Caron et
-al. 2021 (DINO), arXiv:2104.14294, and heads by their entropy, as in appendix C of Li et al. 2021 (EsViT),
-arXiv:2106.09785."""
+"""Show where the last block of a ViT or a Swin transformer attends, with one map for each head.
+
+The maps are those of figures 1 and 3 of Caron et al. 2021 (DINO), arXiv:2104.14294. The entropies of the heads follow
+appendix C of Li et al. 2021 (EsViT), arXiv:2106.09785."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ QUERIES = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  
 
 
 class Maps(NamedTuple):
-    """The attention maps of B images with N patches. Every row sums to one."""
+    """The attention maps of B images with N patches. Every row of a map sums to one."""
 
     patches: Tensor  # (B, heads, N, N) of each patch as query (row) to each as key (column)
     token: Tensor | None  # (B, heads, N) of the class token as query; None if the model has none
@@ -50,9 +51,11 @@ def attention(
     limit: PositiveInt = IMAGES,
     mass: Share = MASS,
 ) -> Outcome:
-    """Measure the entropy of each head's attention in bits, a mean over the query patches and the images, and the
-    percentage of patches that hold `mass` of the attention. Draw the map of each head, the fewest patches that hold
-    `mass` of it, and the attention of five query points.
+    """Measure and draw the attention of each head in the last block.
+
+    Two numbers are measured for each head, as means over the query patches and the images: the entropy of the attention
+    in bits, and the percentage of patches that together hold `mass` of it. Three pictures are drawn: the map of each
+    head, the fewest patches that hold `mass` of it, and the attention of five query points.
 
     Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
     check_attention(backbone)
@@ -78,8 +81,7 @@ def attention(
 
 
 def pictures(samples: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: Path) -> tuple[Path, ...]:
-    """Draw the three pictures of some images (3, H, W) and their maps; `bits` (heads,) are the entropies of the
-    heads."""
+    """Draw three pictures of some images (3, H, W) and their maps; `bits` (heads,) are the entropies of the heads."""
     order = bits.argsort(descending=True)
     picked = order[torch.linspace(0, len(order) - 1, min(HEADS, len(order))).round().long()].tolist()
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
@@ -108,8 +110,9 @@ def pictures(samples: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out:
 
 
 def maps(backbone: Backbone, images: Tensor) -> Maps:
-    """Read the attention maps of images (B, 3, H, W), normalised. Keys that are not patches, such as a class token, are
-    left out, and rows sum to one again.
+    """Read the attention maps of normalised images (B, 3, H, W).
+
+    Keys that are not patches, such as a class token, are left out, and the rows are rescaled to sum to one.
 
     Raises UserError for an architecture whose attention cannot be read."""
     check_attention(backbone)
@@ -132,15 +135,15 @@ def check_attention(backbone: Backbone) -> None:
 
 
 def head_maps(attended: Maps) -> Tensor:
-    """Return the map of each head (B, heads, N): the attention of the class token, or else of the patch in the
-    middle."""
+    """Return the map of each head (B, heads, N): the attention of the class token, or of the central patch if the model
+    has no class token."""
     if attended.token is not None:
         return attended.token
     return attended.patches[:, :, patch_at(QUERIES[0], attended.grid)]
 
 
 def patch_at(point: tuple[float, float], grid: tuple[int, int]) -> int:
-    """Return the number of the patch under a point (x, y), as shares of the image's sides."""
+    """Return the number of the patch at a point (x, y), given as fractions of the image's width and height."""
     return int(point[1] * grid[0]) * grid[1] + int(point[0] * grid[1])
 
 
@@ -150,15 +153,17 @@ def entropy(rows: Tensor) -> Tensor:
 
 
 def fewest_patches(rows: Tensor, mass: float) -> Tensor:
-    """Return a mask (..., N) of the fewest patches that hold at least `mass` of each distribution (..., N)."""
+    """Return a mask (..., N) that selects, in each distribution (..., N), the fewest patches with a sum of at least
+    `mass`."""
     values, order = rows.sort(dim=-1, descending=True, stable=True)
     before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # the mass of the patches with more attention
     return torch.zeros_like(rows, dtype=torch.bool).scatter(-1, order, before < mass * values.double().sum(-1, True))
 
 
 def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the attention maps (B, heads, N, N) of a Swin's last block, and the grid of its patches. Attention is
-    computed within windows, so it is 0 from one window to another."""
+    """Return the attention maps (B, heads, N, N) of the last block of a Swin transformer, and the grid of its patches.
+
+    Attention is computed within windows, so it is 0 between patches of different windows."""
     block = backbone.model.layers[-1].blocks[-1]
     rows: list[Tensor] = []
     hook = block.attn.softmax.register_forward_hook(lambda _, __, result: rows.append(result))
@@ -182,12 +187,14 @@ def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[in
 
 
 def windows(block: Any, grid: tuple[int, int]) -> Tensor:
-    """Return the T patches in each of the W windows of a block (W, T), numbered from 1 row by row; 0 stands for
-    padding. The numbers are passed through the block itself, as models pad and shift in different orders."""
+    """Return the numbers of the T patches in each of the W windows of a block (W, T).
+
+    Patches are numbered from 1, row by row; 0 stands for padding. To find them, the numbers themselves are passed
+    through the block, because models differ in the order in which they pad and shift."""
     recorded: list[Tensor] = []
 
     class Recorder(nn.Module):
-        """Records its input in place of the attention."""
+        """A module that takes the place of the attention layer and records its input."""
 
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             recorded.append(x)

@@ -24,7 +24,9 @@ OVER = 0.6  # weight of a heat map or a mask in the colour of a pixel
 
 
 class Tile(NamedTuple):
-    """An image with a title, marked points (x, y) as shares of its sides, and the outline of a mask."""
+    """An image with a title, marked points and the outline of a mask.
+
+    Points (x, y) are fractions of the width and the height."""
 
     image: Pixels
     title: str = ""
@@ -34,7 +36,7 @@ class Tile(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two images of one height, k pairs of matched points, and whether each match is right."""
+    """Two images of the same height, k pairs of matched points, and for each match whether it is right."""
 
     one: Pixels
     other: Pixels
@@ -49,7 +51,7 @@ def pixels(image: Tensor) -> Pixels:
 
 
 def heat_overlay(image: Tensor, heat: Tensor) -> Pixels:
-    """Blend an image (3, H, W) with a heat map (h, w) of non-negative values, of which the largest is the brightest."""
+    """Blend an image (3, H, W) with a heat map (h, w) of non-negative values; the largest value is the brightest."""
     from matplotlib import colormaps
 
     large = enlarge(heat / heat.max().clamp(min=1e-12), image)
@@ -57,23 +59,24 @@ def heat_overlay(image: Tensor, heat: Tensor) -> Pixels:
 
 
 def colour_overlay(image: Tensor, colours: Tensor) -> Pixels:
-    """Enlarge the colours of patches (h, w, 3) to the size of an image (3, H, W)."""
+    """Enlarge a map with a colour for each patch (h, w, 3) to the size of an image (3, H, W)."""
     return np.stack([enlarge(c, image) for c in colours.unbind(-1)], -1)
 
 
 def darken(image: Tensor, mask: Tensor) -> Pixels:
-    """Darken an image (3, H, W) except for the patches of a mask (h, w)."""
+    """Darken an image (3, H, W) everywhere but in the patches that a mask (h, w) selects."""
     return pixels(image) * (0.15 + 0.85 * enlarge(mask.float(), image)[..., None])
 
 
 def enlarge(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
-    """Enlarge a map (h, w) to the size of the image, without interpolation."""
+    """Enlarge a map (h, w) to the size of an image without interpolation."""
     out: NDArray[np.float32] = F.interpolate(grid[None, None].float(), image.shape[1:])[0, 0].cpu().numpy()
     return out
 
 
 def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
-    """Blend an image (3, H, W) with the colours of its objects (H, W)."""
+    """Blend an image (3, H, W) with colours for its objects; the mask (H, W) holds the number of the object at each
+    pixel."""
     out = pixels(image)
     on = mask > 0
     out[on] = (1 - OVER) * out[on] + OVER * COLOURS[(mask[on] - 1) % len(COLOURS)]
@@ -81,7 +84,7 @@ def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
 
 
 def sheet(rows: Mapping[str, Sequence[Tile]], path: Path, title: str) -> Path:
-    """Draw rows of tiles of one height into a file, with a label to the left of each row."""
+    """Draw rows of tiles of the same height into a file, with a label to the left of each row."""
     from matplotlib.figure import Figure
 
     widths = [max(row[i].image.shape[1] / row[i].image.shape[0] for row in rows.values() if i < len(row))
@@ -122,8 +125,9 @@ def fill(axes: Any, tile: Tile) -> None:
 
 
 def pairs(pairs: Sequence[Pair], path: Path, title: str) -> Path:
-    """Draw pairs of images into a file, two to a row, with a line for each match: green if right, red if wrong, yellow
-    if unknown."""
+    """Draw pairs of images into a file, two pairs in a row, with a line for each match.
+
+    A line is green if the match is right, red if it is wrong and yellow if this is unknown."""
     from matplotlib.figure import Figure
 
     side = 1.6 * SIDE
@@ -142,7 +146,7 @@ def pairs(pairs: Sequence[Pair], path: Path, title: str) -> Path:
 
 
 def join(axes: Any, pair: Pair, gap: int) -> None:
-    """Draw a pair of images and the lines of its matches into matplotlib axes; the images are `gap` pixels apart."""
+    """Draw a pair of images, `gap` pixels apart, and the lines between their matching points into matplotlib axes."""
     white = np.ones((len(pair.one), gap, 3), np.float32)
     fill(axes, Tile(np.concatenate([pair.one, white, pair.other], 1), pair.title))
     shift = pair.one.shape[1] + gap
@@ -152,5 +156,5 @@ def join(axes: Any, pair: Pair, gap: int) -> None:
 
 
 def write(figure: Any, title: str, height: float) -> None:
-    """Write the title at the top of a figure of this height in inches."""
+    """Write a title at the top of a figure, whose height is in inches."""
     figure.text(0.01, 1 - 0.12 / height, title, fontsize=9, color=INK, va="top", wrap=True)

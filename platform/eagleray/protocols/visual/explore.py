@@ -1,7 +1,8 @@
 """Visualise a backbone's features: principal components of patches, nearest images, and matching patches.
 
-The components are those of figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar patches of
-two views or of two images are those of figure 4 of Li et al. 2021 (EsViT), arXiv:2106.09785."""
+The principal components follow figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar pairs of
+patches, between two views of an image or between two images, follow figure 4 of Li et al. 2021 (EsViT),
+arXiv:2106.09785."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -42,9 +43,11 @@ class Nearest(NamedTuple):
 def components(
     backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: PositiveInt = 448, images: PositiveInt = 6
 ) -> Outcome:
-    """Draw the first principal component of the patches of several images together, and the first three components of
-    the foreground patches, which the first component selects, as red, green and blue. The same colour means the same in
-    all images. Measure the percentage of the patches' variance in three components, and of patches in the foreground.
+    """Draw the principal components of the patches of several images together.
+
+    The first component separates foreground from background. The first three components of the foreground patches are
+    then drawn as red, green and blue. A colour means the same in all images. Two percentages are measured: the share of
+    the patches' variance in three components, and the share of foreground patches.
 
     Raises UserError when no image decodes."""
     crops, patches, grid = patch_features(backbone, index, images, size)
@@ -74,7 +77,9 @@ def components(
 
 def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
     """Return the scores (n, k) of vectors (n, D) on their first k principal components, and the share of the variance
-    in these. If there are fewer components, the other columns are zero. The largest weight of a component is
+    that these explain.
+
+    If there are fewer than k components, the other columns are zero. The sign of a component makes its largest weight
     positive."""
     centred = (x - x.mean(0)).double()
     values, vectors = torch.linalg.eigh(centred.T @ centred)
@@ -86,8 +91,9 @@ def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
 
 
 def oriented(first: Tensor) -> Tensor:
-    """Return the first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive. The
-    foreground is the sign that is rarer at the borders of the images, which mostly show background."""
+    """Return the first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive.
+
+    The borders of images mostly show background. The sign that is rarer at the borders is therefore the foreground."""
     border = torch.ones_like(first, dtype=torch.bool)
     border[:, 1:-1, 1:-1] = False
     front = (first > 0).float()
@@ -95,7 +101,7 @@ def oriented(first: Tensor) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Scale each column of (n, k) to 0 to 1, and clip the outermost values."""
+    """Scale each column of values (n, k) to the range from 0 to 1, and clip the outermost values."""
     if not len(x):
         return x
     low, high = torch.quantile(x, torch.tensor([EDGE, 1 - EDGE], dtype=x.dtype), dim=0)
@@ -115,8 +121,9 @@ def neighbours(
     queries: PositiveInt = 8,
     k: PositiveInt = 8,
 ) -> Outcome:
-    """Draw a sheet of images with the k nearest to each by the cosine of pooled features. With labels, also measure the
-    percentage of neighbours with the query's class, which have a green frame.
+    """Draw a sheet of query images, each with the k images nearest to it by the cosine of pooled features.
+
+    With labels, also measure the percentage of neighbours that have the query's class. These have a green frame.
 
     Raises UserError when fewer than two images decode."""
     device = next(backbone.parameters()).device
@@ -151,12 +158,12 @@ def neighbours(
 
 
 def frame(one: int, other: int) -> str:
-    """Return the colour of the frame for two labels, empty if one is missing."""
+    """Return the colour of the frame for the labels of a query and its neighbour; empty if either has no label."""
     return "" if min(one, other) < 0 else draw.GREEN if one == other else draw.RED
 
 
 def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
-    """Find the k nearest among vectors (n, D) for those in rows `queries` (q,), without themselves."""
+    """Find, for each of the vectors in rows `queries` (q,) of x (n, D), the k nearest other vectors."""
     unit = F.normalize(x, dim=1)
     cosine = unit[queries] @ unit.T
     cosine[torch.arange(len(queries)), queries] = -torch.inf
@@ -176,9 +183,11 @@ def pairs(
     images: PositiveInt = 3,
     limit: PositiveInt = 64,
 ) -> Outcome:
-    """Draw the ten most similar pairs of patches of an image and another view of it, a smaller and recoloured crop, and
-    of an image and the nearest among `limit` images. A match between two views is right if it is at most a patch from
-    the true position. Measure the percentage of right matches and the mean distance in pixels.
+    """Draw the ten most similar pairs of patches between two views of an image, and between two images.
+
+    The second view of an image is a smaller and recoloured crop. The second image is the nearest of `limit` images. A
+    match between two views is right if it is at most one patch away from the true position. Over these matches, the
+    percentage of right ones and the mean distance in pixels are measured.
 
     Raises UserError when fewer than two images decode."""
     crops, patches, grid = patch_features(backbone, index, limit, size)
@@ -210,8 +219,9 @@ def pairs(
 
 
 def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
-    """Return the centres (k, 4) of the matching patches (N, D) in pixels: x and y in one image, x and y in the
-    other."""
+    """Return the centres of the k most similar patches of two images (N, D), in pixels.
+
+    Each row of the result (k, 4) is x and y in the first image, then x and y in the second."""
     match = matches(one, other)
     at = [((patch % grid[1] + 0.5) * size / grid[1], (patch // grid[1] + 0.5) * size / grid[0])
           for patch in (match.one, match.other)]  # fmt: skip
@@ -219,16 +229,20 @@ def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> 
 
 
 def to_image(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
-    """Map points (k, 2), x and y in pixels, of a view to the image that it is cropped from; the box is that of
-    `crop`."""
+    """Map points of a view to the image from which the view was cropped. Points (k, 2) are x and y in pixels.
+
+    `box` is the crop as top, left, height and width; `mirrored` is whether the view is mirrored, and `size` its side.
+    """
     top, left, height, width = box
     x = size - points[:, 0] if mirrored else points[:, 0]
     return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
 
 
 def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], Tensor]:
-    """Return another view of each image (B, 3, S, S), normalised, its box (B, 4), top, left, height and width in
-    pixels, and whether it is mirrored (B,). Views are drawn at random, but the same at each call."""
+    """Crop another view from each normalised image (B, 3, S, S).
+
+    Returns the views, their boxes (B, 4), which are top, left, height and width in pixels, and whether each view is
+    mirrored (B,). The views are random, but the same in every call."""
     view = View(size=size, scale=SCALE)
     kind = drawing.Views.of([view])
     u = np.stack([drawing.uniforms(1, seed=0, epoch=0, sample=i) for i in range(len(crops))])  # (B, 1, WIDTH)
@@ -241,14 +255,14 @@ def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], T
 
 
 def denormalised_pixels(x: Tensor) -> draw.Pixels:
-    """Convert a normalised view (3, S, S) to pixels."""
+    """Undo the normalisation of a view (3, S, S) and return its pixels."""
     mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
     return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
 
 
 @in_eval_mode
 def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return some images (n, 3, S, S), uint8, their patches (n, N, D) and the grid of the patches.
+    """Return n images (n, 3, S, S), uint8, the features of their patches (n, N, D), and the grid of the patches.
 
     Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
@@ -265,7 +279,7 @@ def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> 
 
 @in_eval_mode
 def patches_of(backbone: Backbone, x: Tensor) -> Tensor:
-    """Return the patches (B, N, D), on the CPU, of normalised images (B, 3, H, W)."""
+    """Return the features of the patches (B, N, D), on the CPU, for normalised images (B, 3, H, W)."""
     return backbone(x).patches.float().cpu()
 
 
