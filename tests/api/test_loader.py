@@ -72,7 +72,7 @@ def test_torchrun_deals_the_global_batches(group: str, shards: Path, tmp_path: P
         ({"batch": 0}, "batch=0 start=0: expected a batch of 1 or more"),
         ({"start": -1}, "start=-1"),
         ({"batch": 1000}, "320 samples do not fill one global batch of 1000"),
-        ({"lanes": 7}, "lanes must divide it"),
+        ({"lanes": 7}, "the number of lanes must divide it"),
         ({"lanes": 8, "workers": 9}, "9 readers cannot share 8 lanes"),
     ],
 )

@@ -67,7 +67,12 @@ FAST = {"store": 9000.0, "read": 8000.0, "decode": 800.0, "crop": 1200.0, "loade
     [
         ({"store": 300.0, "read": 290.0, "loader": 280.0}, True, "store", "data.cache"),
         ({"store": 300.0, "read": 290.0, "loader": 280.0}, False, "store", "a faster disk"),
-        ({"store": 9000.0, "read": 290.0, "loader": 280.0}, True, "read", "290 images/s come, 960 could be decoded"),
+        (
+            {"store": 9000.0, "read": 290.0, "loader": 280.0},
+            True,
+            "read",
+            "290 images/s read, 960 could be decoded",
+        ),
         ({}, True, "decode", "a core decodes and crops 480 images/s"),
         ({"crop": 500.0}, True, "crop", "more cores, or fewer or smaller views"),
         ({"loader": 300.0}, True, "loader", "300 images/s arrive where 960 are possible"),

@@ -101,7 +101,7 @@ def test_runs_of_all_lanes_do_not_overlap(sizes: list[int], lanes: int, batch: i
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch of 10 cannot be dealt to 4 lanes"):
+    with pytest.raises(ValueError, match="batch of 10 cannot be divided into 4 lanes"):
         lane_length(100, lanes=4, batch=10)
     with pytest.raises(ValueError, match="9 samples do not fill one global batch of 10"):
         lane_length(9, lanes=5, batch=10)

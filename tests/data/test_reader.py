@@ -303,7 +303,7 @@ def test_a_shard_that_was_cut_ends_the_stream(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_with_the_keys_of_the_recipe(folder: Path) -> None:
     with pytest.raises(UserError, match=r"optim\.batch=72 data\.lanes=6: 65 samples do not fill one global batch"):
         _ = stream(folder, batch=72).steps_per_epoch
-    with pytest.raises(UserError, match=r"optim\.batch=10 data\.lanes=6: .* lanes must divide it"):
+    with pytest.raises(UserError, match=r"optim\.batch=10 data\.lanes=6: .* the number of lanes must divide it"):
         _ = stream(folder, batch=10).steps_per_epoch
 
 

@@ -229,7 +229,7 @@ def test_a_run_gives_what_its_method_exports(method: str, tmp_path: Path):
 def test_a_run_with_other_attention_heads_is_refused(tmp_path: Path):
     r = run_of(tmp_path, "mocov3", "backbone.options.num_heads=2")
     assert r.backbone.options["num_heads"] == 2
-    with pytest.raises(UserError, match=r"blocks\.0\.attn has 2 attention heads there, and 3 here"):
+    with pytest.raises(UserError, match=r"blocks\.0\.attn has 2 attention heads in the weights, but 3 in the model"):
         fill(network(), pretrained(str(tmp_path)))
 
 
@@ -272,7 +272,7 @@ def test_timms_weights(tiny_pretrained: nn.Module):
     assert report.share == 1
     assert all(torch.equal(v, tiny_pretrained.state_dict()[k]) for k, v in ours.model.state_dict().items())
     line = refused("timm:vit_of_tests.here", network(options={"num_heads": 2}))
-    assert "blocks.0.attn has 3 attention heads there, and 2 here" in line
+    assert "blocks.0.attn has 3 attention heads in the weights, but 2 in the model" in line
 
 
 def test_a_name_without_weights_is_refused():

@@ -7,7 +7,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One rank's share of a global batch: B images in V views, in the order of the recipe, on one of W ranks."""
+    """The rows of a global batch that one of W ranks trains on: B images in V views, in the order of the recipe's
+    views."""
 
     views: list[Tensor]  # V x (B, 3, H, W), normalised
     index: Tensor  # (B,) position in the dataset

@@ -37,7 +37,7 @@ LARGE = 640  # pixels: the mean longer side above which smaller images would hel
 
 @dataclass(frozen=True)
 class Stage:
-    """The images and bytes that a stage handled in some seconds."""
+    """The measurement of one stage of the input: how many images and bytes it handled in how many seconds."""
 
     name: str
     seconds: float
@@ -135,7 +135,10 @@ Work = tuple[int, int]  # images, bytes
 
 
 def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
-    """Time a stage for some seconds, and for up to PATIENT times as long until `least` bytes have been handled."""
+    """Time a stage for `seconds`.
+
+    If the stage has handled fewer than `least` bytes by then, it is timed for longer, up to PATIENT times as long.
+    """
     images = size = 0
     begin = end = time.perf_counter()
     for n, length in work:
@@ -148,7 +151,8 @@ def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 
 def block_work(index: Index, seconds: float) -> Iterator[Work]:
     """Read whole blocks in random order, with as many requests at a time as a reader makes.
 
-    It stops requesting after `seconds` and then waits for all answers, because a slow store still owes many of them."""
+    After `seconds` no new block is requested, but all answers are waited for, because a slow store still owes many.
+    """
     end = time.perf_counter() + seconds
 
     def one(block: int) -> Work:
@@ -160,7 +164,7 @@ def block_work(index: Index, seconds: float) -> Iterator[Work]:
 
 
 def read_work(stream: Stream, files: list[bytes]) -> Iterator[Work]:
-    """Read the bytes of every image as a reader does, and add the first ones to `files`."""
+    """Read the bytes of every image as a reader does, and append the first images to `files`."""
     try:
         for _, data in stream.samples(range(stream.lanes), start=0):
             if len(files) < IMAGES:
@@ -211,7 +215,10 @@ class _HostOnly(Loader):
 
 
 def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
-    """Read steps from loader processes, after the first, which waits for their start; `mean` is the bytes per image."""
+    """Read steps from loader processes; `mean` is the mean size of an image in bytes.
+
+    The first step is not counted, because it waits for the processes to start.
+    """
     steps: Iterator[Any] = _HostOnly(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)
     next(steps)
     images = stream.batch, round(stream.batch * mean)
@@ -233,10 +240,13 @@ def find_bottleneck(stages: dict[str, Stage], *, cores: int, side: float, remote
     if comes < works:
         name = "read" if rate["read"] < HALF * rate["store"] else "store"
         cure = "a cache on this machine's disk (data.cache)" if remote else "a faster disk"
-        return name, f"{name}: {comes:.0f} images/s come, {works:.0f} could be decoded and cropped; use {cure}{smaller}"
+        return (
+            name,
+            f"{name}: {comes:.0f} images/s read, {works:.0f} could be decoded and cropped; use {cure}{smaller}",
+        )
     name = "decode" if rate["decode"] < rate["crop"] else "crop"
     free = cores - processes
     cure = f"more of the {cores} cores (data.workers)" if free > 0 else "more cores, or fewer or smaller views"
     return name, (
-        f"{name}: a core decodes and crops {core:.0f} images/s, {comes:.0f} images/s come; use {cure}{smaller}"
+        f"{name}: a core decodes and crops {core:.0f} images/s, {comes:.0f} images/s are read; use {cure}{smaller}"
     )

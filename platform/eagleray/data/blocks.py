@@ -60,9 +60,9 @@ class _Bytes(NamedTuple):
 
 
 class Block:
-    """The samples of a run of a block, which are fetched in the background.
+    """The samples that one lane reads from a block, which are fetched in the background.
 
-    Checksums are compared at every read, so that a sample that was replaced in one epoch does not return in the next.
+    Checksums are compared at every read, so that a sample whose bytes have changed is rejected in every epoch.
     """
 
     def __init__(self, fetcher: "Fetcher", run: Run) -> None:
@@ -77,7 +77,10 @@ class Block:
         )
 
     def _verify(self, content: _Bytes) -> tuple[_Bytes, set[int]]:
-        """Add the offsets of the images with a wrong checksum; runs in the thread that fetches the block."""
+        """Return the fetched bytes, and the offsets of the images whose checksum is wrong.
+
+        Runs in the thread that fetches the block.
+        """
         begin, data = content
         return content, {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
 
@@ -105,12 +108,12 @@ class Fetcher:
         self.pool = Pool(THREADS)
 
     def read(self, first: int, last: int) -> _Bytes:
-        """Read the samples `first` to `last` (excluded) of a shard; from a tar, with one request."""
+        """Read the samples `first` to `last` (excluded) of a shard; a tar is read with one request."""
         begin, _ = byte_range(self.index.rows(first, last))
         return _Bytes(begin, self.index.read(first, last, patience=self.patience))
 
     def read_through_cache(self, run: Run) -> _Bytes:
-        """Read a whole block by way of the cache, because another lane may use the rest of it."""
+        """Return the whole block of a run through the cache, because another lane may read the rest of the block."""
         assert self.cache is not None
         first, last = self._block(run)
         rows = self.index.rows(first, last)

@@ -1,7 +1,7 @@
-"""A local folder of images, indexed as it is: one shard whose bytes are those of its files, one after the other.
+"""Indexes and reads a local folder of images as if all its files, one after the other, were one shard.
 
-Files follow each other in the order of a hash of their paths. Neighbours are read together, and in the order of names
-they would mostly be of one class.
+The files are ordered by a hash of their paths. Neighbours are read together, and in the order of names most neighbours
+would be of one class.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def is_folder_blob(blob: Blob) -> bool:
 
 
 def address(blob: Blob) -> str:
-    """Return what a person calls a shard: for a folder of images the folder."""
+    """Return the address that messages show for a shard: its URL or, for a folder of images, the folder."""
     return blob.url.removesuffix(f"/{NAME}")
 
 
@@ -49,7 +49,7 @@ def holds_images(folder: str) -> bool:
 
 
 def list_images(folder: str) -> Listing:
-    """Raises UserError when the folder cannot be listed."""
+    """List the images in a folder and in all folders below it. Raises UserError when a folder cannot be listed."""
     root, sizes, others = store.local_path(folder), {}, 0
     for path in _paths(folder):
         if not _is_image(path):
@@ -63,7 +63,7 @@ def list_images(folder: str) -> Listing:
 
 
 def blob_of(folder: str, listing: Listing) -> Blob:
-    """Return the shard that a folder is; its tag says which files of which sizes are in it."""
+    """Describe a folder of images as one shard, whose tag is a digest of the paths and sizes of all images."""
     digest = hashlib.sha256()
     for path, size in listing.sizes.items():
         digest.update(f"{size} {path}\n".encode(errors="surrogateescape"))
@@ -71,7 +71,10 @@ def blob_of(folder: str, listing: Listing) -> Blob:
 
 
 def difference(table: pa.Table, listing: Listing) -> str:
-    """Return which indexed file is gone or has another size, in words, or nothing. New files are no difference."""
+    """Describe the first indexed file that is gone or has another size; an empty string if there is none.
+
+    Files that are not in the index are ignored.
+    """
     for path, size in _sizes(table).items():
         if path not in listing.sizes:
             return f"{path}: is gone"
@@ -81,7 +84,10 @@ def difference(table: pa.Table, listing: Listing) -> str:
 
 
 def scan_folder(folder: str, listing: Listing, known: pa.Table | None) -> Iterator[Row]:
-    """Read every image once for its checksum, but those that are known already."""
+    """Yield a row for every image of a folder.
+
+    Every image is read once for its checksum, unless the table `known` has its checksum already.
+    """
     labels = class_labels(listing.sizes)
     rows = {row["key"]: row for row in known.to_pylist()} if known is not None else {}
     end = 0
@@ -98,14 +104,20 @@ def table_of(rows: Iterator[Row]) -> pa.Table:
 
 
 def class_labels(paths: Mapping[str, int]) -> dict[str, int]:
-    """Return a number for each folder directly below, if there are at least two and every image is in one of them."""
+    """Return a class number for each folder directly below the listed one.
+
+    Nothing is returned if there is only one such folder, or if an image lies in none of them.
+    """
     tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
     return {top: number for number, top in enumerate(sorted(tops))} if "" not in tops and len(tops) > 1 else {}
 
 
 def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float) -> memoryview:
-    """Return the bytes of some files, one after the other. One that is gone or too short by now leaves zeros, whose
-    checksum is wrong, so that it counts as a broken sample and does not stop the run."""
+    """Return the bytes of some files, one after the other.
+
+    A file that is gone or has become too short is filled with zeros. Their checksum is wrong, so the file counts as a
+    broken sample and does not stop the run.
+    """
     data, at = new_buffer(sum(sizes)), 0
     for path, size in zip(paths, sizes, strict=True):
         url = f"{folder}/{path}"

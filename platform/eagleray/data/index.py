@@ -52,7 +52,10 @@ def _keys(file: File, group: int) -> pa.ChunkedArray:
 
 @dataclass(frozen=True)
 class Index:
-    """The N usable samples of S shards, in the order of the shards, and the B blocks that they are divided into."""
+    """The N usable samples of S shards, in the order of the shards, and the B blocks that they are divided into.
+
+    A block is a range of neighbouring samples that is read with one request.
+    """
 
     shards: list[Blob]
     files: list[File]  # S: the index file of each shard
@@ -82,8 +85,10 @@ class Index:
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
     def read(self, first: int, last: int, *, patience: float = PATIENCE) -> memoryview:
-        """Return the bytes from the first image to the end of the last: samples `first` to `last` (excluded), which lie
-        in one shard. Raises UserError and Outage."""
+        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard.
+
+        The bytes go from the start of the first image to the end of the last one. Raises UserError and Outage.
+        """
         rows = self.rows(first, last)
         if image_folder.is_folder_blob(rows.blob):
             s = self._shard_of(first)
@@ -138,17 +143,16 @@ class Index:
 
 
 def byte_range(rows: Rows) -> tuple[int, int]:
-    """From the first byte of the first image to the last of the last."""
+    """Return where the first image begins and the last image ends, in bytes from the start of the shard."""
     return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])
 
 
 def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, patience: float = PATIENCE) -> Index:
-    """Open the index of some shards or of local folders of images; what has no index yet is indexed first.
+    """Open the index of some shards or of local folders of images.
 
-    `note` reports the indexing.
-
-    The file is stored beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError
-    when an indexed shard has changed or is missing, and when there is no usable image at all.
+    Shards and folders without an index are indexed first, which `note` is called to report. The index file is stored
+    beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError when an indexed
+    shard has changed or is missing, and when there is no usable image at all.
     """
     repeats = shard_repeats(urls, patience)
     known = dict(itertools.chain.from_iterable(_folders(urls, spare, note=note, patience=patience)))
@@ -174,7 +178,10 @@ def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, pat
 
 
 def write_index(urls: Urls, *, tick: Tick | None = None) -> list[tuple[str, int, int]]:
-    """Index shards again and replace an older index; return (index URL, usable, bad) for every folder."""
+    """Index shards again, replacing any older index.
+
+    Return the index's URL and the numbers of usable and of bad samples for every folder.
+    """
     out = []
     for known in _folders(urls, None, note=lambda _: None, again=True, tick=tick):
         mine = [f.shards[f.groups[name(b)]] for b, f in known]
@@ -190,7 +197,10 @@ def save(folder: str, shards: Tables) -> str:
 
 
 def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
-    """Return how often each shard is read in an epoch. Raises UserError when a shard is given with two numbers."""
+    """Return how often each shard is read in an epoch.
+
+    Raises UserError when a shard is listed with two different repeat counts.
+    """
     out: dict[str, int] = {}
     for source in [urls] if isinstance(urls, str) else urls:
         one = Source(url=source) if isinstance(source, str) else source
@@ -198,7 +208,7 @@ def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
         urls_of_one = [b.url for b in store.list_shards(tars, patience=patience)] if tars else []
         for url in urls_of_one + [f"{folder}/{image_folder.NAME}" for folder in folders]:
             if out.setdefault(url, one.repeat) != one.repeat:
-                raise UserError(f"{one.url}: repeat={one.repeat}, but {url} is also given with another number")
+                raise UserError(f"{one.url}: repeat={one.repeat}, but {url} is also listed with another repeat count")
     return out
 
 
@@ -214,7 +224,8 @@ def _folders(
     tick: Tick | None = None,
     patience: float = PATIENCE,
 ) -> Iterator[ShardFiles]:
-    """Yield the shards of each folder with the index file that has their rows; index what is missing."""
+    """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
+    indexed."""
     given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
     tars, folders = _split(given)
     for folder in folders:
@@ -262,8 +273,10 @@ def _split(urls: Sequence[str]) -> tuple[list[str], list[str]]:
 def _folder_of_images(
     folder: str, spare: Path | None, *, note: Note, again: bool, tick: Tick | None
 ) -> tuple[Blob, File]:
-    """Return the one shard that a folder of images is, and the file that has its rows. New images are indexed. Raises
-    UserError when an indexed one is gone or has another size."""
+    """Return a folder of images as one shard, with the index file that has its rows.
+
+    New images are indexed. Raises UserError when an indexed image is gone or has another size.
+    """
     beside, aside = f"{folder}/{NAME}", _aside(folder, spare)
     listing = image_folder.list_images(folder)
     blob = image_folder.blob_of(folder, listing)
@@ -297,7 +310,7 @@ def _old_blob(name: str, file: File, folder: str) -> Blob:
 
 
 def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
-    """Return whether a shard is indexed. Raises UserError when it has changed since."""
+    """Return whether a shard is indexed. Raises UserError when the shard has changed since it was indexed."""
     if name(blob) not in known:
         return False
     old = _old_blob(name(blob), known[name(blob)], store.parent(blob.url))

@@ -91,10 +91,10 @@ def name(blob: Blob) -> str:
 
 
 def load(url: str, again: bool) -> dict[str, File]:
-    """Return the index file for each shard that it has, or nothing if there is no index.
+    """Return, for each shard in the index at `url`, the index file; an empty dictionary if there is no index.
 
     Shards are identified by their file names, so that a folder may be moved together with its index. With `again`, an
-    unreadable index counts as none; otherwise it raises UserError.
+    unreadable index counts as missing; otherwise it raises UserError.
     """
     try:
         file = File(local_copy(url))

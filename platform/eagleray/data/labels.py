@@ -9,7 +9,9 @@ from eagleray.data.index import Index
 def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
     """Check that every label of the dataset at the recipe key `key` is a class from 0 to `classes` - 1.
 
-    With `every`, each image needs a label and no class at the end may be unused. Raises UserError."""
+    With `every`, each image needs a label, and the labels may not all be too low for `classes`: 0 to 9 with 20 classes
+    is an error. Raises UserError.
+    """
     if not index.labelled:
         raise UserError(f"{key}: has no labels, which the method needs")
     label = index.label

@@ -23,7 +23,10 @@ LAST = 10.0  # seconds to wait for the step that is being read when the loader e
 
 
 class Loader:
-    """Loads one rank's share of the stream. Raises UserError when there are more readers than lanes."""
+    """Loads one rank's rows of every global batch.
+
+    Raises UserError when there are more readers than lanes, the fixed slices of the global batch that readers own.
+    """
 
     def __init__(self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device) -> None:
         self.stream, self.rank, self.workers, self.device = stream, rank, workers, device
@@ -55,7 +58,7 @@ class Loader:
         yield from _one_batch_ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
-        """Join the readers' parts of a step on the device. Raises the error of a part that has one."""
+        """Join the parts of a step, one from each reader, on the device. Raises the error that a part carries."""
         for part in parts:
             if part.error:
                 raise part.error
@@ -75,7 +78,10 @@ class Loader:
 
 
 class _PartDataset(IterableDataset[StepPart]):
-    """The parts of one reader, which is this process or the loader process that iterates over the dataset."""
+    """Yields one reader's images of every step, as a StepPart each.
+
+    The reader is this process, or the loader process that iterates over the dataset.
+    """
 
     def __init__(self, stream: Stream, first: int, readers: int, start: int, stop: int | None) -> None:
         self.stream, self.first, self.readers, self.start, self.stop = stream, first, readers, start, stop
@@ -84,7 +90,7 @@ class _PartDataset(IterableDataset[StepPart]):
         return self.__dict__ | {"plugins": plugins.pack()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a loader process that was spawned and not forked: it has not loaded the plug-ins yet."""
+        """Load the plug-ins in a loader process; a process that was spawned, not forked, has none yet."""
         plugins.install(state.pop("plugins"))
         self.__dict__ = state
 

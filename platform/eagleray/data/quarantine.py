@@ -22,7 +22,7 @@ class Quarantine:
     """Records each broken sample of a run once, over all epochs and restarts."""
 
     def __init__(self, path: Path, *, samples: int, limit: float) -> None:
-        """`limit` is the largest share of the `samples` that may be broken."""
+        """`limit` is the largest fraction of the `samples` that may be broken."""
         self.path, self.samples, self.limit = path, samples, limit
         self.seen = {(bad["shard"], bad["key"], bad["offset"]) for bad in read_lines(path)}
 

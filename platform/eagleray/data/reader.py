@@ -30,7 +30,7 @@ from eagleray.views.sampling import Views
 
 @dataclass
 class StepPart:
-    """The b images that one reader contributes to a step, in V views; neighbouring views of one size form G groups."""
+    """One reader's contribution to a step: b images in V views. Neighbouring views of one size form one of G groups."""
 
     pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
     params: Tensor  # (V, b, 18), see views.sampling
@@ -40,7 +40,7 @@ class StepPart:
     error: UserError | Outage | None = None  # why the reader cannot continue
 
     def pin_memory(self) -> "StepPart":
-        """Pin the pixels, as PyTorch's DataLoader asks."""
+        """Pin the memory of the pixels; PyTorch's DataLoader calls this method."""
         self.pixels = [p.pin_memory() for p in self.pixels]
         return self
 
@@ -66,7 +66,10 @@ def pixel_buffer(*shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Stream:
-    """The endless sequence of global batches, of which each reader reads its own lanes."""
+    """The endless sequence of global batches.
+
+    A global batch is divided into lanes, fixed slices of equal length. Each reader reads its own lanes.
+    """
 
     index: Index
     views: Views
@@ -90,7 +93,10 @@ class Stream:
 
     @functools.cached_property
     def visits(self) -> NDArray[np.int64]:
-        """The block of each of the M visits of an epoch, in the order of the blocks; a repeated block has several."""
+        """The block that each of the M visits of an epoch reads, (M,), in the order of the blocks.
+
+        A visit is one reading of a block; a block with a repeat count has several visits.
+        """
         shard = np.searchsorted(self.index.first, self.index.starts[:-1], "right") - 1
         return np.repeat(np.arange(len(shard)), self.index.repeats[shard])
 
@@ -100,7 +106,10 @@ class Stream:
         return self.index.block_sizes[self.visits]
 
     def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[StepPart]:
-        """Yield the lanes' part of every step from `start` on, before `stop`; a part with an error is the last."""
+        """Yield these lanes' part of every step from `start` on, before `stop`.
+
+        An error is stored in the part in which it occurs, and that part is the last.
+        """
         rows = len(lanes) * (self.batch // self.lanes)
         steps = self._steps(lanes, start, stop)
         for _ in itertools.count() if stop is None else range(start, stop):
@@ -124,7 +133,7 @@ class Stream:
                 yield sample, item.block.bytes(sample)
 
     def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_NextSample"]]:
-        """Yield the samples of every step; all their blocks are requested before any is waited for."""
+        """Yield the samples of every step. All blocks of a step are requested before the first one is waited for."""
         each = self.batch // self.lanes
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
@@ -143,7 +152,7 @@ class Stream:
     def _lane_runs(
         self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]
     ) -> Iterator["_LaneRun"]:
-        """Yield a lane's runs from the step `start` on."""
+        """Yield the runs, ranges of one block each, that the lane `number` reads from the step `start` on."""
         epoch, step = divmod(start, self.steps_per_epoch)
         each = self.batch // self.lanes
         skip, left = step * each, math.inf if stop is None else (stop - start) * each
@@ -172,8 +181,10 @@ class Stream:
         )
 
     def _fill(self, part: StepPart, row: int, item: "_NextSample") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Decode one sample, write its crops and its label into a row, and return its random numbers, (V, WIDTH) and
-        (V, EXTRA_WIDTH)."""
+        """Decode one sample and write its crops and its label into a row of the part.
+
+        Return the sample's random numbers, (V, WIDTH) and (V, EXTRA_WIDTH).
+        """
         sample, block, image = self._decode(part, item)
         lane_run = item.lane_run
         # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
@@ -194,7 +205,10 @@ class Stream:
         return u, more
 
     def _decode(self, part: StepPart, item: "_NextSample") -> tuple[int, Block, Tensor]:
-        """Decode the sample, or the next good one of its block or of the lane's other blocks. Raises UserError."""
+        """Decode a sample. If it is broken, decode the next good one of its block, then of the lane's other blocks.
+
+        Raises UserError when no sample of the lane can be decoded.
+        """
         for sample, block in self._candidates(item):
             try:
                 return sample, block, decode(block.bytes(sample))
@@ -216,7 +230,7 @@ class Stream:
 
 @dataclass(slots=True)
 class _LaneRun:
-    """A run that a lane reads, with its position in it."""
+    """A run, the range of a block that a lane reads, with the lane's position in the run."""
 
     epoch: int
     runs: Lane
@@ -246,7 +260,7 @@ class _LaneReader:
             pass
 
     def look_ahead(self) -> None:
-        """Request the next block, so that a lane has two; called between steps, when used blocks have been released."""
+        """Request blocks until the lane has two. Called between steps, when used blocks have been released."""
         while len(self.open) < 2 and self._request_block():
             pass
 

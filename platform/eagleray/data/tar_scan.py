@@ -20,7 +20,7 @@ READ = 4 * 2**20  # bytes per request
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample of a shard, or with an empty key a fault of the shard itself."""
+    """One sample of a shard. With an empty key, the row describes a fault of the shard itself."""
 
     key: str = ""
     offset: int = -1
@@ -37,7 +37,8 @@ def image_extensions() -> frozenset[str]:
 
 
 def scan(blob: Blob) -> Iterator[Row]:
-    """Yield the samples of one tar, grouped by key as webdataset does; broken ones have a reason."""
+    """Yield the samples of one tar, grouped by key as webdataset does. A broken sample's `reason` says what is
+    wrong."""
     samples = 0
     try:
         source: Any = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ)

@@ -40,9 +40,9 @@ atexit.register(_in_torch.acquire, timeout=60)
 class Writer:
     """Writes checkpoints, one at a time, to a folder or an s3:// URL, and deletes all but the newest `keep`.
 
-    `scratch` is a local folder for files on their way to a store and for a copy of the newest one; checkpoints in a
-    folder need none. A request to a store is repeated for `patience` seconds. `first` is called in the background
-    before a checkpoint counts, to upload the other files of the run that belong to it.
+    `scratch` is a local folder for files on their way to a store and for a copy of the newest checkpoint. Checkpoints
+    in a local folder need no `scratch`. A request to a store is repeated for `patience` seconds. `first` is called in
+    the background before a checkpoint counts, to upload the other files of the run that belong to it.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state and write it in the background. A failure there is a warning, and is raised by `settle`."""
+        """Copy the state and write it in the background.
+
+        If writing fails, a warning is logged, and `settle` raises the error.
+        """
         self.wait()
         host_state, self._problem = self._host_copy.update(state), None
         self._thread = threading.Thread(target=self._run, args=(step, host_state), name="checkpoint", daemon=True)
@@ -131,9 +134,9 @@ class Writer:
             raise OSError(f"{url}: what was read back differs from what was written")
 
     def _drop(self, newest: str) -> None:
-        """Delete all checkpoints but `newest` and the `keep` - 1 before it that count.
+        """Delete all checkpoints but the `keep` newest that count, of which `newest` is the last.
 
-        A checkpoint of a later step is damaged, because the run would have continued from it otherwise.
+        A checkpoint of a later step is deleted too. It must be damaged, or the run would have continued from it.
         """
         blobs = _blobs(self.url, self.patience)
         names = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
@@ -216,7 +219,7 @@ def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 class _Hashed:
-    """A file for torch to write to that keeps an error: raising it through torch's C++ is unsafe."""
+    """A file that torch writes to, which keeps an error for later: raising it through torch's C++ code is unsafe."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.hash, self.size = file, hashlib.sha256(), 0

@@ -68,7 +68,7 @@ def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
 
 
 def describe(network: Network) -> dict[str, Any]:
-    """Return the name and options of a `timm` model, or the arguments of Backbone for one that timm cannot build."""
+    """Return the name and options of a `timm` model or, if timm cannot build the network, the arguments of Backbone."""
     ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
     if network.norm == network.stem == "timm" and not ours:
         arguments = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
@@ -77,7 +77,7 @@ def describe(network: Network) -> dict[str, Any]:
 
 
 def keys_of(network: Network) -> dict[str, Any]:
-    """Return the arguments with which Backbone builds a network, but those that are defaults."""
+    """Return the arguments with which Backbone builds a network, except those that equal the defaults."""
     keys = ("name", "position", "pool", "norm", "stem", "options")
     return {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}
 

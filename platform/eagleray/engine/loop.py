@@ -80,9 +80,9 @@ def fit(
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
-    """Scale gradients down, in place, to a norm of at most `limit`, and return their norms before.
+    """Scale gradients down, in place, to a norm of at most `limit`, and return their norms before the scaling.
 
-    The limit is for the norm of all gradients together, or with `each` for the norm of every tensor alone (DINO).
+    The limit holds for the norm of all gradients together or, with `each`, for the norm of every tensor alone (DINO).
     """
     norms = torch.stack(torch._foreach_norm(list(grads)))
     if limit is not None:

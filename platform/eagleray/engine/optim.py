@@ -26,8 +26,9 @@ def make(
 ) -> torch.optim.Optimizer:
     """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `lars` is MoCo v3's; `lamb` is that of its paper.
 
-    SwAV's LARC is not `lars`: it divides by |g| + wd * |p| and scales and decays vectors too. Raises UserError for a
-    name in `constant` that is not a part of the method, and for `layer_decay` when timm does not define the layers.
+    SwAV's LARC is not `lars`: LARC divides by |g| + wd * |p|, and it scales and decays vectors too. Raises UserError
+    for a name in `constant` that is not a submodule of the method, and for `layer_decay` when timm does not define the
+    layers.
     """
     groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
     if name == "lars":
@@ -53,11 +54,14 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return groups of decayed and undecayed trainable parameters.
 
-    `decay` is `all` for every parameter (MoCo v3), or `matrices` for all but biases and other vectors (DINO: its class
-    token, position table and prototype lengths (K, 1) are decayed). `timm` is `matrices` without the parameters that
-    timm's model excludes, such as the class token and position tables (DeiT, Swin). The parts of the method named in
-    `constant` have two groups of their own with a `constant_lr`. With `layer_decay` each layer of the backbone has two
-    groups with an `lr_scale`, its share of the learning rate. Raises UserError as `make` does.
+    `decay` selects the parameters with weight decay. `all` takes every parameter (MoCo v3). `matrices` leaves out
+    biases and other vectors (DINO, which decays its class token, position table and prototype lengths (K, 1)). `timm`
+    is `matrices` without the parameters that timm's model excludes, such as the class token and position tables (DeiT,
+    Swin).
+
+    The submodules of the method named in `constant` have two groups of their own with a `constant_lr`. With
+    `layer_decay`, each layer of the backbone has two groups with an `lr_scale`, a factor on the learning rate. Raises
+    UserError as `make` does.
     """
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
@@ -91,10 +95,11 @@ def undecayed_names(method: nn.Module) -> set[str]:
 
 
 def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Return the share of the learning rate of each parameter of a backbone, by name.
+    """Return the factor on the learning rate of each parameter of a backbone, by name.
 
-    It is layer_decay to the power of the number of layers above the parameter's own, with the heads as the last layer.
-    timm defines the layers: the stem, then blocks (BEiT: Bao et al. 2022, arXiv:2106.08254). Raises UserError.
+    The factor is layer_decay to the power of the number of layers above the parameter's own, with the heads as the last
+    layer. timm defines the layers: the stem, then blocks (BEiT: Bao et al. 2022, arXiv:2106.08254). Raises UserError
+    when timm does not define them.
     """
     out: dict[str, float] = {}
     for prefix, part in method.named_modules():
@@ -152,7 +157,8 @@ class LARS(torch.optim.Optimizer):
 class LAMB(torch.optim.Optimizer):
     """Adam whose steps a of matrices are decayed and scaled by |p| / |a + wd * p| (You et al. 2020, arXiv:1904.00962).
 
-    It is algorithm 2. Vectors are neither scaled nor decayed. timm's also clips the gradient and cannot skip a step.
+    This is algorithm 2 of the paper. Vectors are neither scaled nor decayed. timm's LAMB also clips the gradient and
+    cannot skip a step.
     """
 
     def __init__(
@@ -203,7 +209,10 @@ class LAMB(torch.optim.Optimizer):
 
 
 def scale_by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
-    """Return the steps, with those of matrices decayed and then scaled to the norm trust * |p|, unless a norm is 0."""
+    """Return the steps of all tensors; those of matrices are decayed, then scaled to the norm trust * |p|.
+
+    A step is not scaled if its norm or |p| is 0.
+    """
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
         return list(steps)

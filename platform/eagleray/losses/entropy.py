@@ -12,5 +12,5 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def usage(p: Tensor) -> Tensor:
-    """Return the entropy of the mean row of p (B, K): 0 where all rows agree on one of the K."""
+    """Return the entropy of the mean row of p (B, K): 0 where all rows choose the same class with certainty."""
     return entropy(p.detach().mean(0, keepdim=True))

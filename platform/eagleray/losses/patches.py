@@ -28,7 +28,8 @@ class PatchEncoder(Encoder[Head]):
     def features(self, views: Sequence[Tensor]) -> list[Features]:
         """Run the backbone on V x (B, 3, S, S) and return the features of each part, view-major.
 
-        Neighbouring views of one size are one part, but the first two, the large crops, never share it with others.
+        Neighbouring views of one size form one part. The first two views, the large crops, never share a part with
+        others.
         """
         parts = groupby(enumerate(views), key=lambda view: (view[0] < 2, view[1].shape))
         return [self.backbone(torch.cat([x for _, x in part])) for _, part in parts]
@@ -49,14 +50,14 @@ class PatchEncoder(Encoder[Head]):
 
 
 def patch_scores(parts: Sequence[Tensor], head: PrototypeHead) -> Scores:
-    """Return the scores of all patches of the parts, (V' * B, N, d) each, in one row per patch."""
+    """Return the scores of the patches of all parts, one row per patch; each part is (V' * B, N, d)."""
     return Scores(torch.cat([x.flatten(0, 1) for x in parts]), head.last.weight)
 
 
 def match_patches(parts: Sequence[Tensor]) -> Match:
     """Match each patch with the patch at the same position of the same crop.
 
-    `parts` are (V' * B, N, d) each. The weights make the loss a mean over patches, then over crops.
+    Each of the `parts` is (V' * B, N, d). The weights make the loss a mean over patches, then over crops.
     """
     crops, dtype = sum(len(x) for x in parts), torch.float32
     weight = torch.cat([x.new_full((len(x) * x.shape[1],), 1 / (crops * x.shape[1]), dtype=dtype) for x in parts])

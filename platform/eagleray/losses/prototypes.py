@@ -79,8 +79,8 @@ def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
 def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
     """Return the teacher's p = softmax((z W^T - c) / tau), (n, K), for a few rows.
 
-    SwAV's assignments have this form too, with tau its epsilon: the factor of a prototype's column that Sinkhorn's
-    iterations arrive at is exp(-c / tau).
+    SwAV's assignments have this form too. There tau is Sinkhorn's epsilon, and exp(-c / tau) is the factor by which its
+    iterations scale the column of each prototype.
     """
     dtype = _product_dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
@@ -237,7 +237,10 @@ def _softmax_(x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b, accumulated and returned in float32 at least; a CPU rounds half-precision products first."""
+    """Return a b, accumulated and returned in float32 at least.
+
+    On a CPU, half-precision products are rounded before they are added.
+    """
     if a.is_cuda and a.dtype != _sum_dtype(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).to(_sum_dtype(a))

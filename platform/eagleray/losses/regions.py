@@ -1,7 +1,7 @@
 """EsViT's loss of regions: tokens of one view matched with tokens of another (Li et al. 2022, arXiv:2106.09785).
 
-It is equation 2, and the variants that section 4.3 compares it with. B images, V views of N_v tokens, D channels of the
-backbone, n rows of tokens, K prototypes, d channels of the bottleneck, Q views of the teacher.
+The loss is equation 2 of the paper; its variants are those of section 4.3. B images, V views of N_v tokens, D channels
+of the backbone, n rows of tokens, K prototypes, d channels of the bottleneck, Q views of the teacher.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def match_transport(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
     """Match each student token with the teacher token that receives most of its mass in the optimal transport.
 
     The transport is between the tokens of two views of an image, and every token has the same mass (Cuturi 2013,
-    arXiv:1306.0895). Arguments are those of `match`.
+    arXiv:1306.0895). The arguments are those of `prototypes.match`.
     """
     teacher, weight = match(s, t)
     tokens = t[0].shape[1]

@@ -27,7 +27,10 @@ Pairs = tuple[Tensor, Tensor]  # row-major positions of the first and the second
 
 
 class Localiser(nn.Module):
-    """The MLP f([e_1; e_2]) predicts two numbers (n, 2), or the scores of `classes` on both axes (n, C, 2)."""
+    """An MLP f([e_1; e_2]) that predicts the offset between two tokens.
+
+    Its output is two numbers (n, 2) or, with `classes`, the scores of the C classes on both axes (n, C, 2).
+    """
 
     def __init__(self, dim: int, classes: int | None = None) -> None:
         super().__init__()
@@ -78,7 +81,8 @@ def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
 def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, targets: Targets = "raw") -> Tensor:
     """Return the mean loss over pairs of tokens of a grid (B, D, h, w).
 
-    It is the mean of both axes for `l1` and `l1_signed`, which alone use `targets`, and the sum of both otherwise.
+    In the modes `l1` and `l1_signed` the losses of the two axes are averaged, in other modes they are added. Only these
+    two modes use `targets`.
     """
     h, w = grid.shape[2:]
     tokens = grid.flatten(2).mT  # (B, N, D)

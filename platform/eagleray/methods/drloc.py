@@ -55,7 +55,7 @@ class DRLoc(Classifier):
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
         if stages == "all" and not mode.startswith("l1"):
             raise UserError(
-                f"method.stages=all: stages differ in their number of offsets, and mode={mode} needs one; expected l1"
+                f"method.stages=all: stages differ in their number of offsets; expected mode=l1, got {mode}"
             )
         self.pairs, self.weight, self.mode, self.targets = pairs, weight, mode, targets
         self.pairing, self.every, self.grid, self.pool = pairing, stages == "all", grid, pool

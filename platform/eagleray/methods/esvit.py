@@ -109,7 +109,7 @@ class _Encoder(Encoder[PrototypeHead]):
         self.region_head, self.tokens = region_head, tokens
 
     def project(self, views: Sequence[Tensor], *, regions: bool) -> tuple[Scores, Regions | None]:
-        """Return the scores of V x (B, 3, S, S), of any sizes, as whole views and, with `regions`, by token."""
+        """Return the scores of whole views and, with `regions`, of their tokens, for V x (B, 3, S, S) of any sizes."""
         b = len(views[0])
         # Neighbouring views of one size share a forward of the backbone.
         outs = [self.backbone(torch.cat(list(same))) for _, same in groupby(views, key=lambda x: x.shape)]

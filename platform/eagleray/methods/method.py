@@ -67,7 +67,10 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def before_step(self, at: Progress) -> None:
-        """Change or drop gradients. Called before the optimiser step; they are averaged over ranks and clipped."""
+        """Change or drop gradients before the optimiser step.
+
+        The gradients are already averaged over ranks and clipped.
+        """
 
     def after_step(self, at: Progress) -> None:
         """Update momentum encoders and buffers. Called after the optimiser step."""
@@ -79,13 +82,14 @@ class Method(nn.Module):
     def monitored_backbone(self) -> Backbone:
         """Return the backbone whose features of the training images the monitor reads, inside an `Encoder`.
 
-        It differs from that of `export` where the latter never sees training images, as an average of weights.
+        It differs from the backbone of `export` if that one never sees training images, such as an average of the
+        weights.
         """
         return self.export()
 
 
 class Classifier(Method):
-    """A classifier of C classes is a linear layer on the backbone that learns from mixed and smoothed labels."""
+    """Classifies images into C classes by a linear layer on the backbone, and learns from mixed and smoothed labels."""
 
     views = (1, 100)
     supervised = True
@@ -93,7 +97,10 @@ class Classifier(Method):
     def __init__(
         self, backbone: Backbone, *, classes: int, smoothing: float, mixup: float, cutmix: float, ema: float | None
     ) -> None:
-        """`ema` is the decay of an average of the weights, which is then exported and classifies; None: no average."""
+        """`ema` is the decay of a moving average of the weights; None keeps no average.
+
+        If there is an average, it classifies images and is exported.
+        """
         super().__init__()
         self.classes = classes
         head = nn.Linear(backbone.dim, classes)

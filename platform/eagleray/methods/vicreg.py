@@ -52,7 +52,7 @@ class VICReg(Method):
 def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> tuple[Tensor, Tensor, Tensor]:
     """Return invariance, variance and covariance (equations 5, 1 and 4) of embeddings (B, C), the same on every rank.
 
-    They are over the N rows of all ranks. `eps` is added to the variances.
+    Each term is computed over the N rows of all ranks. `eps` is added to the variances.
     """
     z1, z2 = dist.gather_with_grad(z1.float(), rows), dist.gather_with_grad(z2.float(), rows)  # (N, C)
     s = F.mse_loss(z1, z2)

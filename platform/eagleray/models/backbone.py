@@ -100,8 +100,9 @@ class Backbone(nn.Module):
     def grids(self, images: Tensor, *, every: bool = False) -> tuple[Tensor, list[Tensor]]:
         """Return the pooled vectors (B, D) and the last tokens (B, D, h, w) of images (B, 3, H, W).
 
-        `every` returns the tokens of every stage of a pyramid or every block of a ViT. A pyramid's last tokens are read
-        before the norm at its end, a ViT's after it. Raises UserError for a model without stages or blocks.
+        With `every`, return the tokens of every stage of a pyramid or of every block of a ViT instead of the last ones.
+        The last tokens of a pyramid are read before the norm at its end, those of a ViT after it. Raises UserError for
+        a model without stages or blocks.
         """
         size = self.micro_batch if self.training else None
         pooled, *grids = micro_batched(lambda x: self._grids(x, every=every), images, size)
@@ -142,8 +143,8 @@ class Encoder(nn.Module, Generic[Head]):
     def forward(self, views: Sequence[Tensor]) -> Tensor:
         """Return the head's output (V * B, C), view-major, for V x (B, 3, S, S).
 
-        Neighbouring views of one size share a forward of the backbone. All views share that of the head, so its batch
-        norm sees them together.
+        Neighbouring views of one size share a forward of the backbone. The head runs once on all views together, so its
+        batch norm sees all of them.
         """
         same: list[list[Tensor]] = []
         for x in views:
@@ -163,8 +164,8 @@ def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Create the timm model `name`.
 
-    `keys` of the recipe's backbone section become arguments of timm's ViT; `options` go to timm unchanged and win over
-    `settings`. Raises UserError for a name, a key or an option that does not fit.
+    `keys` of the recipe's backbone section become arguments of timm's ViT. `options` go to timm unchanged and take
+    precedence over `settings`. Raises UserError for a name, a key or an option that does not fit.
     """
     base = name.partition(".")[0]
     if not timm.is_model(base):
@@ -221,7 +222,8 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Resample a position table (1, P + N, D) to another grid, bicubic without antialiasing; the first P rows stay.
 
-    DINO adds 0.1 to the size to avoid rounding errors. This moves the sampling points, so its weights expect it.
+    DINO adds 0.1 to the size of the grid to avoid rounding errors. That moves the sampling points, and DINO's weights
+    were trained with the moved points.
     """
     if new == old:
         return table

@@ -39,7 +39,7 @@ def zero_loss(module: nn.Module) -> Tensor:
 
 
 class PrototypeHead(nn.Module):
-    """DINO's head: an MLP, a unit bottleneck and a weight-normalised linear layer of K prototypes."""
+    """DINO's head: an MLP, a bottleneck of unit length and a weight-normalised linear layer of K prototypes."""
 
     def __init__(
         self,
@@ -79,6 +79,6 @@ class PrototypeHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return unit vectors z (B, bottleneck) of x (B, dim).
 
-        The scores (B, K) would be `last(z)`; they are too many, so losses compute them in chunks.
+        The scores (B, K) are `last(z)`. They are too many for memory, so losses compute them in chunks.
         """
         return F.normalize(self.mlp(x), dim=-1)

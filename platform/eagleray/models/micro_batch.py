@@ -1,7 +1,7 @@
 """Micro-batches run a network on a few images at a time and give the gradient of the whole batch.
 
-The features of all images are computed first; the backward pass computes each part again (Gao et al. 2021,
-arXiv:2101.06983).
+The features of all images are computed first. The backward pass computes the features of each micro-batch again (Gao et
+al. 2021, arXiv:2101.06983).
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def micro_batched(f: Callable[[Tensor], Any], x: Tensor, size: int | None) -> Any:
-    """Return f(x) for x (B, ...), computed on at most `size` rows at once; None: on all.
+    """Return f(x) for x (B, ...), computed on at most `size` rows at once; with None, on all rows at once.
 
-    f returns a tensor (B, ...), or a tuple of such tensors and of constants. Memory is that of one part and of the
-    outputs; the backward pass costs one more forward.
+    f returns a tensor (B, ...), or a tuple of such tensors and of constants. The memory needed is that of one
+    micro-batch and of all outputs; the backward pass costs one more forward.
     """
     if size is None or len(x) <= size:
         return f(x)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 class Memory(nn.Module):
     """A buffer of features from earlier steps.
 
-    It is too large to be copied before each step in case the step is skipped, so only finite rows are written.
+    A step with a bad gradient is skipped, and other buffers are then restored from a copy. This buffer is too large to
+    be copied before each step, so only finite rows are written.
     """
 
 
@@ -25,7 +26,8 @@ class Queue(Memory):
 
     @torch.no_grad()
     def push(self, k: Tensor) -> None:
-        """Write the keys (B, C) of all ranks over the oldest ones, or the last K of them if there are more."""
+        """Overwrite the oldest keys with the keys (B, C) of all ranks; of more than K keys, only the last K are
+        written."""
         length = self.keys.shape[1]
         k = k[-length:].to(self.keys.dtype)
         at = (self.next + torch.arange(len(k), device=k.device)) % length

@@ -14,7 +14,7 @@ from eagleray.base.errors import UserError
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
-    """Batch norm over each `group` of consecutive images, which are those of one GPU in the paper.
+    """Batch norm with separate statistics for each `group` consecutive images; in the paper a group is one GPU's batch.
 
     It is not a subclass of PyTorch's `_BatchNorm`, so that it is never synchronised over ranks.
     """
@@ -55,8 +55,8 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
 def group_batch_norms(module: nn.Module, group: int | None) -> None:
     """Turn every batch norm of a module, in place, into one over groups of images, with the same weights and buffers.
 
-    `group` is the number of images; None changes nothing. Raises UserError for a kind of batch norm other than
-    PyTorch's 1d and 2d.
+    `group` is the number of images in a group; None changes nothing. Raises UserError for a kind of batch norm other
+    than PyTorch's 1d and 2d.
     """
     if group is None:
         return
@@ -80,7 +80,7 @@ def shuffle(
         return x, lambda y: y
     if any(n % group for n in rows):
         counts = ", ".join(map(str, sorted(set(rows))))
-        raise UserError(f"method.norm_group={group}: expected a divisor of the images of a rank, which are {counts}")
+        raise UserError(f"method.norm_group={group}: expected a divisor of the images per rank: {counts}")
     order = torch.randperm(sum(rows), generator=torch.Generator().manual_seed(seed)).to(x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

@@ -9,7 +9,7 @@ from eagleray.base.errors import UserError
 
 
 class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the rows of all ranks, which may differ in number. B images, C channels."""
+    """Batch norm over the rows of all ranks, which may have different numbers of rows. B images, C channels."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2
@@ -41,7 +41,9 @@ def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
         return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
-            raise UserError(f"workers: more than one needs a GPU for the {type(child).__name__} of this backbone")
+            raise UserError(
+                f"workers: expected 1, because the backbone's {type(child).__name__} is synchronised on GPUs only"
+            )
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
             child.__class__ = CPUSyncBatchNorm  # type: ignore[assignment]  # the same parameters and buffers, another forward
     return module

@@ -77,7 +77,7 @@ def set_sincos(model: Any) -> None:
 
 
 def init_patch(projection: nn.Conv2d) -> None:
-    """Initialise the patch projection like a linear layer on flat patches; timm's `moco` leaves it out."""
+    """Initialise the patch projection like a linear layer on flat patches, which timm's `moco` initialisation omits."""
     bound = math.sqrt(6 / (math.prod(projection.weight.shape[1:]) + projection.weight.shape[0]))
     nn.init.uniform_(projection.weight, -bound, bound)
     if projection.bias is not None:

@@ -31,7 +31,10 @@ TABLE = "relative_position_bias_table"
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and the number of attention heads by module, where the source has it: shapes do not show it."""
+    """Tensors by name, and the number of attention heads by module where the source tells it.
+
+    The shapes of the tensors do not show the number of heads.
+    """
 
     source: str
     state: dict[str, Tensor]
@@ -74,7 +77,10 @@ def absolute(source: str) -> str:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any]) -> Weights:
-    """Return the tensors of a dictionary, or of the first of its `WRAPPERS`. Raises UserError when it has none."""
+    """Return the tensors of a dictionary, or those below the first of the keys `WRAPPERS` that it has.
+
+    Raises UserError when there are none.
+    """
     inside = next((tensors[w] for w in WRAPPERS if isinstance(tensors.get(w), Mapping)), tensors)
     named = {_bare(str(k)): v for k, v in inside.items() if isinstance(v, Tensor)}
     if not named:
@@ -124,7 +130,9 @@ def _check(
         raise UserError(f"{given}: {much}; missing: {some}")
     for name, heads in _heads(model).items():
         if weights.heads.get(name, heads) != heads:
-            raise UserError(f"{given}: {name} has {weights.heads[name]} attention heads there, and {heads} here")
+            raise UserError(
+                f"{given}: {name} has {weights.heads[name]} attention heads in the weights, but {heads} in the model"
+            )
     own = model.state_dict()
     for key in (k for k in {*own, *state} - {*fitted} if k.endswith(".running_mean")):
         layer = key.removesuffix(".running_mean")
@@ -179,7 +187,7 @@ def _bare(key: str) -> str:
 
 
 def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors under each prefix, first by their own names and then by the names that timm gives them."""
+    """Yield the possible readings of a file: the tensors under each prefix, with their own names, then with timm's."""
     rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     for prefix in PREFIXES:
         below = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
@@ -192,7 +200,8 @@ def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, 
 
 
 def _fitting(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
-    """Count the elements of the model's tensors that the state has, with position tables of any shape."""
+    """Count the elements of the model's tensors that `state` has in the same shape; position tables may differ in
+    shape."""
     return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or _is_position(k)))
 
 

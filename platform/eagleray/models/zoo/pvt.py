@@ -75,7 +75,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return tokens (B, D, h, w) of the previous stage's tokens or the image, (B, D', H, W)."""
+        """Turn the tokens of the previous stage, or the image, (B, D', H, W) into tokens (B, D, h, w)."""
         x = self.embed(x)
         size = x.shape[2:]
         x = self.norm(x.flatten(2).mT) + self.positions(size)

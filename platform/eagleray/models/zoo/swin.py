@@ -1,8 +1,8 @@
 """Swin transformers that pad the grid before they shift it, as EsViT does; timm shifts first.
 
 Swin: Liu et al. 2021, arXiv:2103.14030; EsViT: Li et al. 2022, arXiv:2106.09785, appendix A. The weights have the same
-names and shapes as timm's. The outputs are timm's too, up to the epsilon of the layer norms, wherever the grid of every
-shifted block divides into whole windows: for images of 224 pixels, but not of 96.
+names and shapes as timm's. Where whole windows fill the grid of every shifted block, the outputs too are timm's, up to
+the epsilon of the layer norms. That is so for images of 224 pixels, but not of 96.
 """
 
 from functools import partial
@@ -22,10 +22,10 @@ default_cfgs = generate_default_cfgs({f"esvit_swin_{s}_w{w}": {} for s in ("tiny
 
 
 class PadFirst(SwinTransformerBlock):
-    """A Swin block that pads the bottom and the right of the grid, also when it shifts.
+    """A Swin block that pads the grid at the bottom and the right to whole windows, before any shift.
 
-    Nothing masks the padding: it attends and is attended to within its region of the shifted grid. B images, a grid of
-    h x w tokens, C channels.
+    The padding is not masked: padding tokens take part in the attention of their region of the shifted grid. B images,
+    a grid of h x w tokens, C channels.
     """
 
     def _attn(self, x: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ class PadFirst(SwinTransformerBlock):
 
 
 class EsViTSwin(SwinTransformer):
-    """timm's Swin transformer with `PadFirst` blocks.
+    """timm's Swin transformer with `PadFirst` blocks, for images of any size.
 
-    A stage whose grid at `img_size` fits into one window has one window and no shift, for images of any size; the grid
-    of a smaller image is padded to the window.
+    If the grid of a stage fits into one window for images of `img_size`, this stage never shifts its window, whatever
+    the size of later images. The smaller grid of a smaller image is padded to the window.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -72,7 +72,8 @@ class T2TViT(nn.Module):
 class TokensToToken(nn.Module):
     """The tokens-to-token module: three splits into overlapping patches, with a performer after the first two.
 
-    A split makes each patch a token; the next split takes the tokens for pixels. The last split is projected linearly.
+    A split turns each patch into a token; the next split treats these tokens as pixels. The last split is followed by a
+    linear projection.
     """
 
     patch_size = (16, 16)

@@ -70,7 +70,7 @@ class ViL(Pyramid):
 
 
 class Stage(nn.Module):
-    """A patch embedding, then blocks on the patches and on the stage's own global tokens, which end with the stage."""
+    """A patch embedding, then blocks on the patches and on global tokens, which only this stage uses."""
 
     def __init__(self, before: int, dim: int, patch: int, tokens: int, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return tokens (B, h, w, dim) of the previous stage's tokens or the image, (B, H, W, before)."""
+        """Turn the tokens of the previous stage, or the image, (B, H, W, before) into tokens (B, h, w, dim)."""
         x = self.embed(x.permute(0, 3, 1, 2))
         grid = x.shape[2:]
         x = self.norm(x.flatten(2).mT)  # (B, N, C)
@@ -108,7 +108,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention with a learned bias on the score of each query and key; H heads.
 
-    The bias of two patches depends on the offset between them, that of a global token on which token it is.
+    The bias between two patches depends on their offset. The bias of a global token depends on which of the tokens it
+    is.
     """
 
     index: Tensor  # rows of the table, for queries and keys
