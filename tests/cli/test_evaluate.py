@@ -117,7 +117,7 @@ def test_the_last_blocks_end_with_the_pooled_vector(name: str):
 
 
 def test_a_backbone_with_too_few_blocks():
-    with pytest.raises(UserError, match="has 2 blocks, and its last 4"):
+    with pytest.raises(UserError, match="has 2 blocks; expected 4 or more"):
         feature_types.check(network(), "last4", 16)
     with pytest.raises(UserError, match=r"--features polled: unknown; did you mean 'pooled'\?"):
         feature_types.check(network(), "polled", 16)

@@ -75,7 +75,7 @@ def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
         return LabelledFeatures(x, y * 2) if "pcam" in url else LabelledFeatures(x, y)
 
     found = suite(strange, root)
-    assert found.settings["reasons"]["pcam"] == f"{root}/pcam/trainval: label 2, but pcam has 2 classes"
+    assert found.settings["reasons"]["pcam"] == f"{root}/pcam/trainval: label 2 is too large; pcam has 2 classes"
     assert found.numbers["suite/sets"] == 1
 
 

@@ -53,21 +53,21 @@ class Request:
     out: str | None = None  # folder of the results
 
     def data(self, protocol: Protocol) -> dict[str, str]:
-        """Return the data options that a protocol uses, with absolute paths."""
+        """Return the URLs and folders that a protocol reads, by the name of their option; paths are absolute."""
         urls = {"train": self.train, "test": self.test} if "labels" in protocol.needs else {}
         urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
         folders = {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
         return {k: store.absolute(v) for k, v in (urls | folders).items() if v}
 
     def settings_of(self, name: str) -> dict[str, str]:
-        """Return the settings for one protocol; those for it alone replace those for all."""
+        """Return the settings for one protocol: those given for all, replaced by those given for this one."""
         shared = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
         return shared | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
 
 
 @dataclass
 class Report:
-    """The results of a request in the order of the protocols, its errors, and the rows of the table."""
+    """The results of a request in the order of the protocols, the reasons for failures, and the rows of the table."""
 
     results: list[Result] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -76,8 +76,9 @@ class Report:
 
 
 def evaluate(request: Request, note: Note | None = None) -> Report:
-    """Run the protocols one after the other and return their results. If a protocol cannot run, one line says why and
-    the others continue.
+    """Run the protocols of a request one after the other and return their results.
+
+    If a protocol cannot run, a line says why, and the others continue.
 
     Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or (lambda line: out.print(line, markup=False))
@@ -105,7 +106,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
 
 def refuse(report: Report, line: str) -> None:
-    """Print why a protocol cannot run, and add the line to the report."""
+    """Print the line that says why a protocol cannot run, and add it to the report."""
     print_error(line)
     report.refused.append(line)
 
@@ -120,9 +121,9 @@ def check_settings(names: Sequence[str], settings: Mapping[str, str]) -> None:
 
 
 def folder(request: Request, target: Target) -> str:
-    """Return the folder for results.json: `--out`, the folder of the run, or one named after the backbone.
+    """Return the folder for results.json: that of `--out`, the folder of the run, or one named after the backbone.
 
-    Raises UserError when it cannot be written."""
+    Raises UserError when the folder cannot be written."""
     name = re.sub(r"[^\w.-]+", "-", target.name.removeprefix("untrained:").removeprefix("timm:")).strip("-")
     url = store.absolute((request.out or target.run or f"evaluations/{name}").rstrip("/"))
     try:
@@ -155,7 +156,8 @@ class Evaluation:
     def run(self, name: str, protocol: Protocol) -> None:
         """Run a protocol and store its result.
 
-        Raises UserError when the command lacks data that it needs, or when it cannot run with this backbone or data."""
+        Raises UserError when the command lacks data that the protocol needs, or the protocol cannot run with this
+        backbone or this data."""
         for need in protocol.needs:
             self.check(need)
         settings = self.settings(name, protocol)
@@ -188,17 +190,18 @@ class Evaluation:
         self.report.results.append(result)
 
     def check(self, need: str) -> None:
-        """Raise UserError when the command lacks the data that a protocol needs."""
+        """Raise UserError when the command lacks the kind of data `need`, which a protocol requires."""
         r = self.request
         available: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
         if not available.get(need):
             raise UserError(f"needs {DATA_OPTIONS[need]}")
 
     def settings(self, name: str, protocol: Protocol) -> dict[str, Any]:
-        """Return the settings of a protocol: those of the recipe, replaced by those that the protocol presets, and
-        these by those of the command line.
+        """Return the settings of a protocol.
 
-        Raises UserError for a value that does not fit."""
+        The recipe's settings are replaced by those that the protocol presets, and both by those of the command line.
+
+        Raises UserError for a value that does not have the type of its setting."""
         e = self.target.settings
         settings = e.of(name)
         if protocol.frozen:
@@ -281,8 +284,9 @@ class Evaluation:
         return replace(outcome, settings={**outcome.settings, **extraction}), digest(digests)
 
     def kinds(self, size: int, kind: str) -> list[str]:
-        """Return the types of features to extract in one forward pass: this one, then those that the other protocols of
-        the command need of the same images."""
+        """Return the types of features to extract in one forward pass: `kind`, and those that other protocols need.
+
+        The other protocols are those of the same command that use the same images."""
         wanted = [kind]
         for name in self.names:
             other = self.request.settings_of(name).get("features", PROTOCOLS[name].features)
@@ -317,13 +321,14 @@ class Evaluation:
         return self.open(self.request.test or self.request.train or "")
 
     def open(self, url: str) -> Index:
-        """Open the index of the shards at a URL, which is written to the folder of results if it cannot be beside
-        them."""
+        """Open the index of the shards at a URL.
+
+        If the index cannot be written beside the shards, it is written to the folder of results."""
         return open_index(url, remote.view_dir(self.report.folder), note=self.note)
 
 
 def published(target: Target) -> dict[str, float]:
-    """Return the paper's numbers for the recipe of a run; empty for other backbones."""
+    """Return the numbers that the paper reports for the recipe of a run; empty for other backbones."""
     if not target.run or not target.recipe:
         return {}
     try:
@@ -334,7 +339,7 @@ def published(target: Target) -> dict[str, float]:
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
-    """Log the numbers and results.json to the MLflow run of the backbone's run, if it has one."""
+    """Log the numbers and results.json to the MLflow run in which the backbone was trained, if there is one."""
     if not target.run or not report.results:
         return
     metrics = {

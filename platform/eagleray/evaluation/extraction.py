@@ -1,4 +1,4 @@
-"""Get the frozen features of a backbone from the cache, or extract them in this process or in Ray tasks."""
+"""Read the frozen features of a backbone from the cache, or extract them in this process or in Ray tasks."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,9 @@ from eagleray.protocols.features import LabelledFeatures, extract_features
 
 @dataclass(frozen=True)
 class Task:
-    """The images whose features one worker extracts. The worker loads the backbone itself, as it may be too large to
-    send."""
+    """A description of the images whose features one worker extracts.
+
+    It holds the name of the backbone, not its weights, which may be too large to send. The worker loads them itself."""
 
     backbone: str  # its name, see `load_target`
     architecture: str | None  # timm's name, for a file of tensors
@@ -35,7 +36,7 @@ class Task:
     digest: str = ""  # of the backbone
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
-        """Yield one task for each worker, with its share of the samples."""
+        """Yield one task for each worker, each with an equal share of the samples."""
         for number, samples in enumerate(np.array_split(self.samples, workers)):
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
@@ -46,10 +47,12 @@ Share = tuple[int, dict[str, LabelledFeatures]]
 def features(
     one: Target, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
-    """Return several types of features of the task's images: from the cache, or extracted by this process if `workers`
-    is 0, or else by so many Ray tasks.
+    """Return several types of features of the task's images.
 
-    Raises UserError when the backbone or the data cannot be read, and Outage when a store does not answer."""
+    Features are read from the cache if they are in it. Otherwise this process extracts them if `workers` is 0, or else
+    that many Ray tasks.
+
+    Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
     precision = "bfloat16" if device.type == "cuda" and not workers else "float32"
     task = replace(task, digest=one.digest)
@@ -77,7 +80,7 @@ def features(
 
 
 def share(task: Task) -> Share:
-    """Extract one share of the images, in a Ray task."""
+    """Extract the features of one worker's share of the images, in a Ray task."""
     one = load_target(task.backbone, task.architecture)
     if one.digest != task.digest:
         raise UserError(
@@ -89,14 +92,14 @@ def share(task: Task) -> Share:
 
 
 def report_progress(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Share]:
-    """Yield the shares, and call `tick` with the number of images of each one."""
+    """Yield the workers' results, and call `tick` with the number of images of each."""
     for number, part in shares:
         yield number, part
         tick(len(next(iter(part.values())).y))
 
 
 def join_shares(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
-    """Concatenate the shares in the order of their samples, in whatever order they finished."""
+    """Concatenate the workers' results in the order of the samples; the workers may have finished in any order."""
     parts = [part for _, part in sorted(shares, key=lambda share: share[0])]
     nonempty = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
     return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in nonempty), strict=True))) for k in nonempty[0]}

@@ -1,5 +1,6 @@
-"""Cache frozen features on disk under digests of the weights and the images, so that no protocol extracts them
-again."""
+"""Store frozen features on disk, so that no protocol extracts the same features again.
+
+The name of a file is a digest of the weights, the images and the settings of the extraction."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ FORMAT = 1  # increased when the content of a file or the extraction of features
 
 
 def folder() -> Path:
-    """Return the folder of cached features. Any file in it may be deleted."""
+    """Return the folder of stored features. Its files can be deleted at any time."""
     return cache_folder("features")
 
 
@@ -28,8 +29,10 @@ def cached(
     make: Callable[[Sequence[str]], dict[str, LabelledFeatures]],
     note: Callable[[str], None],
 ) -> dict[str, LabelledFeatures]:
-    """Return features of each type for the digests of a backbone and of data; `how` is everything else that they depend
-    on. `make` extracts the types that are not in the cache, which are then stored."""
+    """Return the features of each type from the cache, and extract and store those that are not in it.
+
+    `backbone` and `data` are digests, and `how` is everything else that the features depend on. `make` extracts the
+    types that it is called with."""
     paths = {}
     for kind in kinds:
         paths[kind] = folder() / f"{digest(FORMAT, backbone, data, kind, *how)}.safetensors"

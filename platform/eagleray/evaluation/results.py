@@ -1,5 +1,7 @@
-"""Append results with their settings, backbone, data and date to results.json, and print them in tables beside the
-numbers of the untrained backbone and of the paper."""
+"""Append the results of protocols to results.json and print them in tables.
+
+A result is stored with its settings, backbone, data and date. A table shows it beside the numbers of the untrained
+backbone and those of the paper."""
 
 import contextlib
 import json
@@ -36,7 +38,7 @@ LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 @dataclass(frozen=True)
 class Result:
-    """One entry of results.json: the numbers of a protocol, and what they were measured with."""
+    """An entry of results.json: the numbers of a protocol, and the backbone, data and settings behind them."""
 
     protocol: str  # its name in the command, such as linear@dino
     numbers: Mapping[str, float]
@@ -53,26 +55,27 @@ class Result:
     asked: Mapping[str, Any] = field(default_factory=dict)  # its settings before it ran
 
     def twin(self, other: "Result") -> bool:
-        """Whether the other result differs in nothing but the weights."""
+        """Whether two results differ in nothing but the weights of the backbone."""
         names = ("protocol", "architecture", "data_digest")
         same = all(getattr(self, n) == getattr(other, n) for n in names)
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 
     def before(self, known: "Sequence[Result]") -> Mapping[str, float]:
-        """Return the numbers of the newest untrained twin among the known results, which are ordered by age; empty if
-        there is none."""
+        """Return the numbers of the newest result of the same architecture without training; empty if there is none.
+
+        `known` are the results to choose from, oldest first. Data and settings must be the same too."""
         twins = [r for r in known if r.untrained and not self.untrained and r.twin(self)]
         return twins[-1].numbers if twins else {}
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
-    """Format settings as one line of text, without those that are tables."""
+    """Format settings as one line of text; settings whose value is a mapping are left out."""
     texts = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in settings.items()}
     return ", ".join(f"{k} {v}" for k, v in texts.items() if not isinstance(v, Mapping))
 
 
 def load(folder: str) -> list[Result]:
-    """Load all results of a folder or s3:// URL, oldest first.
+    """Load all results from the results.json of a folder or s3:// URL, oldest first.
 
     Raises UserError when the file is not a list of results."""
     text = remote.read_note(folder, NAME)
@@ -86,9 +89,9 @@ def load(folder: str) -> list[Result]:
 
 
 def add(folder: str, result: Result) -> None:
-    """Append a result to results.json.
+    """Append a result to the results.json of a folder or s3:// URL.
 
-    Raises UserError when the file cannot be written, and Outage when the store does not answer."""
+    Raises UserError when the file cannot be written, and Outage when the storage does not answer."""
     # An object store has no locks, so only local files are locked.
     with contextlib.nullcontext() if is_remote(folder) else file_lock(Path(folder) / f".{NAME}.lock"):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
@@ -99,8 +102,10 @@ def add(folder: str, result: Result) -> None:
 
 
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
-    """Return the published numbers of the shipped recipe that a run's command names. The result is empty if the recipe
-    that was run, given as a plain tree, differs in anything but the location of the data and how it is read."""
+    """Return the published numbers of the shipped recipe that is named in a run's command.
+
+    `recipe` is the resolved recipe of the run as a tree of plain values. The result is empty if it differs from the
+    shipped recipe in anything but where the data are stored and how they are read."""
     name = next((word for word in command if word in bundled.recipes()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
@@ -112,8 +117,10 @@ def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_numbers(published: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the numbers in a recipe's `published` entries by the names that protocols give them. If several entries
-    have a number, the first one counts; entries for other data or another number of epochs are left out."""
+    """Return the numbers in a recipe's `published` entries, under the names that protocols give them.
+
+    If several entries have the same number, the first one counts. Entries for other data or another number of epochs
+    are left out."""
     own = [entry for entry in published if "data" not in entry and "epochs" not in entry]
     numbers = {metric: entry[metric] for entry in reversed(own) for metric in entry if metric in PUBLISHED}
     return {number: float(numbers[metric]) for metric, number in PUBLISHED.items() if metric in numbers}
@@ -129,8 +136,10 @@ class Row(NamedTuple):
 
 
 def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str, float]) -> Iterator[Row]:
-    """Yield a table row for each number of the results, beside the newest number of their untrained twin among the
-    `known` results, and the paper's. An untrained twin that stands beside another result has no row of its own."""
+    """Yield a table row for each number of the results, beside the untrained backbone's number and the paper's.
+
+    The untrained number comes from the newest of the `known` results that differs in the weights only. If `results`
+    contains such an untrained result beside the trained one, it gets no row of its own."""
     for result in without_twins(results):
         before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
@@ -141,7 +150,7 @@ def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str,
 
 
 def without_twins(results: Sequence[Result]) -> list[Result]:
-    """Return the results that are not the untrained twin of another."""
+    """Return the results, leaving out an untrained backbone where its trained counterpart is among them."""
     trained = [r for r in results if not r.untrained]
     return [r for r in results if not r.untrained or not any(t.twin(r) for t in trained)]
 
@@ -158,7 +167,7 @@ def markdown(table: Sequence[Row]) -> str:
 
 
 def latex(table: Sequence[Row]) -> str:
-    """Format rows as a LaTeX tabular that needs the booktabs package."""
+    """Format rows as a LaTeX tabular, which needs the booktabs package."""
     lines = [" & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in (HEAD, *table)]
     begin, end = [r"\begin{tabular}{llrrrp{6cm}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
     return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end])

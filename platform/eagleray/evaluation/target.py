@@ -1,4 +1,4 @@
-"""Load the backbone to evaluate from a run, from timm, from a file of tensors, or untrained."""
+"""Load the backbone to evaluate: from a run, from timm, from a file of tensors, or with random weights."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +29,7 @@ from eagleray.views.photometric import MEAN, STD
 
 @dataclass(frozen=True)
 class Target:
-    """A backbone, its source, and the evaluation settings of its recipe."""
+    """A backbone to evaluate, with its source and the evaluation settings of its recipe."""
 
     name: str  # as in the command, with absolute paths
     backbone: Backbone
@@ -41,7 +41,7 @@ class Target:
 
     @property
     def untrained(self) -> bool:
-        """Whether the weights are random."""
+        """Whether the weights are random instead of trained."""
         return self.name.startswith(UNTRAINED)
 
     @property
@@ -52,14 +52,19 @@ class Target:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the architecture, the weights and their normalisation of pixels."""
+        """The digest of the architecture, the weights, and the mean and standard deviation of its training pixels."""
         return weights_digest(self.backbone, self.architecture, self.pixels)
 
 
 def load_target(name: str, architecture: str | None = None) -> Target:
-    """Load the backbone that a name stands for, in evaluation mode. The name is a run's folder or s3:// URL, a
-    checkpoint file, `timm:NAME`, a file of tensors, which needs timm's name of its `architecture`, or `untrained:`
-    before a run or timm's name.
+    """Load the backbone with this name, in evaluation mode.
+
+    The name is one of these:
+
+    * a run's folder or s3:// URL, or a checkpoint file;
+    * `timm:NAME`, a pretrained model of timm;
+    * a file of tensors, whose timm name is given as `architecture`;
+    * `untrained:` followed by a run or `timm:NAME`, for random weights.
 
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
     trained = name.removeprefix(UNTRAINED)
@@ -110,15 +115,19 @@ def _fill(source: str, network: Network) -> Target:
 
 
 def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Make a backbone see pixels with the mean and standard deviation that it was trained with. All images are
-    normalised alike in Eagleray, so a hook converts the input of the first convolution, before the convolution pads
-    with zeros."""
+    """Give a backbone pixels with the mean and standard deviation with which it was trained.
+
+    All images are normalised in the same way in Eagleray. A hook therefore converts the input of the first convolution,
+    before the convolution pads it with zeros.
+
+    Raises UserError when the backbone has no convolution with 3 input channels."""
     if (tuple(mean), tuple(std)) == (tuple(MEAN), tuple(STD)):
         return
     first = next((m for m in backbone.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3), None)
     if first is None:
         raise UserError(
-            f"{type(backbone.model).__name__}: has no convolution of 3 channels to convert pixels to mean {mean}"
+            f"{type(backbone.model).__name__}: was trained with pixels of mean {mean} and std {std}, and has no "
+            f"convolution of 3 input channels that could convert them; expected mean {tuple(MEAN)} and std {tuple(STD)}"
         )
 
     def convert(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -19,16 +19,18 @@ def top1(scores: Array, y: Array) -> float:
 
 
 def mean_per_class(scores: Array, y: Array) -> float:
-    """Return the mean over classes of top-1 accuracy in percent; classes without samples do not count."""
+    """Return the mean of the accuracies of the classes in percent; classes without samples do not count."""
     right = scores.argmax(1) == y
     return 100 * float(np.mean([right[y == c].mean() for c in np.unique(y)]))
 
 
 def roc_auc(scores: Array, y: Array) -> float:
-    """Return the area under the ROC curve in percent for scores (n, 2) and classes y (n,): the share of pairs of a
-    sample of class 1 and one of class 0 that the difference of the scores orders correctly.
+    """Return the area under the ROC curve in percent for scores (n, 2) and classes y (n,).
 
-    Raises UserError when the samples are not of two classes."""
+    This is the share of pairs of a sample of class 1 and a sample of class 0 in which the former has the larger
+    difference between its two scores.
+
+    Raises UserError when the samples do not belong to exactly two classes."""
     if len(np.unique(y)) != 2:
         raise UserError(f"roc_auc: expected test images of two classes, not {len(np.unique(y))}")
     return 100 * float(roc_auc_score(y == 1, scores[:, 1] - scores[:, 0]))
@@ -36,14 +38,18 @@ def roc_auc(scores: Array, y: Array) -> float:
 
 def map11(scores: Array, marks: Array) -> float:
     """Return the mean over classes of VOC 2007's 11-point average precision in percent, for scores (n, C) and marks (n,
-    C): 1 with the class, 0 without it, -1 not counted. Classes without samples are left out."""
+    C).
+
+    A mark is 1 if the sample has the class, 0 if not, and -1 if the sample does not count for this class. Classes
+    without samples are left out."""
     classes = np.flatnonzero((marks == 1).any(0))
     return 100 * float(np.mean([average_precision(scores[:, c], marks[:, c]) for c in classes]))
 
 
 def average_precision(scores: Array, marks: Array) -> float:
-    """Return the 11-point average precision, from 0 to 1: the mean over recalls 0, 0.1 to 1 of the highest precision at
-    that recall or above (Everingham et al. 2010, equations 1 and 2)."""
+    """Return the 11-point average precision of one class, from 0 to 1 (Everingham et al. 2010, equations 1 and 2).
+
+    It is the mean over the recalls 0, 0.1, ..., 1 of the highest precision at that recall or a higher one."""
     counted = marks >= 0
     precision, recall, _ = precision_recall_curve(marks[counted], scores[counted])
     precision, recall = precision[:-1], recall[:-1]  # scikit-learn adds a last point, precision 1 at recall 0

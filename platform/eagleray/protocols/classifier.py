@@ -25,8 +25,10 @@ class ClassifierNet(Net, Protocol):
 @torch.inference_mode()
 @in_eval_mode
 def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, device: torch.device) -> dict[str, float]:
-    """Measure top-1 and top-5 accuracy in percent on the labelled images, and the mean over classes of top-1. The ranks
-    share the images and return the same numbers. Images that do not decode are left out."""
+    """Measure top-1 and top-5 accuracy in percent on the labelled images, and the mean of the top-1 accuracies of the
+    classes.
+
+    The ranks share the images, and all return the same numbers. Images that do not decode are left out."""
     mine = np.array_split(labelled_samples(index), dist.size())[dist.rank()]
     ys, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for rows, images in batches(index, mine, size, resize):
@@ -43,7 +45,8 @@ def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, devi
 
 
 def accuracies(label: np.ndarray, position: np.ndarray) -> dict[str, float]:
-    """Return the accuracies in percent for classes (n,) and their positions (n,) in the ranking of scores, from 0."""
+    """Return the accuracies in percent, given the true class of each image (n,) and its position (n,) in the ranking of
+    the predicted scores, counted from 0."""
     if not len(label):
         return {}
     right = position == 0

@@ -1,5 +1,7 @@
-"""Measure how often a backbone matches a patch to itself in the mirrored and recoloured image, without labels: the
-correspondence benchmark of EsViT, Li et al. 2021, arXiv:2106.09785, section 2.1 and appendix C.7."""
+"""Measure how often a backbone matches a patch of an image to the same patch in its mirrored and recoloured copy.
+
+This is the correspondence benchmark of EsViT, Li et al. 2021, arXiv:2106.09785, section 2.1 and appendix C.7. No labels
+are needed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,18 +36,22 @@ class Matches(NamedTuple):
 
 
 def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
-    """Pair every patch of one image (..., N, D) with the most similar of the other (..., M, D), and return the k most
-    similar of these N pairs, or all if N is smaller. Of equal patches the first wins, so equal vectors give equal
-    pairs."""
+    """Pair every patch of one image (..., N, D) with the most similar patch of the other (..., M, D), and return the k
+    most similar of these N pairs.
+
+    If N is smaller than k, all pairs are returned. Among equally similar patches the first wins, so the result is
+    deterministic."""
     nearest = (F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).mT).max(-1)
     cosine, order = (x[..., :k] for x in nearest.values.sort(dim=-1, descending=True, stable=True))
     return Matches(order, nearest.indices.gather(-1, order), cosine)
 
 
 def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int = PAIRS) -> Tensor:
-    """Return accuracy and error (..., 2) of the matches between the patches (..., N, D) of an image and those of its
-    mirror image, both of size (H, W). The truth is the mirrored position; the error is the distance of the matched
-    patch from it, centre to centre, in pixels."""
+    """Return the accuracy and the error (..., 2) of the matches between an image and its mirror image, both of size (H,
+    W).
+
+    Each has patches (..., N, D). The true match of a patch is the patch at its mirrored position. The error is the
+    distance between the centres of the matched and the true patch in pixels."""
     h, w = grid
     pairs = matches(one, other, k)
     down = pairs.other // w - pairs.one // w
@@ -59,8 +65,9 @@ def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int
 def correspondence(
     backbone: Backbone, index: Index, *, size: PositiveInt, resize: PositiveInt, limit: PositiveInt = IMAGES
 ) -> dict[str, float]:
-    """Measure accuracy, from 0 to 1, and error in pixels as means over at most `limit` images, always the same ones.
-    All ranks return the same numbers. Images that do not decode are left out.
+    """Measure the accuracy of matches, from 0 to 1, and their error in pixels, as means over at most `limit` images.
+
+    Every call uses the same images, and all ranks return the same numbers. Images that do not decode are left out.
 
     Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
@@ -79,8 +86,9 @@ def correspondence(
 
 
 def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return crops (B, 3, S, S), uint8, normalised, and the same crops mirrored, jittered and grey. The jitter depends
-    on the sample's number alone."""
+    """Return normalised crops of images (B, 3, S, S), uint8, and the same crops mirrored, colour-jittered and in grey.
+
+    The jitter depends only on the number of the sample."""
     u = np.stack([sampling.uniforms(1, seed=0, epoch=0, sample=s) for s in samples])  # (B, 1, WIDTH)
     params = torch.from_numpy(sampling.photometrics(MIRRORED, u)[:, 0])
     return photometric.normalise(crops, crops.device), photometric.apply(crops, params)

@@ -7,8 +7,9 @@ NAMES = ("drop_path", "drop_path1", "drop_path2")
 
 
 def set_drop_path(model: nn.Module, rate: float) -> float:
-    """Set drop path rates that rise linearly from 0 at the first block to `rate` at the last, in place. Returns the
-    last rate, or 0 for a model without drop path modules."""
+    """Set the drop path rates of a model in place: they rise linearly from 0 at the first block to `rate` at the last.
+
+    Returns the rate of the last block, or 0 for a model without drop path modules."""
     blocks: list[tuple[nn.Module, list[str]]] = []
     for block in model.modules():
         names = [name for name, part in block.named_children() if name in NAMES or isinstance(part, DropPath)]

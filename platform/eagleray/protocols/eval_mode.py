@@ -1,4 +1,4 @@
-"""Run networks of any library in evaluation mode, and explain how their forward passes fail."""
+"""Run networks of any library in evaluation mode, and turn the errors of their forward passes into clear messages."""
 
 import contextlib
 import functools
@@ -27,8 +27,9 @@ R = TypeVar("R")
 
 
 def in_eval_mode(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P], R]:
-    """Decorate a function whose first argument is a network: it runs with the network in evaluation mode, and the mode
-    is restored afterwards, also after an error."""
+    """Decorate a function whose first argument is a network, so that it runs with the network in evaluation mode.
+
+    The mode that the network had before is restored at the end, even after an error."""
 
     @functools.wraps(f)
     def wrapped(net: N, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -44,8 +45,9 @@ def in_eval_mode(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P
 
 @contextlib.contextmanager
 def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
-    """Turn any error of the backbone's model into a UserError that says what the backbone lacks: every architecture
-    fails with its own message."""
+    """Turn any error of the backbone's model into a UserError that names the model and says what it `lacks`.
+
+    The original messages differ from one architecture to another, so the original follows at the end."""
     try:
         yield
     except UserError:
@@ -57,7 +59,7 @@ def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def check_images(backbone: Backbone, size: int) -> None:
-    """Raise UserError when the backbone cannot take images of this size."""
+    """Raise UserError when the backbone cannot process square images of `size` pixels."""
     with explain_failure(backbone, f"cannot take images of --size {size}"):
         pooled = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
         if not pooled.isfinite().all():
@@ -66,10 +68,10 @@ def check_images(backbone: Backbone, size: int) -> None:
 
 @torch.inference_mode()
 def check_patches(backbone: Backbone, size: int) -> None:
-    """Raise UserError when the backbone has no patch tokens on a grid."""
-    with explain_failure(backbone, f"has no patch tokens for images of --size {size}, which this needs"):
+    """Raise UserError when the backbone does not return a grid of patch tokens for square images of `size` pixels."""
+    with explain_failure(backbone, f"has no patch tokens for images of --size {size}, which this protocol needs"):
         features = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
         if features.patches.shape[1] != features.grid[0] * features.grid[1]:
-            raise ValueError("their number does not fit the grid")
+            raise ValueError("the number of patch tokens differs from the number of cells of the grid")
         if not features.patches.isfinite().all():
             raise ValueError(NOT_FINITE)

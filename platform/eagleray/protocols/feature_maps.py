@@ -1,5 +1,6 @@
-"""Read feature maps from any backbone, for detection and segmentation: from the stages of a pyramid, or from blocks of
-a ViT, which all have the same grid."""
+"""Read feature maps from any backbone, for detection and segmentation.
+
+A hierarchical backbone has one map for each stage. A ViT has one for each of several blocks, all on the same grid."""
 
 from collections.abc import Sequence
 
@@ -16,14 +17,15 @@ COARSEST = 32  # pixels from cell to cell of the last map of a pyramid
 
 
 class Maps(nn.Module):
-    """Map images (B, 3, H, W), whose sides are multiples of `cell`, to feature maps (B, dims[i], h, w), the finest
-    first.
+    """Map images (B, 3, H, W) to feature maps (B, dims[i], h, w), ordered from the finest to the coarsest.
 
-    The maps of a ViT are read after the blocks `taps`, counted from 1 as if it had twelve. With `rescale` their grids
-    become 4, 2, 1 and 1/2 times as fine, as in XCiT (El-Nouby et al. 2021, arXiv:2106.09681); without it they keep the
-    ViT's grid, as in SelfPatch's code for segmentation. `steps` are the pixels between the cells of each map.
+    H and W are multiples of `cell`. `steps[i]` is the distance in pixels between neighbouring cells of map i.
 
-    Raises UserError when the backbone has no grids."""
+    The maps of a ViT are read after the blocks `taps`, which are counted from 1 as if the ViT had twelve blocks. With
+    `rescale` their grids become 4, 2, 1 and 1/2 times as fine, as in XCiT (El-Nouby et al. 2021, arXiv:2106.09681).
+    Without `rescale` they keep the grid of the ViT, as in SelfPatch's code for segmentation.
+
+    Raises UserError when the backbone has no feature maps on a grid."""
 
     def __init__(self, backbone: Backbone, taps: Sequence[int], *, rescale: bool) -> None:
         super().__init__()
@@ -60,11 +62,11 @@ def rescalers(dims: Sequence[int]) -> list[nn.Module]:
 @torch.no_grad()
 @in_eval_mode
 def probe(backbone: Backbone) -> list[Tensor]:
-    """Return the output of each stage or block for an empty image.
+    """Return the feature map of each stage or block for an image of zeros.
 
-    Raises UserError when the backbone has fewer than two, or no maps."""
-    with explain_failure(backbone, f"gives no maps of {SIZE} x {SIZE} pixels"):
+    Raises UserError when the backbone has no feature maps, or fewer than two."""
+    with explain_failure(backbone, f"gives no feature maps for an image of {SIZE} x {SIZE} pixels"):
         maps = backbone.grids(torch.zeros(1, 3, SIZE, SIZE, device=next(backbone.parameters()).device), every=True)[1]
         if len(maps) < 2 or any(x.ndim != 4 for x in maps):
-            raise ValueError(f"{len(maps)} outputs")
+            raise ValueError(f"expected two or more feature maps (B, C, h, w), found {len(maps)} outputs")
     return maps

@@ -1,4 +1,5 @@
-"""Read the types of features that protocols classify: the pooled vector, or the last blocks as in DINO and EsViT."""
+"""Read the types of features that protocols classify: the pooled vector, with or without the mean patch, or the last
+four blocks as in DINO and EsViT."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ BLOCKS = 4
 
 
 def read(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, Tensor]:
-    """Return vectors (B, D) of each type for images (B, 3, H, W), from one forward pass.
+    """Return the feature vectors (B, D) of each type in `kinds` for images (B, 3, H, W), from a single forward pass.
 
     Raises UserError when the backbone lacks one of the types."""
     blocks = last_blocks(backbone.model) if "last4" in kinds else []
@@ -37,7 +38,7 @@ def read(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, 
 
 
 def check(backbone: Backbone, kind: str, size: int) -> None:
-    """Raise UserError when the backbone has no features of this type for images of this size."""
+    """Raise UserError when the backbone has no features of type `kind` for square images of `size` pixels."""
     if kind not in KINDS:
         raise UserError(f"--features {kind}: unknown{config.nearest(kind, list(KINDS))}")
     x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
@@ -50,7 +51,7 @@ def check(backbone: Backbone, kind: str, size: int) -> None:
 
 
 def has(backbone: Backbone, kind: str, size: int) -> bool:
-    """Whether the backbone has features of this type for images of this size."""
+    """Whether the backbone has features of type `kind` for square images of `size` pixels."""
     try:
         check(backbone, kind, size)
     except UserError:
@@ -59,20 +60,24 @@ def has(backbone: Backbone, kind: str, size: int) -> bool:
 
 
 def last_blocks(model: Any) -> list[Any]:
-    """Return the last 4 blocks, of whatever stages; none of a ResNet, where DINO uses the pooled vector.
+    """Return the last 4 blocks of a model, which may belong to several stages.
 
-    Raises UserError when there are fewer than 4."""
+    For a ResNet the list is empty, because DINO uses its pooled vector instead.
+
+    Raises UserError when the model has fewer than 4 blocks."""
     parts = stages(model)
     if hasattr(model, "layer4"):
         return []
     blocks = parts if hasattr(model, "blocks") else [block for part in parts for block in blocks_of(part)]
     if len(blocks) < BLOCKS:
-        raise UserError(f"{type(model).__name__} has {len(blocks)} blocks, and its last {BLOCKS} are needed")
+        raise UserError(
+            f"{type(model).__name__} has {len(blocks)} blocks; expected {BLOCKS} or more, as the last {BLOCKS} are read"
+        )
     return blocks[-BLOCKS:]
 
 
 def blocks_of(stage: Any) -> list[Any]:
-    """Return the blocks of a stage, without the layer before them that changes the grid."""
+    """Return the blocks of a stage, without the downsampling layer that may precede them."""
     inside = stage.blocks if hasattr(stage, "blocks") else stage
     try:
         return [m for m in inside if hasattr(m, "mlp")]
@@ -81,8 +86,10 @@ def blocks_of(stage: Any) -> list[Any]:
 
 
 def block_vector(model: Any, tokens: Tensor) -> Tensor:
-    """Reduce the tokens of a block, (B, N, C), (B, h, w, C) or (B, C, h, w), to a vector (B, C): a ViT's class token or
-    the mean patch, after the final norm if it has the same width."""
+    """Reduce the tokens of a block, (B, N, C), (B, h, w, C) or (B, C, h, w), to one vector (B, C) for each image.
+
+    The vector is the class token of a ViT, or else the mean of the patches. The final norm is applied first if its
+    width is that of the tokens."""
     if tokens.ndim == 4:
         nchw = getattr(model, "stage_fmt", getattr(model, "output_fmt", "NCHW")) != "NHWC"
         tokens = (tokens.permute(0, 2, 3, 1) if nchw else tokens).flatten(1, 2)
@@ -92,7 +99,8 @@ def block_vector(model: Any, tokens: Tensor) -> Tensor:
 
 
 def has_class_token(model: Any, tokens: Tensor) -> bool:
-    """Whether the first of the tokens (B, N, C) is a class token, or the global token of a stage of ViL."""
+    """Whether the first of the tokens (B, N, C) stands for the whole image: a class token, or ViL's global token of a
+    stage."""
     if getattr(model, "cls_token", None) is not None:
         return True
     return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1

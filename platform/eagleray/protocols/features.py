@@ -1,4 +1,4 @@
-"""Extract the features of a backbone, frozen, for the images of shards."""
+"""Extract the features of a frozen backbone for the images in shards."""
 
 import os
 from collections import deque
@@ -51,9 +51,10 @@ def extract_features(
     kinds: Sequence[str] = ("pooled",),
     tick: Callable[[int], None] = lambda _: None,
 ) -> dict[str, LabelledFeatures]:
-    """Extract several types of features of these samples in one forward pass. The ranks share the images, and all of
-    them return all features. Images that do not decode are left out. `tick` is called with the number of images of each
-    batch.
+    """Extract several types of features of these samples in a single forward pass.
+
+    The ranks share the images, and every rank returns the features of all images. Images that do not decode are left
+    out. After each batch, `tick` is called with the number of its images.
 
     Raises UserError when the backbone lacks one of the types."""
     device = next(backbone.parameters()).device
@@ -80,8 +81,9 @@ def extract_features(
 def batches(
     index: Index, samples: NDArray[np.int64], size: int, resize: int, batch: int = BATCH
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the samples that decode and their centre crops (B, 3, size, size), uint8. Threads decode the next batches
-    while one is in use."""
+    """Yield the numbers of the samples in a batch that decode, and their centre crops (B, 3, size, size), uint8.
+
+    While the caller uses a batch, threads decode the next batches."""
 
     def load(chunk: NDArray[np.int64]) -> list[tuple[int, Tensor]]:
         images = ((s, image(index, s, size, resize)) for s in chunk.tolist())
@@ -99,7 +101,7 @@ def batches(
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
-    """Read the centre crop (3, size, size), uint8, of a sample; None if it does not decode."""
+    """Read the centre crop (3, size, size), uint8, of a sample; return None if the image does not decode."""
     data = index.read(sample, sample + 1)
     try:
         return centre_crop(decode(data), resize=resize, size=size)
@@ -113,13 +115,14 @@ def labelled_samples(index: Index) -> NDArray[np.int64]:
 
 
 def no_image_error(index: Index) -> UserError:
-    """The error to raise when an image is needed and none of the shards has one that decodes."""
+    """Return the error for shards in which no image decodes."""
     return UserError(f"{index.shards[0].url}: no image in this shard decodes, nor in the shards beside it")
 
 
 def subset(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:
-    """Draw at most `count` of the samples, always the same ones, and keep their order. They are drawn at random because
-    every n-th sample would miss classes that alternate."""
+    """Draw at most `count` of the samples at random, and keep their order; every call draws the same ones.
+
+    Taking every n-th sample instead would miss classes if the classes alternate."""
     if count is None or count >= len(samples):
         return samples
     return np.sort(np.random.default_rng(0).choice(samples, count, replace=False))

@@ -18,7 +18,8 @@ SAVE_SECONDS = 300.0  # between checkpoints
 
 
 class Trainee(nn.Module):
-    """A network that the training loop `loop.fit` can train. It has no teacher to update after a step."""
+    """A network that the training loop `loop.fit` can train. It has no momentum teacher, so nothing is updated after a
+    step."""
 
     def before_step(self, at: Progress) -> None:
         pass
@@ -39,8 +40,9 @@ def fine_tune(
     folder: Path,
     note: Note,
 ) -> None:
-    """Train the network in place with AdamW, from the newest checkpoint in the folder if there is one. `batches`
-    returns the batches from a step on, of `batch` images each.
+    """Train a network in place with AdamW, continuing from the newest checkpoint in the folder if there is one.
+
+    `batches` is a function that returns the batches from a step on; each has `batch` images.
 
     Raises UserError when the checkpoints or the data cannot be read."""
     optimizer = optim.make("adamw", net, decay="timm")
@@ -73,14 +75,14 @@ def fine_tune(
 
 
 class ProgressReport:
-    """Report step, loss, speed and remaining time of a training at intervals."""
+    """Report the step, loss, speed and remaining time of a training at intervals."""
 
     def __init__(self, name: str, steps: int, start: int, batch: int, note: Note) -> None:
         self.name, self.steps, self.start, self.batch, self.note = name, steps, start, batch, note
         self.began = self.last = time.monotonic()
 
     def __call__(self, done: int, loss: Tensor) -> None:
-        """Report after `done` steps, if a line is due."""
+        """Print a line after `done` steps if the last line is long enough ago."""
         now = time.monotonic()
         least, share = SILENCE
         due = done * LINES // self.steps > (done - 1) * LINES // self.steps

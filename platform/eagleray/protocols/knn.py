@@ -22,8 +22,10 @@ def knn(
     ks: tuple[PositiveInt, ...] = (10, 20, 100, 200),
     temperature: PositiveFloat = 0.07,
 ) -> Outcome:
-    """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 with each number of neighbours in `ks`;
-    the default `ks` are those that DINO reports."""
+    """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 accuracy for each number of neighbours
+    in `ks`.
+
+    The default `ks` are the numbers of neighbours that DINO reports."""
     accuracy = accuracies(train, test, ks=sorted({k, *ks}), temperature=temperature)
     numbers = {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
     return Outcome(numbers, {"k": k, "ks": list(ks), "temperature": temperature})
@@ -32,7 +34,8 @@ def knn(
 def accuracies(
     train: LabelledFeatures, test: LabelledFeatures, *, ks: Sequence[int], temperature: float
 ) -> dict[int, tuple[float, float]]:
-    """Top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, from one search for the nearest."""
+    """Return top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, searching for neighbours only
+    once."""
     classes = int(max(train.y.max(), test.y.max())) + 1
     x, bank = F.normalize(test.x, dim=1), F.normalize(train.x, dim=1)
     hits = {k: [0, 0] for k in ks}
@@ -50,13 +53,17 @@ def accuracies(
 
 
 def vote(cosine: Tensor, labels: Tensor, *, classes: int, k: int, temperature: float) -> Tensor:
-    """Return the votes (n, C) for n queries from their cosines (n, m) with a bank that has labels (m,): each of the k
-    nearest rows of the bank adds exp(cosine / temperature) to its class."""
+    """Return the votes (n, C) of the k nearest neighbours of n queries.
+
+    `cosine` (n, m) is the similarity of the queries to m training features, whose classes are `labels` (m,). Each of
+    the k nearest adds exp(cosine / temperature) to the votes of its class."""
     near = cosine.topk(min(k, len(labels)), dim=1)
     return class_votes(near.values, labels[near.indices], classes=classes, temperature=temperature)
 
 
 def class_votes(cosine: Tensor, labels: Tensor, *, classes: int, temperature: float) -> Tensor:
-    """Sum the weights exp(cosine / temperature) of k neighbours by class: (n, C) from cosines and labels (n, k)."""
+    """Sum the weights exp(cosine / temperature) of k neighbours by class.
+
+    The cosines and labels of the neighbours of n queries are (n, k), and the sums are (n, C)."""
     votes = torch.zeros(len(cosine), classes, device=cosine.device)
     return votes.scatter_add_(1, labels, (cosine / temperature).exp())

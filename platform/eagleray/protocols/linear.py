@@ -32,9 +32,10 @@ def linear(
     scaled: bool = True,
     seed: NonNegativeInt = 0,
 ) -> Outcome:
-    """Measure the top-1 accuracy in percent after the last epoch, and that of the best epoch on the test set, which is
-    what the papers' scripts print. `rates` are learning rates for a batch of 256; `scaled` centres the features and
-    divides them by one scale."""
+    """Measure the top-1 accuracy in percent after the last epoch, and the highest test accuracy of any epoch.
+
+    The scripts of the papers print the latter. `rates` are the learning rates of the sweep, for a batch of 256.
+    `scaled` centres the features and divides them by a single scale."""
     split = Split.of(train, test, scaled=scaled, seed=seed)
     by_epoch = []
     for weight, bias in split.fits(epochs=epochs, batch=batch, rates=rates):
@@ -50,7 +51,7 @@ def linear(
 
 @dataclass(frozen=True)
 class Split:
-    """The features that train the classifiers, those that pick the learning rate, and those that test the result."""
+    """The features that train the classifiers, those that pick the learning rate, and those of the test set."""
 
     train: LabelledFeatures
     validation: LabelledFeatures
@@ -89,8 +90,10 @@ def fit(
     rates: Sequence[float],
     generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Train R classifiers of features x (N, D) and classes y (N,), one per learning rate, and yield their weights
-    (R, D, C) and biases (R, 1, C) after each epoch. The next epoch changes these tensors in place."""
+    """Train R classifiers of features x (N, D) with classes y (N,), one for each learning rate.
+
+    Yields their weights (R, D, C) and biases (R, 1, C) after each epoch. The next epoch changes these tensors in place.
+    """
     weight = 0.01 * torch.randn(1, x.shape[1], classes, generator=generator).repeat(len(rates), 1, 1).to(x.device)
     bias = torch.zeros(len(rates), 1, classes, device=x.device)
     batch = min(batch, len(x))
@@ -111,5 +114,5 @@ def fit(
 
 
 def accuracy(weight: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the top-1 accuracy of each classifier in percent (R,)."""
+    """Return the top-1 accuracy (R,) of each of R classifiers in percent."""
     return 100 * ((x @ weight + bias).argmax(-1) == y).float().mean(1)

@@ -1,9 +1,8 @@
-"""Fit logistic regression to frozen features and search for its L2 strength: the probe of EsViT's suite of 18 datasets,
+"""Fit logistic regression to frozen features and search for its L2 strength lambda: the probe of EsViT's 18 datasets,
 Li et al. 2021, arXiv:2106.09785, appendix C.5, after CLIP's, Radford et al. 2021, arXiv:2103.00020, appendix A.3.
 
-It minimises, over the weights W and the biases, the sum of the samples' cross-entropies + lambda / 2 * |W|^2 with
-scikit-learn's L-BFGS. The features are not normalised, as in both papers.
-"""
+Over the weights W and the biases, scikit-learn's L-BFGS minimises the sum of the samples' cross-entropies + lambda / 2
+* |W|^2. The features are not normalised, as in both papers."""
 
 import warnings
 from collections.abc import Callable
@@ -28,14 +27,16 @@ ONE_IN = 5  # without a validation set, one training sample in so many of each c
 
 
 def strength(step: int) -> float:
-    """Return lambda at one of the 97 ends of the 96 steps."""
+    """Return the value of lambda for a step of the search, from 0 to 96. The values are spaced logarithmically."""
     return float(10 ** (LOWEST + step / PER_DECADE))
 
 
 def search(score: Callable[[int], tuple[float, ...]]) -> int:
-    """Find the step with the highest score: among seven that are two decades apart, then among the best and its
-    neighbours at half that distance, and so on down to an eighth of a decade. It is the best of all steps if the scores
-    have one peak. Of equal scores the first computed wins."""
+    """Find the step with the highest score without computing the scores of all steps.
+
+    Seven steps that are two decades of lambda apart are scored first. Then the two neighbours of the best step are
+    scored at half that distance, and so on down to an eighth of a decade. If the scores have a single peak, the result
+    is the best of all steps. Among equal scores the first computed wins."""
     scores = {step: score(step) for step in range(0, STEPS + 1, COARSE)}
     distance = COARSE
     while distance > 1:
@@ -49,42 +50,45 @@ def search(score: Callable[[int], tuple[float, ...]]) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Features (n, D) with classes (n,), or with marks (n, C) of 1, 0 and -1 for a binary classifier of each class."""
+    """The samples to which classifiers are fitted: features (n, D) with labels.
+
+    The labels are classes (n,) for one classifier of all classes, or marks (n, C) for a binary classifier of each
+    class. A mark is 1 with the class, 0 without it and -1 if the sample does not count for this class."""
 
     x: Array
     y: Array
     classes: int
 
     def select(self, rows: Array) -> "Problem":
-        """Return some of the samples."""
+        """Return the samples in these rows."""
         return Problem(self.x[rows], self.y[rows], self.classes)
 
     def join(self, other: "Problem") -> "Problem":
-        """Return the samples of both."""
+        """Return the samples of this problem followed by those of the other."""
         return Problem(np.concatenate((self.x, other.x)), np.concatenate((self.y, other.y)), self.classes)
 
     def fit(self, strength: float) -> "LogisticModel":
-        """Fit the classifiers with lambda `strength`.
+        """Fit the classifiers with the L2 strength lambda = `strength`.
 
-        Raises UserError when a class is on all images or on none."""
+        Raises UserError when all samples have a class, or none has it, so that no binary classifier can be fitted."""
         if self.y.ndim == 1:
             return LogisticModel(self.classes, [_fit(self.x, self.y, strength)])
         constant = [c for c, m in enumerate(self.y.T) if not {0, 1} <= set(m)]
         if constant:
-            raise UserError(f"logistic: expected training images with class {constant[0]} and without it")
+            raise UserError(f"logistic: expected some training images with class {constant[0]} and some without it")
         return LogisticModel(self.classes, [_fit(self.x[m >= 0], m[m >= 0], strength) for m in self.y.T])
 
 
 @dataclass(frozen=True)
 class LogisticModel:
-    """One classifier of all classes, or a binary one for each class."""
+    """Fitted logistic regression: one classifier of all classes, or a binary classifier for each class."""
 
     classes: int
     models: list[LogisticRegression]
 
     @property
     def iterations(self) -> int:
-        """The iterations of the longest fit."""
+        """The number of iterations of the longest of the fits."""
         return max(int(m.n_iter_.max()) for m in self.models)
 
     def scores(self, x: Array) -> Array:
@@ -120,8 +124,9 @@ def logistic(
     seed: NonNegativeInt = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Measure `metric` in percent for images of one class each, whose labels may be any numbers. A fifth of each class
-    picks lambda."""
+    """Measure `metric` in percent on images that have one class each.
+
+    The labels may be any numbers. A fifth of the training images of each class is held out to pick lambda."""
     return probe(train, None, test, metric=metric, seed=seed, note=note)
 
 
@@ -134,9 +139,11 @@ def probe(
     seed: int,
     note: Callable[[str], None],
 ) -> Outcome:
-    """Pick the lambda with the least loss on the validation set, fit a classifier with it to the training and
-    validation sets together, and measure `metric` in percent on the test set. Without a validation set, a fifth of each
-    class of the training set is held out. For `map11` the labels are marks (n, C) of 1, 0 and -1.
+    """Pick lambda on the validation set, and measure `metric` in percent on the test set.
+
+    The lambda with the least loss on the validation set is picked. The classifier that is tested is fitted to the
+    training and validation sets together. If there is no validation set, a fifth of each class of the training set is
+    held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and -1.
 
     Raises UserError when the labels of the sets do not match."""
     fitting, validation, final = _problems(train, val, test, marks=metric == "map11", seed=seed)
@@ -161,9 +168,10 @@ def probe(
 
 
 def validation_score(fitting: Problem, validation: Problem, step: int, metric: str) -> tuple[float, float]:
-    """Return what the search maximises on the validation set: the negative loss, and the metric to decide between equal
-    losses. As a function of lambda the loss has one minimum, while the metric of a few hundred images has many peaks,
-    of which a search would find any."""
+    """Return what the search for lambda maximises on the validation set: the negative loss, then the metric.
+
+    The metric only decides between equal losses. As a function of lambda the loss has a single minimum, while the
+    metric of a few hundred images has many peaks, and the search could end at any of them."""
     scores = fitting.fit(strength(step)).scores(validation.x)
     return -loss(scores, validation.y), METRICS[metric](scores, validation.y)
 
@@ -171,9 +179,9 @@ def validation_score(fitting: Problem, validation: Problem, step: int, metric: s
 def _problems(
     train: LabelledFeatures, val: LabelledFeatures | None, test: LabelledFeatures, *, marks: bool, seed: int
 ) -> tuple[Problem, Problem, Problem]:
-    """Return the samples to fit, those that pick lambda and those to test on.
+    """Return three sets of samples: those to fit while lambda is searched, those to pick lambda, and those to test.
 
-    Raises UserError when the labels do not match."""
+    Raises UserError when the labels of the sets do not match."""
     x, y, x_test, y_test = (t.cpu().numpy() for t in (*train, *test))
     x_val, y_val = (t.cpu().numpy() for t in val) if val else (x[:0], y[:0])
     if marks:
@@ -197,7 +205,9 @@ def _problems(
 
 
 def validation_rows(y: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
-    """Return which samples (n,) of classes y (n,) are held out: every fifth of each class, in a random order."""
+    """Return a mask (n,) of the held-out samples: every fifth sample of each class, in a random order.
+
+    `y` (n,) are the classes of the samples."""
     order = np.random.default_rng(seed).permutation(len(y))
     held_out = np.zeros(len(y), bool)
     for c in np.unique(y):

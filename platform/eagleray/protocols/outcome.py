@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers of a protocol by name, such as knn/top1 in percent, its settings and the paths of its pictures."""
+    """The result of a protocol: numbers by name, such as knn/top1 in percent, its settings and the paths of its
+    pictures."""
 
     numbers: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)

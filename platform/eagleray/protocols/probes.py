@@ -33,8 +33,11 @@ class ProbeSets:
 
     @classmethod
     def of(cls, train: Index, test: Index | None, limit: int | None) -> "ProbeSets | None":
-        """Select at most `limit` training images, and the test images; None if the training shards have no labels.
-        Without test shards, a tenth of the labelled training images is the test set: pretraining saw no label."""
+        """Select at most `limit` training images, and the test images; return None if the training shards have no
+        labels.
+
+        Without test shards, a tenth of the labelled training images is held out as the test set. Pretraining used these
+        images, but not their labels."""
         if not train.labelled:
             return None
         samples = labelled_samples(train)
@@ -44,7 +47,7 @@ class ProbeSets:
         return cls(train, subset(np.setdiff1d(samples, held_out), limit), train, held_out)
 
     def check(self) -> None:
-        """Raise UserError when a classifier of the training set cannot be tested on the test set."""
+        """Raise UserError when a classifier trained on the training set cannot be tested on the test set."""
         train, test = np.unique(self.train.label[self.train_samples]), np.unique(self.test.label[self.test_samples])
         if not len(test):
             raise UserError("--test: these shards have no labels, and this protocol needs them")
@@ -52,13 +55,15 @@ class ProbeSets:
             raise UserError(f"--train: {len(train)} class(es) in these shards; a classifier needs two or more")
         if strange := np.setdiff1d(test, train).tolist():
             examples = ", ".join(map(str, strange[:5])) + (", ..." if strange[5:] else "")
-            raise UserError(f"--test: {len(strange)} of its {len(test)} classes are not in --train: {examples}")
+            raise UserError(
+                f"--test: {len(strange)} of the {len(test)} classes in these shards are not in --train: {examples}"
+            )
         both = {b.url for b in self.train.shards} & {b.url for b in self.test.shards}
         if both and self.test is not self.train:
-            raise UserError(f"--test: {min(both)} is also in --train; expected other images to test on")
+            raise UserError(f"--test: the shard {min(both)} is also in --train; expected other images to test on")
 
     def describe(self, settings: Evaluate, protocol: str) -> str:
-        """The settings and the sizes of the sets in words, for the log."""
+        """Describe the settings of a protocol and the number of images in words, for the log."""
         words = (
             f"k={settings.k}, T={settings.temperature:g}" if protocol == "knn" else f"{settings.probe_epochs} epochs"
         )
@@ -68,8 +73,9 @@ class ProbeSets:
 def evaluate(
     backbone: Backbone, sets: ProbeSets | None, settings: Evaluate, *, protocols: Sequence[str] = RUN_PROTOCOLS
 ) -> dict[str, float]:
-    """Measure the numbers that a run records. All ranks extract features, once for all protocols, and return the same
-    numbers; none without labelled images."""
+    """Measure the numbers that a run records with kNN and a linear probe; return none without labelled images.
+
+    All ranks extract features, once for all protocols, and all return the same numbers."""
     if sets is None or not protocols:
         return {}
     size, resize = settings.size, settings.resize
@@ -89,7 +95,7 @@ def evaluate(
 def renumber(
     train: LabelledFeatures, test: LabelledFeatures, device: torch.device
 ) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Move both sets to a device and number their classes from 0, as labels may be any numbers."""
+    """Move the training and the test set to a device, and number their classes from 0, as labels may be any numbers."""
     y = torch.cat([train.y, test.y]).unique(return_inverse=True)[1].to(device)
     n = len(train.y)
     return LabelledFeatures(train.x.to(device), y[:n]), LabelledFeatures(test.x.to(device), y[n:])

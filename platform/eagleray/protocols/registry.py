@@ -83,7 +83,7 @@ SHIPPED = {
 
 
 def _from_plugin(entry: register.Entry) -> Protocol:
-    """Describe a protocol that a plug-in registered."""
+    """Describe a protocol that a plug-in registered as a Protocol."""
     function = f"{entry.module}:{entry.target.__name__}"
     return Protocol(entry.details["about"] or entry.name, function, entry.details["needs"], entry.details["features"])
 
@@ -92,7 +92,7 @@ PROTOCOLS = register.Registry("protocol", SHIPPED, _from_plugin)
 
 
 def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split names into those of protocols, and a line about each of the others."""
+    """Return those names that are protocols, and an error message for each of the others."""
     unique = list(dict.fromkeys(names))
     return [n for n in unique if n in PROTOCOLS], [
         f"--protocol {n}: unknown{config.nearest(n, list(PROTOCOLS))}; see `eagleray list protocols`"

@@ -27,7 +27,7 @@ class Evaluate:
             raise ValueError(f"resize={self.resize} is smaller than the crop of size={self.size}")
 
     def of(self, protocol: str) -> dict[str, Any]:
-        """The settings of a protocol that this section sets."""
+        """The settings of one protocol that this section of the recipe determines."""
         if protocol == "knn":
             return {"k": self.k, "temperature": self.temperature}
         return {"epochs": self.probe_epochs or EPOCHS} if protocol == "linear" else {}

@@ -17,7 +17,7 @@ from eagleray.storage import store
 
 
 class Row(NamedTuple):
-    """The metric of a dataset, and the results of Swin-T in table 11, in percent."""
+    """A dataset of the suite: its metric, and the published results of Swin-T in table 11, in percent."""
 
     metric: str  # of classification_scores.METRICS
     supervised: float
@@ -55,12 +55,12 @@ def suite(
     seed: NonNegativeInt = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Run the logistic probe on every dataset of the suite that has shards in ROOT/NAME/SPLIT; `features` returns the
-    features of the shards at a URL.
+    """Run the logistic probe on every dataset of the suite whose shards are in ROOT/NAME/SPLIT.
 
-    The numbers are the metric of each dataset in percent, their mean, the mean of the reference on the same datasets,
-    and the number of datasets on which the backbone is better. Datasets that are missing or cannot be used are listed
-    in the settings, with the reason.
+    `features` is a function that returns the features of the shards at a URL. The numbers are the metric of each
+    dataset in percent, the mean of these, the mean of the `reference` results on the same datasets, and the number of
+    datasets on which the backbone beats the reference. The settings list the datasets that are missing or cannot be
+    used, with the reason.
 
     Raises UserError when no dataset can be used."""
     root = store.absolute(root).rstrip("/")
@@ -84,7 +84,7 @@ def suite(
 
 
 def score(features: Callable[[str], LabelledFeatures], folder: str, name: str, seed: int) -> Outcome:
-    """Run the logistic probe on one dataset. Its own validation split picks lambda, if it is there."""
+    """Run the logistic probe on one dataset. If the dataset has a validation split, lambda is picked on it."""
     training, test = splits(folder, name)
     sets = [_check(features(f"{folder}/{split}"), f"{folder}/{split}", name) for split in (*training, test)]
     val = sets[1] if len(training) == 2 else None
@@ -92,9 +92,9 @@ def score(features: Callable[[str], LabelledFeatures], folder: str, name: str, s
 
 
 def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the splits to train on, and the one to test on.
+    """Return the splits to train on and the split to test on, according to the shards in a dataset's folder.
 
-    Raises UserError when their shards are missing."""
+    Raises UserError when the shards of a split that is needed are missing."""
     known = list(DATASETS[name].splits)
     whole, test = known[:2]
     available = {s for s in known if any(b.url.endswith(".tar") for b in files.list_folder(f"{folder}/{s}/"))}
@@ -109,7 +109,8 @@ def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
 
 
 def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
-    """Return the features, with marks instead of labels if an image of the dataset may have several classes.
+    """Return the features after checking their labels; for a dataset with several classes per image, decode labels to
+    marks.
 
     Raises UserError when no image can be used, or when a label is too large for this dataset."""
     several, classes = SUITE[name].metric == "map11", DATASETS[name].classes
@@ -117,7 +118,7 @@ def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
         raise UserError(f"{url}: no image in these shards has a label and decodes")
     top = int(features.y.max())
     if top >= (1 << 2 * classes if several else classes):
-        raise UserError(f"{url}: label {top}, but {name} has {classes} classes")
+        raise UserError(f"{url}: label {top} is too large; {name} has {classes} classes")
     if not several:
         return features
     return LabelledFeatures(features.x, torch.from_numpy(multilabel.marks(features.y.cpu().numpy())))
@@ -129,7 +130,9 @@ def _sizes(name: str) -> list[int]:
 
 
 def _summary(numbers: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
-    """Compare with the reference on the datasets that both have. A draw, such as MNIST's in table 11, is not a win."""
+    """Compare the results with the reference on the datasets that both have.
+
+    A result equal to the reference, such as that of MNIST in table 11, is not counted as a win."""
     both = [name for name in numbers if name in reference]
     out = {"average": sum(numbers.values()) / len(numbers), "sets": len(numbers)}
     if both:

@@ -90,7 +90,7 @@ def multiplications(net: nn.Module, images: Tensor) -> float:
 
 
 def seconds(work: Callable[[], None], rounds: int, device: torch.device) -> float:
-    """Return the median time of `work` over the rounds, after one more to warm up."""
+    """Return the median time in seconds of `work` over several rounds, after a round to warm up."""
     times = []
     for _ in range(rounds + 1):
         wait(device)
@@ -108,7 +108,9 @@ def wait(device: torch.device) -> None:
 
 
 def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
-    """Return the peak memory in bytes of the network's tensors and those that `work` makes, without any others."""
+    """Return the peak memory in bytes of the network's tensors and of those that `work` allocates.
+
+    Other tensors on the device do not count."""
     net.zero_grad()
     own = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     if device.type == "cuda":
@@ -131,5 +133,5 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
 
 
 def name(device: torch.device) -> str:
-    """Return the name of the GPU, or cpu."""
+    """Return the name of the GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -67,7 +67,7 @@ def test_every_map_depends_on_the_whole_backbone():
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(lambda: vit(patch_size=14), "powers of two"), (lambda: Backbone("mixer_s32_224"), "gives no maps")],
+    [(lambda: vit(patch_size=14), "powers of two"), (lambda: Backbone("mixer_s32_224"), "gives no feature maps")],
 )
 def test_a_backbone_that_has_no_such_grids_is_refused(make: Callable[[], Backbone], said: str):
     with pytest.raises(UserError, match=said):
@@ -257,7 +257,7 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 WRONG = {
     "no file": (lambda f: (f / "annotations" / "instances_train.json").unlink(), "neither annotations/instances_train"),
     "no JSON": (lambda f: (f / "annotations" / "instances_train.json").write_text("{"), "cannot be read as JSON"),
-    "a list": (lambda f: (f / "annotations" / "instances_train.json").write_text("[]"), "no list of images"),
+    "a list": (lambda f: (f / "annotations" / "instances_train.json").write_text("[]"), "has no list `images`"),
     "no image": (lambda f: (f / "images" / "11.png").unlink(), "11.png: no such image; 1 of the 3"),
     "no key": (broken(lambda t: t["annotations"][1].pop("bbox")), r"annotations\[1\] has no bbox"),
     "no mask": (broken(lambda t: t["annotations"][1].pop("segmentation")), r"\[1\] has no segmentation"),

@@ -1,6 +1,7 @@
 """Read images with boxes and masks in COCO's layout, file by file and in any order.
 
-Shards are made for images with one label; here an image has many objects, and there are few images."""
+Shards are not used for this, because they have one label for an image. Here an image has many objects, and the images
+are few."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,8 +35,9 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Coco(Dataset[Example]):
-    """A split of a dataset. Classes are numbered from 1 in the order of their ids, which may have gaps; 0 is the
-    background."""
+    """A split of a dataset in COCO's layout.
+
+    Classes are numbered from 1 in the order of their category ids, which may have gaps; 0 is the background."""
 
     file: Path
     tree: dict[str, list[dict[str, Any]]]  # the content of the file; every annotation has `id`, `area` and `iscrowd`
@@ -46,9 +48,9 @@ class Coco(Dataset[Example]):
 
     @classmethod
     def of(cls, folder: Path, split: str) -> "Coco":
-        """Open the split `train` or `val` of a folder with annotations/ and images.
+        """Open the split `train` or `val` of a folder that contains annotations/ and images.
 
-        Raises UserError when files are missing or the annotations are not COCO's."""
+        Raises UserError when files are missing or the annotations are not in COCO's format."""
         names = [f"annotations/instances_{split}{year}.json" for year in ("", "2017")]
         file = next((folder / n for n in names if (folder / n).is_file()), None)
         if file is None:
@@ -65,9 +67,9 @@ class Coco(Dataset[Example]):
         return len(self.paths)
 
     def __getitem__(self, at: tuple[int, int] | int) -> Example:
-        """Read image i, or image i in an epoch, which decides whether it is mirrored.
+        """Read an image by its number, or by an epoch and its number. The epoch decides whether the image is mirrored.
 
-        Raises UserError when it cannot be read or has another size than the annotations say."""
+        Raises UserError when the image cannot be read, or does not have the size that the annotations state."""
         i, epoch = at if isinstance(at, tuple) else (at, 0)
         image, info = read_image(self.paths[i]), self.tree["images"][i]
         if image.shape[1:] != (info["height"], info["width"]):
@@ -79,12 +81,13 @@ class Coco(Dataset[Example]):
         return Example(image, target)
 
     def trainable(self) -> list[int]:
-        """Return the numbers of the images with an object to train on."""
+        """Return the numbers of the images that have an object to train on."""
         return [i for i in range(len(self)) if self.trainable_objects(i)]
 
     def trainable_objects(self, i: int) -> list[tuple[dict[str, Any], list[float]]]:
-        """Return the annotations of image i to train on, with their boxes x0 y0 x1 y1 clipped to the image. Crowds and
-        boxes less than a pixel wide or high are left out."""
+        """Return the annotations of image number i to train on; their boxes x0 y0 x1 y1 are clipped to the image.
+
+        Crowds, and boxes less than a pixel wide or high, are left out."""
         info, out = self.tree["images"][i], []
         for annotation in self.objects[i]:
             x, y, w, h = annotation["bbox"]
@@ -94,7 +97,7 @@ class Coco(Dataset[Example]):
         return out
 
     def target(self, i: int) -> dict[str, Tensor]:
-        """Return the boxes, labels and masks of image i; see Example."""
+        """Return the boxes, labels and masks of image number i in the form that Example describes."""
         info, objects = self.tree["images"][i], self.trainable_objects(i)
         classes = {c: y for y, c in enumerate(self.categories, 1)}
         masks = torch.zeros(len(objects), info["height"], info["width"], dtype=torch.uint8)
@@ -128,9 +131,9 @@ def read_image(path: Path) -> Tensor:
 
 
 def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Read a COCO file and number its annotations from 1, as COCO's code takes 0 for none.
+    """Read a COCO file and renumber its annotations from 1, as COCO's evaluation code takes id 0 for "no annotation".
 
-    Raises UserError with the first of its problems."""
+    Raises UserError, naming the first problem, when the file is not valid."""
     try:
         tree = json.loads(file.read_text())
     except (OSError, ValueError) as e:
@@ -145,11 +148,11 @@ def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def problems(tree: Any) -> Iterator[str]:
-    """Yield what is wrong with the content of a COCO file, one line each."""
+    """Yield each problem in the content of a COCO file as one line of text."""
     for key, needed in KEYS.items():
         rows = tree.get(key) if isinstance(tree, dict) else None
         if not isinstance(rows, list):
-            yield f"has no list of {key}; expected COCO's images, annotations and categories"
+            yield f"has no list `{key}`; expected COCO's lists `images`, `annotations` and `categories`"
         for i, row in enumerate(rows or []):
             missing = [k for k in needed if not isinstance(row, dict) or k not in row]
             if missing:
@@ -169,16 +172,16 @@ def problems(tree: Any) -> Iterator[str]:
         if not is_numbers(a["bbox"], 4) or len(a["bbox"]) != 4:
             yield f"annotations[{i}].bbox is {a['bbox']}, expected [x, y, width, height]"
         if not is_mask(a["segmentation"], sizes[a["image_id"]]):
-            yield f"annotations[{i}].segmentation is neither polygons nor the runs of a mask of the image's size"
+            yield f"annotations[{i}].segmentation is neither polygons nor run lengths of a mask of the image's size"
 
 
 def is_numbers(value: Any, least: int) -> bool:
-    """Whether a value is a list of at least so many numbers."""
+    """Whether a value is a list of at least `least` numbers."""
     return isinstance(value, list) and len(value) >= least and all(isinstance(v, int | float) for v in value)
 
 
 def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
-    """Whether a value is a mask: polygons of three or more points, or runs that cover an image of this size."""
+    """Whether a value is a mask of an image of `size`: polygons of 3 or more points, or runs that cover the image."""
     if isinstance(segmentation, dict):
         counts: Any = segmentation.get("counts")
         whole = isinstance(counts, str) or (is_numbers(counts, 1) and sum(counts) == size[0] * size[1])
@@ -187,9 +190,9 @@ def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
 
 
 def image_paths(folder: Path, split: str, file: Path, images: Sequence[dict[str, Any]]) -> list[Path]:
-    """Return the paths of the images.
+    """Return the paths of all images.
 
-    Raises UserError when one of them is missing."""
+    Raises UserError when an image is missing."""
     folders = [folder / name.format(split) for name in FOLDERS]
     images_folder = next((p for p in folders if (p / images[0]["file_name"]).is_file()), folders[0])
     paths = [images_folder / image["file_name"] for image in images]

@@ -33,9 +33,11 @@ COLOURS = ("#d5402b", "#2f6fd0", "#e69a00", "#7a3fb0", "#2f8f4e", "#00a5b5", "#d
 
 
 def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule: str = "1x") -> Outcome:
-    """Fine-tune a copy of the backbone with a detector's heads on the split `train` of a folder in COCO's layout, and
-    measure average precision in percent on `val`. `schedule` is 1x or 3x, each also with _cascade, or a file of such
-    settings. The same call continues a training that was stopped.
+    """Fine-tune a copy of the backbone with a detector's heads, and measure average precision in percent.
+
+    `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on.
+    `schedule` is 1x, 3x, 1x_cascade, 3x_cascade or a YAML file of the same settings. Calling the function again with
+    the same arguments continues a training that was stopped.
 
     Raises UserError when the schedule or the data are wrong, or the backbone does not fit them."""
     settings = load_schedule(schedule)
@@ -84,7 +86,7 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
 
 @torch.inference_mode()
 def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield the number of each image and its predictions: boxes (n, 4), labels (n,), scores (n,) and masks (n, 1, H,
+    """Yield the number of each image and its n predictions: boxes (n, 4), labels (n,), scores (n,) and masks (n, 1, H,
     W)."""
     net.eval()
     device = next(net.parameters()).device
@@ -96,7 +98,7 @@ def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Ten
 
 
 def coco_results(data: Coco, i: int, result: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield the predictions for image i in COCO's format of results."""
+    """Yield the predictions for image number i in COCO's format of results."""
     categories = list(data.categories)
     for box, label, score, mask in zip(*(result[k] for k in ("boxes", "labels", "scores", "masks")), strict=True):
         x0, y0, x1, y1 = box.tolist()
@@ -125,7 +127,7 @@ def draw(data: Coco, results: list[tuple[int, dict[str, Tensor]]], path: Path) -
 
 
 def counts(data: Coco, objects: dict[str, Tensor]) -> str:
-    """Say in words how many objects there are of each class."""
+    """Describe in words how many objects of each class there are."""
     each = Counter(list(data.categories.values())[int(y) - 1] for y in objects["labels"])
     return ", ".join(f"{n} {name}" for name, n in each.most_common(2)) + (", ..." if len(each) > 2 else "") or "nothing"
 

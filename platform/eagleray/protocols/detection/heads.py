@@ -29,8 +29,8 @@ STAGES = ((0.5, 10.0, 1.0), (0.6, 20.0, 0.5), (0.7, 30.0, 0.25))
 
 
 class Proposals(RPNHead):
-    """A proposal head whose outputs are float32 for maps of any type, as bfloat16 is too coarse for offsets of
-    boxes."""
+    """A region proposal head whose outputs are float32 even in mixed precision, as bfloat16 is too coarse for box
+    offsets."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         scores, offsets = super().forward(x)
@@ -38,8 +38,9 @@ class Proposals(RPNHead):
 
 
 class BoxPredictor(FastRCNNPredictor):
-    """A box head with scores (R, C) and offsets (R, 4 C) in float32; with `shared` all classes have the same
-    offsets."""
+    """A box head that returns class scores (R, C) and box offsets (R, 4 C) in float32.
+
+    With `shared`, the offsets are the same for all classes."""
 
     def __init__(self, dim: int, classes: int, *, shared: bool) -> None:
         super().__init__(dim, classes)
@@ -61,9 +62,10 @@ def mask_rcnn(
     anchor: float,
     regions: int,
 ) -> MaskRCNN:
-    """Build torchvision's model for images with values from 0 to 1, which it resizes and normalises itself. The short
-    side is drawn from `sizes` in training and the last of them otherwise; anchors are `anchor` cells wide; `regions` of
-    an image enter the loss."""
+    """Build torchvision's model, which resizes and normalises images with values from 0 to 1 itself.
+
+    In training the short side of an image is drawn from `sizes`; otherwise it is the last of them. `longest` limits the
+    long side. Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss."""
     channels, coarsest = pyramid.out_channels, pyramid.strides[-2]
     anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
     stages = [roi_heads(pyramid, classes, s, regions, shared=cascade) for s in (STAGES if cascade else STAGES[:1])]
@@ -91,7 +93,7 @@ def mask_rcnn(
 def roi_heads(
     pyramid: FeaturePyramid, classes: int, stage: tuple[float, float, float], regions: int, *, shared: bool
 ) -> RoIHeads:
-    """Build the box and mask heads of a stage of the cascade; the first stage is that of Mask R-CNN."""
+    """Build the box and mask heads of one stage of the cascade. Mask R-CNN has the first stage only."""
     overlap, precision, _ = stage
     channels = pyramid.out_channels
     return RoIHeads(
@@ -113,8 +115,9 @@ def roi_heads(
 
 
 class Cascade(nn.Module):
-    """A cascade of heads, each of which refines the boxes of the one before. Scores and masks are means over the
-    stages; the boxes are those of the last stage."""
+    """A cascade of heads, each of which refines the boxes of the previous one.
+
+    Scores and masks are means over the stages, and the boxes are those of the last stage."""
 
     def __init__(self, stages: Sequence[RoIHeads]) -> None:
         super().__init__()
@@ -172,7 +175,8 @@ class Cascade(nn.Module):
 
 
 def refine(heads: RoIHeads, offsets: Tensor, boxes: list[Tensor], shapes: Shapes) -> list[Tensor]:
-    """Move the boxes of each image by the offsets (R, 4 C) of all regions, which are equal for all classes, and clip
-    them to the image."""
+    """Move the boxes of each image by their offsets (R, 4 C) and clip them to the image.
+
+    The offsets are those of the regions of all images and are the same for all C classes."""
     refined = heads.box_coder.decode(offsets[:, :4], boxes).view(-1, 4).split([len(b) for b in boxes])
     return [clip_boxes_to_image(b, shape) for b, shape in zip(refined, shapes, strict=True)]

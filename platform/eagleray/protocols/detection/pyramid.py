@@ -12,10 +12,12 @@ TAPS = (4, 6, 8, 12)  # the blocks of a ViT with twelve whose output is read (Se
 
 
 class FeaturePyramid(nn.Module):
-    """Map images (B, 3, H, W) to feature maps (B, channels, H / s, W / s) by name, one for each s of `strides`, the
-    finest first. The last one, `pool`, is for proposals only.
+    """Map images (B, 3, H, W) to named feature maps (B, channels, H / s, W / s), one for each s of `strides`, the
+    finest first.
 
-    Raises UserError when the backbone has no such maps."""
+    The last map, `pool`, is used for region proposals only.
+
+    Raises UserError when the backbone has no feature maps from which a pyramid can be built."""
 
     def __init__(self, backbone: Backbone, channels: int = 256) -> None:
         super().__init__()
@@ -30,12 +32,12 @@ class FeaturePyramid(nn.Module):
 
 
 def strides(steps: list[float]) -> list[int]:
-    """Return the pixels between the cells of each map, and of `pool`.
+    """Return the distance in pixels between neighbouring cells, for each map and for the additional map `pool`.
 
-    Raises UserError when they are not powers of two, as anchors and regions would not lie on the cells."""
+    Raises UserError when a distance is not a power of two, as anchors and regions would not lie on the cells."""
     if any(step < 1 or step != 2 ** (int(step).bit_length() - 1) for step in steps):
         raise UserError(
-            f"detection: the backbone's grids are {', '.join(f'{s:g}' for s in steps)} pixels apart, expected powers of"
-            " two, such as those of patches of 8, 16 or 32 pixels"
+            f"detection: the cells of the backbone's maps are {', '.join(f'{s:g}' for s in steps)} pixels apart; "
+            "expected powers of two, as of a ViT with patches of 8, 16 or 32 pixels"
         )
     return [int(step) for step in (*steps, 2 * steps[-1])]

@@ -1,4 +1,6 @@
-"""Compute COCO's average precision of boxes and masks, and convert its two formats of a mask: polygons and runs."""
+"""Compute COCO's average precision of boxes and masks, and convert between its formats of masks.
+
+A mask is stored as polygons or as runs, the lengths of alternating runs of pixels outside and inside the object."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +18,9 @@ NAMES |= {"AP_small": "ap_small", "AP_medium": "ap_medium", "AP_large": "ap_larg
 
 
 def to_mask(segmentation: Any, height: int, width: int) -> NDArray[np.uint8]:
-    """Convert polygons [[x, y, x, y, ...], ...] or runs {"size": [H, W], "counts": a list or COCO's text} to a mask (H,
-    W) of 0 and 1."""
+    """Convert polygons or runs to a mask (H, W) of 0 and 1.
+
+    Polygons are [[x, y, x, y, ...], ...]. Runs are {"size": [H, W], "counts": a list, or COCO's compressed text}."""
     return runs.decode(_runs(segmentation, height, width))
 
 
@@ -40,9 +43,11 @@ def _runs(segmentation: Any, height: int, width: int) -> Any:
 
 
 def scores(truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return average precisions in percent by name. `truth` is the content of a COCO file, each annotation with `area`
-    and `iscrowd`; each result has image_id, category_id, score, bbox [x, y, width, height] and segmentation (runs).
-    Sizes that no object has are left out."""
+    """Return COCO's average precisions in percent by name.
+
+    `truth` is the content of a COCO file in which each annotation has `area` and `iscrowd`. Each result has image_id,
+    category_id, score, bbox [x, y, width, height] and segmentation (runs). Average precisions for a size of objects
+    (small, medium or large) that does not occur are left out."""
     out: dict[str, float] = {}
     for kind, name in KINDS.items():
         # COCO's code takes the size of a result from its box if it has one, so results for masks must not have boxes.

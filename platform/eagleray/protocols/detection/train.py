@@ -1,4 +1,4 @@
-"""Train a detector with the training loop of recipes, on images of many sizes."""
+"""Train a detector, on images of many sizes, with the same training loop as pretraining."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ THREADS = 8  # that read and decode images
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
 class DetectionSchedule:
-    """The settings of a training, as in a file of pipelines/detection."""
+    """The settings of a detector's training, as in the files of pipelines/detection."""
 
     cascade: bool = False  # three stages of heads instead of one
     epochs: PositiveInt = 12
@@ -45,9 +45,9 @@ class DetectionSchedule:
 
 
 def load_schedule(name: str) -> DetectionSchedule:
-    """Load a schedule from a file, or a shipped one by its name, such as 1x.
+    """Load a training schedule from a file, or a shipped schedule by its name, such as 1x.
 
-    Raises UserError when there is no such schedule or a key is wrong."""
+    Raises UserError when there is no such schedule, or when one of its keys is wrong."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         known = sorted(p.stem for p in bundled.folder(FOLDER).glob("*.yaml"))
@@ -59,14 +59,14 @@ def load_schedule(name: str) -> DetectionSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The images of a step, of several sizes."""
+    """The images of one training step, which may differ in size."""
 
     examples: Sequence[Example]
     rows: tuple[int, ...]  # images of every rank
 
 
 class Learner(Trainee):
-    """A torchvision detector as the training loop needs it."""
+    """A torchvision detector with the interface that the training loop expects."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Learner(Trainee):
 
 
 def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: Path, note: Note) -> None:
-    """Train the detector in place, from the newest checkpoint in the folder if there is one."""
+    """Train the detector in place, continuing from the newest checkpoint in the folder if there is one."""
     images = data.trainable()
     batch, data = min(settings.batch, len(images)), dataclasses.replace(data, flip=True)
     fine_tune(
@@ -100,8 +100,10 @@ def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: Path, n
 def batches(
     data: Coco, images: Sequence[int], settings: DetectionSchedule, batch: int, start: int
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield the batches from step `start` on: every image once an epoch, in a new order each time, without those that
-    do not fill a batch. Threads read the images of the next steps meanwhile."""
+    """Yield the training batches from step `start` on.
+
+    Every epoch visits the images in a new order and leaves out those at its end that do not fill a batch. Threads read
+    the images of the next steps in the background."""
     steps = len(images) // batch
 
     def order() -> Iterator[tuple[int, int]]:

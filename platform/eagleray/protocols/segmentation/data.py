@@ -107,7 +107,9 @@ class Masks:
         classes = self.table[np.minimum(values, IGNORED)]
         if (classes < 0).any():
             worst = int(values[classes < 0].max())
-            raise UserError(f"{pair.mask}: has the value {worst}, which is none of the {len(self.classes)} classes")
+            raise UserError(
+                f"{pair.mask}: has the value {worst}, which is not the number of any of the {len(self.classes)} classes"
+            )
         return image, torch.from_numpy(classes.astype(np.uint8))
 
 

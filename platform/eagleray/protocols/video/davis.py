@@ -1,8 +1,8 @@
 """Propagate the masks of a video's first frame to all other frames by the similarity of patches alone, on DAVIS 2017
 and 2016.
 
-The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020. Patches are
-the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
+The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020. The features
+of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
 
 import functools
 from collections import deque
@@ -41,7 +41,9 @@ Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 
 
 class Video(NamedTuple):
-    """The files of T frames and of their true masks. If `binary`, all objects of a mask count as one."""
+    """The files of T frames and of their true masks.
+
+    If `binary`, all objects in a mask count as a single object."""
 
     name: str
     frames: list[Path]
@@ -63,10 +65,12 @@ def davis(
     topk: PositiveInt = 5,
     size_mask_neighborhood: NonNegativeInt = 12,
 ) -> Outcome:
-    """Measure J, F and J&F in percent for each sequence and as means over all objects, for the backbone's patches and,
-    as a baseline, for colour histograms. Each sequence has a picture. `size` is the short side of the frames in pixels.
+    """Measure J, F and J&F in percent for each sequence, and their means over all objects.
 
-    Raises UserError when the data or the backbone do not fit."""
+    They are measured for the backbone's patches and, as a baseline, for colour histograms. A picture is drawn of each
+    sequence. `size` is the short side of the frames in pixels.
+
+    Raises UserError when the data are incomplete, or the backbone cannot process them."""
     sequences = videos(Path(data), split)
     descriptors: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
     settings: dict[str, int] = {
@@ -98,13 +102,13 @@ def davis(
 
 
 def percent(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:
-    """Return the mean J, F and J&F in percent from the J and F of objects (n, 2)."""
+    """Return the means of J, F and J&F in percent, from the J and F of n objects (n, 2)."""
     j, f = (100 * scores.mean(0)).tolist()
     return {f"{prefix}J&F": (j + f) / 2, f"{prefix}J": j, f"{prefix}F": f}
 
 
 def videos(data: Path, split: str) -> list[Video]:
-    """Find the sequences of a split: those in the list of this name, such as val, or 2016/val if several lists have it.
+    """Find the sequences that are listed for a split, such as val, or 2016/val if several folders have a list val.txt.
 
     Raises UserError when the list, frames or masks are missing."""
     if not data.is_dir():
@@ -124,9 +128,9 @@ def videos(data: Path, split: str) -> list[Video]:
 
 
 def video(data: Path, name: str, *, binary: bool) -> Video:
-    """Find the frames and masks of a sequence.
+    """Find the frames and masks of a sequence; with `binary` all objects count as one.
 
-    Raises UserError when it has fewer than three frames or a mask is missing."""
+    Raises UserError when the sequence has fewer than three frames or a mask is missing."""
     frames = sorted((data / "JPEGImages" / "480p" / name).glob("*.jpg"))
     masks = [data / "Annotations" / "480p" / name / f"{frame.stem}.png" for frame in frames]
     if len(frames) < 3:
@@ -137,8 +141,9 @@ def video(data: Path, name: str, *, binary: bool) -> Video:
 
 
 def evaluate_video(describe: Describe, video: Video, **settings: int) -> tuple[NDArray[np.float64], list[draw.Tile]]:
-    """Return J and F of each object (n, 2), means over all frames but the first and the last, and tiles of some frames
-    with the predicted masks.
+    """Return J and F of each object (n, 2), and tiles that show some frames with the predicted masks.
+
+    J and F are means over all frames but the first and the last.
 
     Raises UserError when the first frame has no object, or a mask and its frame differ in size."""
     truth = read_mask(video.masks[0], video.binary)
@@ -173,8 +178,9 @@ def propagate_masks(
     topk: int,
     size_mask_neighborhood: int,
 ) -> Iterator[Masks]:
-    """Yield the mask of every frame, beginning with that of the first, which is the input. In memory are the first
-    frame and the last n, and no others.
+    """Yield the mask of every frame, beginning with the first frame, whose mask is the input.
+
+    Only the features of the first frame and of the last `n_last_frames` frames are held in memory.
 
     Raises UserError when the frames differ in size."""
     numbers = np.concatenate([[0], objects]).astype(np.uint8)
@@ -200,10 +206,12 @@ def propagate_masks(
 def propagate(
     target: Tensor, context: Tensor, labels: Tensor, near: Tensor, *, topk: int, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return soft labels (C, h, w) for a frame with tokens (N, D), from the tokens (T, N, D) and soft labels (T, C, h,
-    w) of T other frames. The label of a patch is the mean over the `topk` most similar patches of all T frames
-    together, weighted by exp(cosine / temperature), among those that `near` (N, N) allows. Patches with the same cosine
-    as the last of them count too."""
+    """Return the soft labels (C, h, w) of a frame, from its tokens (N, D) and the tokens (T, N, D) and soft labels (T,
+    C, h, w) of T other frames.
+
+    The label of a patch is a mean over the `topk` most similar patches of all T frames together, weighted by exp(cosine
+    / temperature). Only patches that `near` (N, N) allows are compared. Patches that tie with the last of the `topk`
+    are included."""
     frames, classes, h, w = labels.shape
     known = labels.transpose(0, 1).reshape(classes, -1)  # (C, T * N)
     bank = F.normalize(context, dim=-1).flatten(0, 1)  # (T * N, D)
@@ -218,7 +226,9 @@ def propagate(
 
 
 def neighbourhood(grid: tuple[int, int], reach: int) -> Tensor:
-    """Return which pairs of patches (N, N) lie at most `reach` rows and columns apart; all pairs if `reach` is 0."""
+    """Return a mask (N, N) of the pairs of patches that are at most `reach` rows and columns apart.
+
+    If `reach` is 0, all pairs are included."""
     rows, columns = (x.flatten() for x in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
     apart = torch.maximum((rows[:, None] - rows).abs(), (columns[:, None] - columns).abs())
     return apart <= reach if reach else torch.ones_like(apart, dtype=torch.bool)
@@ -232,10 +242,11 @@ def min_max(soft: Tensor) -> Tensor:
 
 
 def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tuple[int, int]]:
-    """Return the patch tokens (N, D) of a frame (3, H, W), uint8, resized as the protocol says, and their grid. The
-    tokens of a ViT are those of the last block before the norm.
+    """Resize a frame (3, H, W), uint8, as the protocol does, and return its patch tokens (N, D) and their grid.
 
-    Raises UserError when the backbone cannot take frames of this size."""
+    The tokens of a ViT are those of the last block, before the norm.
+
+    Raises UserError when the backbone cannot process frames of this size."""
     device = next(backbone.parameters()).device
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     h, w = frame.shape[1:]
@@ -248,16 +259,19 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
 
 
 def frame_shape(height: int, width: int, size: int, step: int) -> tuple[int, int]:
-    """Return the height and width of a resized frame in pixels: the short side becomes `size`, the long one is rounded
-    down to a multiple of 64, and then both to a multiple of the patch size `step`."""
+    """Return the height and width of a resized frame in pixels.
+
+    The short side becomes `size`, and the long side is rounded down to a multiple of 64. Then both are rounded down to
+    a multiple of the patch size `step`."""
     long = max(size * max(height, width) // min(height, width) // MULTIPLE * MULTIPLE, size)
     short, long = (x // step * step for x in (size, long))
     return (short, long) if height <= width else (long, short)
 
 
 def colours(frame: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the square roots of the colour histograms (N, D) of a frame's cells, and their grid. The cosine of two of
-    them is the Bhattacharyya coefficient of the histograms."""
+    """Return the square roots of the colour histograms (N, D) of a frame's N cells, and the grid of the cells.
+
+    The cosine of two such vectors is the Bhattacharyya coefficient of the two histograms."""
     _, height, width = frame.shape
     grid = ROWS, round(ROWS * width / height)
     red, green, blue = (frame.long() * BINS) >> 8
@@ -271,7 +285,7 @@ def colours(frame: Tensor) -> tuple[Tensor, tuple[int, int]]:
 def read_frame(path: Path) -> Tensor:
     """Read a frame (3, H, W), uint8.
 
-    Raises UserError when it does not decode."""
+    Raises UserError when the image does not decode."""
     try:
         return decode(path.read_bytes())
     except BadImage as e:
@@ -279,10 +293,11 @@ def read_frame(path: Path) -> Tensor:
 
 
 def read_mask(path: Path, binary: bool) -> Masks:
-    """Read the numbers of objects (H, W), uint8, from the palette or the grey values of a mask. If `binary`, all pixels
-    that are not 0 become 1.
+    """Read the number of the object at each pixel (H, W), uint8, from the palette or the grey values of a mask.
 
-    Raises UserError when it does not decode."""
+    If `binary`, all pixels that are not 0 become 1.
+
+    Raises UserError when the mask does not decode."""
     try:
         with Image.open(path) as image:
             mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))

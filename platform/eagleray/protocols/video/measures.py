@@ -19,8 +19,9 @@ def region(prediction: Mask, truth: Mask) -> float:
 
 
 def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> float:
-    """Return F, the harmonic mean of precision and recall of contour pixels, which match within the tolerance, rounded
-    up to pixels; 1 if both contours are empty."""
+    """Return F, the harmonic mean of the precision and recall of contour pixels; 1 if both contours are empty.
+
+    Contour pixels match if they are at most `tolerance` apart, rounded up to whole pixels."""
     one, other = contour(prediction), contour(truth)
     if not one.any() or not other.any():
         return float(one.any() == other.any())
@@ -35,7 +36,8 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
 
 def contour(mask: Mask) -> Mask:
     """Return the contour (H, W) of a mask: the pixels that differ from their right, lower or lower right neighbour.
-    Beyond the image, the mask continues as at its edge."""
+
+    Beyond the border of the image, the mask is taken to continue with the values at the border."""
     wide = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
     out: Mask = (mask != wide[:-1, 1:]) | (mask != wide[1:, :-1]) | (mask != wide[1:, 1:])
     return out
