@@ -166,9 +166,9 @@ def test_another_architecture_is_refused(tmp_path: Path):
 
 def test_the_same_shapes_of_another_architecture_are_refused(tmp_path: Path):
     batch = network(norm="batch")
-    line = "norm2.norm is a batch norm there, and none here"
+    line = "norm2.norm is batch norm in the file, and the model has none"
     assert line in refused(stored(tmp_path, batch.model.state_dict()), network())
-    line = "norm2.norm is a batch norm here, and none there"
+    line = "norm2.norm is batch norm in the model, and the file has none"
     assert line in refused(stored(tmp_path, network().model.state_dict()), batch)
 
 
@@ -216,7 +216,7 @@ def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
 @pytest.mark.parametrize("method", ["mocov3", "dino"])
 def test_a_run_gives_what_its_method_exports(method: str, tmp_path: Path):
     r = run_of(tmp_path, method)
-    exported = restore.restore(str(tmp_path))[1].export()
+    exported = restore(str(tmp_path))[1].export()
     for source in (tmp_path, tmp_path / "checkpoints" / "step-000000003.pt"):
         ours = build_backbone(r)
         report = fill(ours, pretrained(str(source)))
@@ -293,4 +293,4 @@ def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
     """The checkpoints of an older version do not hold the number of images."""
     checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
     with pytest.raises(UserError, match="not a checkpoint written by eagleray: expected images, method, recipe in it"):
-        restore.restore(str(tmp_path))
+        restore(str(tmp_path))
