@@ -350,7 +350,7 @@ def test_labels_that_do_not_match(shards: Path, tmp_path: Path, request_: Callab
     for name, kept in {"some": (0, 1, 2), "one": (0,)}.items():
         write_shards((Sample(k, e, encode(x), y) for k, e, x, y in drawn if y in kept), str(tmp_path / name))
     write_shards((Sample(k, e, encode(x)) for k, e, x, _ in drawn), str(tmp_path / "none"))
-    assert "classes are not in --train" in request_("knn", train=str(tmp_path / "some")).refused[0]
+    assert "classes in these shards are not in --train" in request_("knn", train=str(tmp_path / "some")).refused[0]
     assert "1 class(es) in these shards" in request_("knn", train=str(tmp_path / "one")).refused[0]
     assert "these shards have no labels" in request_("knn", train=str(tmp_path / "none")).refused[0]
     assert "--test: these shards have no labels" in request_("knn", test=str(tmp_path / "none")).refused[0]
