@@ -85,7 +85,10 @@ def test_weights_of_another_architecture_are_refused_before_anything_begins(
     assert f"backbone.weights={source}: has 57." in line
     assert "expected 95% or more; missing: blocks.2.norm1.weight; " in line
     line = refused(capsys, "finetune", str(tmp_path / "none"), *given)
-    assert line == f"error: backbone.weights={tmp_path}/none: no such run, checkpoint or file, and no model of timm"
+    assert (
+        line
+        == f"error: backbone.weights={tmp_path}/none: no such run, checkpoint or file; a timm model is named timm:NAME"
+    )
     assert not (tmp_path / "out" / "recipe.yaml").exists()
 
 

@@ -36,7 +36,7 @@ def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
         ("workers=9", "workers=9 data.workers=0 data.lanes=8: 9 readers cannot share 8 lanes"),
         ("workers=-1", "workers: expected a number of workers, or the fewest and the most, such as 4..16, got -1"),
         ("data.workers=9", "9 readers cannot share 8 lanes"),
-        ("views=[{size: 16}]", "views: got 1, mocov3 works with 2"),
+        ("views=[{size: 16}]", "views: got 1, but mocov3 works with 2"),
         ("views=[{scale: [0.5, 0.2]}, {}]", "views.0"),
         ("seed", "'seed': expected key=value"),
         ("data.train=/nowhere/at/all", "/nowhere/at/all: cannot be read: No such file or directory"),
@@ -85,7 +85,7 @@ def test_wrong_checkpoints(tmp_path: Path, shards: Path, capsys):
     train = ("--train", str(shards / "train"))
     assert "not a checkpoint written by eagleray" in refused(capsys, "evaluate", str(tmp_path / "some.pt"), *train)
     assert "no such checkpoint" in refused(capsys, "export", str(tmp_path / "none.pt"))
-    assert "no intact checkpoint" in refused(capsys, "export", str(tmp_path))
+    assert "holds no intact checkpoint" in refused(capsys, "export", str(tmp_path))
     line = refused(capsys, "evaluate", str(tmp_path), *train, "--protocol", "kn")
     assert "--protocol kn: unknown; did you mean 'knn'?" in line
 

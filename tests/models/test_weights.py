@@ -173,7 +173,8 @@ def test_the_same_shapes_of_another_architecture_are_refused(tmp_path: Path):
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path):
-    assert "no such run, checkpoint or file, and no model of timm" in refused(str(tmp_path / "none"), network())
+    why = "no such run, checkpoint or file; a timm model is named timm:NAME"
+    assert why in refused(str(tmp_path / "none"), network())
     (tmp_path / "text.pth").write_text("no weights")
     assert "text.pth: " in refused(str(tmp_path / "text.pth"), network())
     (tmp_path / "text.safetensors").write_text("no weights")

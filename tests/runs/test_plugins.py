@@ -198,7 +198,7 @@ BROKEN = {
         "expected a subclass of eagleray.M",
     ),
     "no_type": ("dim: int = 8", "dim=8", "__init__: expected a type for dim, such as dim: int"),
-    "a_tensor": ("spread: float = 1.0", "spread: Tensor = None", "a parameter's type cannot be in a recipe"),
+    "a_tensor": ("spread: float = 1.0", "spread: Tensor = None", "a parameter has a type that recipes do not support"),
     "no_build": ("nn.Linear(backbone.dim, dim)", "1 / 0", "cannot be built: ZeroDivisionError: division by zero"),
     "export_of_something": ("return self.encoder.backbone", "return self", "export() returned a CosinePairs, expected"),
     "a_failing_callback": ('event="step"', "event=1 / 0", "Diary: step failed: ZeroDivisionError: division by zero"),

@@ -66,7 +66,7 @@ def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: st
     again = remote.Mirror(out, "first")  # Ray's restarted worker: the same command
     again.close()
     first.renew()
-    with pytest.raises(UserError, match="another command is running there"):
+    with pytest.raises(UserError, match="another command is training this run"):
         remote.Mirror(out, "second")
     first.ended.set()  # as if killed: it says nothing more
     first.join()

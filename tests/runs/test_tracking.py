@@ -206,7 +206,7 @@ def test_a_finished_run_sends_what_is_missing_and_then_asks_nothing(
     began = time.monotonic()
     history.close("FINISHED", [tmp_path / "recipe.yaml"])
     assert 0.9 < time.monotonic() - began < 10
-    assert "MLflow at http://server does not answer and has no step after 0, nor recipe.yaml" in caplog.text
+    assert "MLflow at http://server does not answer; it lacks the steps after 0, and recipe.yaml" in caplog.text
     assert "the same command sends what is missing" in caplog.text
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 4, "linear/top1": 9.0, "health": []}))
     memory.failing = lambda: False

@@ -1,4 +1,4 @@
-"""Measure goodput, the share of a run's time that went into steps that count, from starts.jsonl."""
+"""Measure goodput, the share of a run's time that went into steps that were not lost, from starts.jsonl."""
 
 import time
 from pathlib import Path
@@ -14,6 +14,7 @@ class Attempts:
         self.path, self.lines = path, read_lines(path)
 
     def add(self, **line: Any) -> None:
+        """Append a line."""
         self.lines.append(line | {"time": round(time.time(), 2)})
         append_lines(self.path, self.lines[-1:])
 
@@ -22,13 +23,15 @@ class Attempts:
         return [line for line in self.lines if "step" in line]
 
     def in_vain(self, since: float) -> int:
-        """Return how many of the last starts since a time began at the same step."""
+        """Return how many of the last starts began at the same step, without progress in between. Starts before
+        `since`, in seconds since 1970, do not count."""
         steps = [s["step"] for s in self.starts if s["time"] >= since]
         return next((i for i, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))
 
     def tally(self, useful: float) -> dict[str, float]:
-        """Restarts, steps taken again, seconds lost, and goodput: the share that `useful` seconds of steps have in all
-        the time between the first start and now, without that between an end in order and the next start."""
+        """Return the number of restarts, the steps that were repeated, the seconds lost, and goodput. Goodput is the
+        `useful` seconds of steps divided by all seconds since the first start; the time between an orderly end and
+        the next start is not counted."""
         waited = sum(
             after["time"] - line["time"]
             for line, after in zip(self.lines, self.lines[1:], strict=False)

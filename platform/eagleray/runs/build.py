@@ -1,4 +1,4 @@
-"""Method, backbone and optimiser are built here from a recipe, the same wherever it is done."""
+"""Build the method, the backbone and the optimiser of a recipe, the same in every process."""
 
 from dataclasses import asdict, replace
 
@@ -17,8 +17,8 @@ from eagleray.runs.recipe import Recipe
 
 
 def build_method(recipe: Recipe, start: Weights | None = None) -> Method:
-    """The method with fresh weights, the same wherever it is built; `start` replaces those of its backbone, before the
-    method makes copies of it. Raises UserError."""
+    """Return the method with fresh weights, the same in every process. `start` replaces the weights of its backbone
+    before the method copies them, as for a teacher. Raises UserError."""
     torch.manual_seed(recipe.seed)
     network = build_backbone(recipe)
     if start:
@@ -29,7 +29,7 @@ def build_method(recipe: Recipe, start: Weights | None = None) -> Method:
 
 
 def build_backbone(recipe: Recipe) -> Backbone:
-    """The backbone with fresh weights. Raises UserError."""
+    """Return the backbone with fresh weights. Raises UserError."""
     network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
     network.micro_batch = size = recipe.optim.micro_batch
     if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
@@ -51,7 +51,8 @@ def check_sizes(recipe: Recipe) -> None:
                 raise UserError(f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images: {e}") from None
             if found != backbone.dim:
                 raise UserError(
-                    f"backbone.name={recipe.backbone.name}: its {found} features are not its {backbone.dim}"
+                    f"backbone.name={recipe.backbone.name}: its features have {found} "
+                    f"channels, but the model states {backbone.dim}"
                 )
         method.check_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
 
@@ -70,6 +71,7 @@ def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
 
 
 def scaled_lr(recipe: Recipe) -> Schedule:
-    """The learning rate, linear in the batch where the recipe says what batch it is meant for."""
+    """Return the learning rate for the recipe's batch. It is proportional to the batch where `optim.lr_images` says
+    for which batch the recipe's rate is meant."""
     lr, images = recipe.optim.lr, recipe.optim.lr_images
     return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr

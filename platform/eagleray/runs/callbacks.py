@@ -1,4 +1,4 @@
-"""Callbacks let a plug-in follow a run: they see every step, record and score, and cannot change the samples' order."""
+"""Let a plug-in follow a run: its callbacks see every step, record and score, but cannot change the samples' order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from eagleray.runs.recipe import Recipe
 
 @dataclass(frozen=True)
 class RunView:
-    """What a callback may know of the run that calls it."""
+    """The part of a run that its callbacks can see."""
 
     recipe: Recipe
     method: Method
@@ -57,12 +57,13 @@ class Callbacks:
         self.callbacks: Sequence[tuple[str, Callback]] = [(e.name, self._make(e.name, e.target)) for e in entries]
 
     def _make(self, name: str, target: Any) -> Callback:
+        """Build the callback that a plug-in has registered. Raises PluginError."""
         if not (isinstance(target, type) and issubclass(target, Callback)):
             raise PluginError(f"callback {name}: expected a subclass of eagleray.Callback")
         try:
             return target()
         except Exception as e:
-            raise PluginError(f"callback {name}: cannot be made: {_said(e)}") from e
+            raise PluginError(f"callback {name}: creating it failed: {_said(e)}") from e
 
     def __call__(self, event: str, argument: Any) -> None:
         """Call one method of every callback. Raises PluginError when a callback fails."""
@@ -76,4 +77,5 @@ class Callbacks:
 
 
 def _said(error: Exception) -> str:
+    """Return the type and the message of an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

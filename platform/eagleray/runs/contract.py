@@ -1,4 +1,5 @@
-"""Check that the method of a plug-in keeps the contract of Method, before a run depends on it."""
+"""Check a method from a plug-in before a run depends on it: it must be a subclass of Method that defines what Method
+requires."""
 
 import inspect
 
@@ -11,7 +12,7 @@ from eagleray.models.backbone import Backbone
 
 
 def check_method_class(entry: register.Entry) -> None:
-    """Raises PluginError where a registered class cannot be a method, whatever its settings are."""
+    """Raises PluginError when a registered class cannot be a method, whatever its settings are."""
     where, target = _name(entry), entry.target
     if not (isinstance(target, type) and issubclass(target, Method)):
         raise PluginError(f"{where}: expected a subclass of eagleray.Method, got {target!r}")
@@ -27,11 +28,14 @@ def check_method_class(entry: register.Entry) -> None:
     try:
         create_model(entry.name, **signature.from_import(target))  # type: ignore[call-overload]
     except (PydanticUserError, NameError) as e:
-        raise PluginError(f"{where}: __init__: a parameter's type cannot be in a recipe: {_said(e)}") from None
+        raise PluginError(
+            f"{where}: __init__: a parameter has a type that recipes do not support: {_said(e)}"
+        ) from None
 
 
 def build(part: Part, backbone: Backbone) -> Method:
-    """Build the method of a plug-in. Raises PluginError where its own code fails or export() gives no Backbone."""
+    """Build the method of a plug-in. Raises PluginError when the plug-in's code fails or when export() does not
+    return a Backbone."""
     where = _name(register.entries("method")[part.name])
     try:
         method: Method = part.build(backbone)
@@ -46,9 +50,10 @@ def build(part: Part, backbone: Backbone) -> Method:
 
 
 def _name(entry: register.Entry) -> str:
+    """Return a text that names the method and its plug-in."""
     return f"method {entry.name!r} of the plug-in {entry.module}"
 
 
 def _said(error: Exception) -> str:
-    """The first line of a message."""
+    """Return the first line of an error's message."""
     return (str(error).splitlines() or [""])[0]

@@ -1,4 +1,4 @@
-"""What a run was made with: packages, machine and command."""
+"""Record the packages, the machine and the command that a run was made with."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ from eagleray.storage import store
 
 
 def environment() -> dict[str, Any]:
-    """Versions of packages, the machine and the command, as the run folder's environment.json keeps them."""
+    """Return the contents of environment.json: versions of packages, the machine and the command."""
     names = ("eagleray", "torch", "torchvision", "timm", "numpy", "pillow", "ray", "mlflow", "webdataset", "boto3")
     versions = {}
     for name in names:

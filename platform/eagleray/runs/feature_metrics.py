@@ -1,4 +1,4 @@
-"""Measure without labels how features are spread; every number stays on the device."""
+"""Measure how features are spread, without labels. All results stay on the device."""
 
 from collections.abc import Sequence
 
@@ -7,32 +7,34 @@ from torch import Tensor
 
 
 def spread(z: Tensor) -> Tensor:
-    """Standard deviation of unit rows z (B, C) over the batch, mean of the channels, times sqrt(C): 1 where directions
-    are random, 0 where all rows are one (Chen and He 2021, arXiv:2011.10566, section 4.1)."""
+    """Return sqrt(C) times the standard deviation of unit rows z (B, C) over the batch, averaged over the channels.
+    It is 1 where directions are random and 0 where all rows are equal (Chen and He 2021, arXiv:2011.10566, section
+    4.1)."""
     return z.std(0, correction=0).mean() * z.shape[1] ** 0.5
 
 
 def effective_rank(z: Tensor) -> Tensor:
-    """RankMe (Garrido et al. 2023, arXiv:2210.02885): exp of the entropy of the singular values of z (B, C), from 1 to
-    min(B, C)."""
+    """Return RankMe (Garrido et al. 2023, arXiv:2210.02885): the exp of the entropy of the singular values of z (B,
+    C), from 1 to min(B, C)."""
     p = torch.linalg.svdvals(z)
     p = p / p.sum()
     return torch.exp(-torch.xlogy(p, p).sum())
 
 
 def alignment(z1: Tensor, z2: Tensor) -> Tensor:
-    """Mean squared distance of unit rows of the same images (B, C) (Wang and Isola 2020, arXiv:2005.10242)."""
+    """Return the mean squared distance between unit rows z1 and z2 (B, C) of the same images (Wang and Isola 2020,
+    arXiv:2005.10242)."""
     return (z1 - z2).square().sum(1).mean()
 
 
 def uniformity(z: Tensor) -> Tensor:
-    """Log of the mean of exp(-2 |zi - zj|^2) over pairs of unit rows (B, C): 0 where all are one, near -4 where they
-    cover the sphere (the same paper)."""
+    """Return the log of the mean of exp(-2 |zi - zj|^2) over pairs of unit rows (B, C): 0 where all rows are equal,
+    near -4 where they cover the sphere (Wang and Isola 2020, arXiv:2005.10242)."""
     return torch.pdist(z).square().mul(-2).exp().mean().log()
 
 
 def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of pixels (B, 3, H, W): about 0 and 1 where images are normalised."""
+    """Return mean and standard deviation of pixels (B, 3, H, W): about 0 and 1 where images are normalised."""
     std, mean = torch.std_mean(x.float())
     return mean, std
 

@@ -1,4 +1,5 @@
-"""Values of a recipe that fit a number of images, for `eagleray init` and for a run whose data is too small."""
+"""Find settings of a recipe that suit the number of images, for `eagleray init` and for the error of a run with too
+few."""
 
 import math
 import re
@@ -23,7 +24,7 @@ READERS = 8  # most lanes of a rank that are worth having
 
 
 class Value(NamedTuple):
-    """A key of a recipe, the value that fits and the reason."""
+    """A key of a recipe, its new value, and the reason."""
 
     key: str
     value: Any
@@ -34,8 +35,8 @@ class Value(NamedTuple):
 
 
 def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -> list[Value]:
-    """Return what to change in a recipe for so many images of so many pixels on so many GPUs; 0 GPUs mean the CPU of
-    one process. Raises UserError when there are too few images."""
+    """Return the keys to change in a recipe for `images` images with a short side of `size` pixels. With 0 `gpus`
+    the run is in one process on the CPU. Raises UserError when there are too few images."""
     keys = config.flatten(config.to_plain(recipe))
     batches = list(batch_for(recipe, images, ranks=max(gpus, 1)))
     changed = {v.key: v.value for v in batches}
@@ -55,7 +56,7 @@ def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -
 
 
 def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
-    """Yield the batch and what depends on it. Raises UserError when the images fill no batch."""
+    """Yield the batch, and the values that depend on it. Raises UserError when the images do not fill a batch."""
     keys = config.flatten(config.to_plain(recipe))
     old = recipe.optim.batch
     each = _power(min(old / ranks, images / STEPS / ranks, PER_GPU))
@@ -69,47 +70,52 @@ def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
         batch,
         f"{images // batch} steps per epoch; optim.micro_batch={max(each // 4, 1)} if memory runs out",
     )
-    yield Value("data.lanes", lanes, "divides the batch, and each worker has as many")
+    yield Value("data.lanes", lanes, "divides the batch, with the same number for each worker")
     if lanes // ranks < recipe.data.workers:
         yield Value("data.workers", lanes // ranks, "no more readers than lanes")
     if recipe.optim.lr_images is None and batch != old:
-        yield Value("optim.lr_images", old, "optim.lr.value is for this batch and scales with ours")
+        yield Value("optim.lr_images", old, "optim.lr.value is meant for this batch and is scaled to ours")
     queue = keys.get("method.queue")
     if queue and queue > images // 2:
         fitting = max(_power(images // 2 / batch), 1) * batch
-        yield Value("method.queue", fitting, f"at most half of the {images} images, so that few keys are of the query")
+        yield Value(
+            "method.queue",
+            fitting,
+            f"at most half of the {images} images, so that few keys come from the query's image",
+        )
     group = keys.get("method.norm_group")
     if group and each % group:
         yield Value("method.norm_group", each, "the images of one worker")
 
 
 def too_small(recipe: Recipe, images: int) -> UserError:
-    """Return the error of a run whose data does not fill a batch, with the values that would fit."""
-    given = f"data.train: its {images} images do not fill one batch of optim.batch={recipe.optim.batch}"
+    """Return the error for a run whose images do not fill a batch, with the values that would suit them."""
+    given = f"data.train: {images} images do not fill one batch of optim.batch={recipe.optim.batch}"
     try:
         values = batch_for(recipe, images, ranks=max(recipes.span(recipe.workers)[1], 1))
         keys = config.flatten(config.to_plain(recipe))
         fitting = " ".join(str(v) for v in values if keys[v.key] != v.value)
     except UserError as e:
         return UserError(f"{given}: {e}")
-    return UserError(f"{given}; {fitting} would fit, or `eagleray init --images {images}` writes a recipe that does")
+    return UserError(f"{given}; {fitting} would fit, or `eagleray init --images {images}` writes a recipe that fits")
 
 
 def long_queue(recipe: Recipe, images: int) -> str | None:
-    """Return what to say of a queue that holds more keys than there are images, and nothing otherwise."""
+    """Return a warning when the method's queue holds more keys than there are images, else None."""
     queue = recipe.method.args.get("queue") or 0
     if queue <= images:
         return None
     fitting = max(_power(images / 2 / recipe.optim.batch), 1) * recipe.optim.batch
     return (
-        f"method.queue={queue}: is longer than the {images} images of data.train, so a query meets its own older keys; "
-        f"method.queue={fitting} would fit"
+        f"method.queue={queue}: longer than the {images} images of data.train, so a query is compared with older keys "
+        f"of its own image; method.queue={fitting} would fit"
     )
 
 
 def _schedules(recipe: Recipe, epochs: int, steps: int) -> Iterator[Value]:
-    """Yield schedules whose warm-up or drops, in epochs, are those of a longer run, and a faster momentum copy where
-    the run is too short for a slow one to leave its random start. Each is whole, as a part of one has no default."""
+    """Yield schedules whose parts in epochs, such as the warm-up, are shortened with the run. In a run too short for
+    a slow momentum copy to leave its random start, the copy gets a lower momentum. Each value is a mapping that
+    replaces the schedule as a whole."""
     plain = config.to_plain(recipe)
     sections = [("optim", plain["optim"]), ("method", plain["method"])]
     for key, value in ((f"{name}.{k}", v) for name, section in sections for k, v in section.items()):
@@ -132,14 +138,15 @@ def _schedules(recipe: Recipe, epochs: int, steps: int) -> Iterator[Value]:
 
 
 def _prototypes(keys: Mapping[str, Any], images: int) -> Iterator[Value]:
+    """Yield fewer prototypes where the method has more of them than the images can fill."""
     fitting = 1024 if images < 10_000 else 4096 if images < 200_000 else None
     if fitting and keys.get("method.prototypes", 0) > fitting:
         yield Value("method.prototypes", fitting, "more would stay empty with so few images")
 
 
 def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
-    """Yield smaller crops for images below 224 pixels. Other backbones than ViTs and ResNets keep theirs: their windows
-    need 224 pixels, and images are enlarged."""
+    """Yield smaller crops for images below 224 pixels. Only for ViTs and ResNets: other backbones have windows that
+    need 224 pixels, so that the images are enlarged instead."""
     name = keys["backbone.name"]
     patch = int(found[1]) if (found := re.search(r"^vit_\w+_patch(\d+)", name)) else 8
     if size >= 224 or not (found or name.startswith("resnet")):
@@ -156,11 +163,11 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
 
 
 def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
-    """Return a view with a smaller side, a multiple of the patch, without what is a default."""
+    """Return a view with a smaller side, a multiple of the patch. Keys at their default are left out."""
     own = {key: value for key, value in view.items() if value != DEFAULTS.get(key)}
     return {"size": max(round(view["size"] * by / patch), 1) * patch, **{k: v for k, v in own.items() if k != "size"}}
 
 
 def _power(number: float) -> int:
-    """Return the largest power of two that is not above a number; 1 for what is below 1."""
+    """Return the largest power of two that is not above a number, and 1 for a number below 1."""
     return 2 ** max(math.floor(math.log2(number)), 0) if number > 0 else 1

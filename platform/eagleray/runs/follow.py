@@ -1,4 +1,4 @@
-"""Follow a run from outside: its log and its progress, read from its folder while it trains."""
+"""Follow a run from outside: read its log and its progress from its folder while it trains."""
 
 import threading
 import time
@@ -18,7 +18,8 @@ LONG = 600.0  # seconds without a progress line after which a run prints another
 
 
 class FollowRun:
-    """Shows the log and the progress of a run until it ends. A thread reads them from the run folder."""
+    """A context that shows the log and the progress of a run until it ends. A thread reads them from the run's
+    folder."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
@@ -46,6 +47,7 @@ class FollowRun:
         self.bar.stop()
 
     def _work(self) -> None:
+        """Print new lines of the log, and update the progress, until the run ends."""
         last = False
         while not last:
             last = self.ended.wait(0.5)
@@ -65,6 +67,7 @@ class FollowRun:
             out.print(("" if parts[3] == "INFO" else f"{parts[3].lower()}: ") + parts[4], markup=False)
 
     def _show_progress(self, record: dict[str, Any]) -> None:
+        """Show a line of metrics.jsonl on the progress bar, or print it where there is no terminal."""
         step = record["step"]
         text = progress_text(record)
         self.bar.update(self.task, completed=step, rate=text)
@@ -75,7 +78,7 @@ class FollowRun:
 
 
 def progress_text(record: Mapping[str, Any]) -> str:
-    """Return the numbers of a line of metrics.jsonl that are shown beside the bar."""
+    """Return the numbers of a line of metrics.jsonl to show beside the progress bar."""
     parts = [
         f"loss {record[LOSS]:.3f}",
         f"{record[IMAGES_PER_S]:.0f} images/s",
@@ -88,7 +91,7 @@ def progress_text(record: Mapping[str, Any]) -> str:
 
 
 class Tail:
-    """Reads the complete lines that are appended to a file after this object was made."""
+    """Reads the complete lines that are appended to a file after the object was created."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +99,7 @@ class Tail:
         self.file: IO[str] | None = None
 
     def lines(self) -> list[str]:
-        """Return the lines that are complete since the last call."""
+        """Return the lines that were completed since the last call."""
         if self.file is None and self.path.exists():
             self.file = self.path.open(errors="replace")
             self.file.seek(self.offset)

@@ -1,4 +1,4 @@
-"""Judge the health of a run from its numbers: collapse, uniform output, instability, frozen weights, wrong images.
+"""Detect from a run's metrics what goes wrong: collapse, uniform output, instability, frozen weights, wrong images.
 
 docs/health.md gives the reason for each threshold.
 """
@@ -43,10 +43,11 @@ KINDS = {
 
 
 class Health:
-    """Reads every record of metrics.jsonl in order and returns the new findings."""
+    """Reads every record of metrics.jsonl in order, and returns the problems that are new in it."""
 
     def __init__(self, layers: Sequence[str], lr: float = 0.0) -> None:
-        """`lr` is the highest of the run."""
+        """`layers` are the names of the layers whose gradients are watched; `lr` is the highest learning rate of the
+        run."""
         self.lr = lr
         self.spikes = Spikes(layers)
         self.rows: dict[str, int] = {}  # looks in a row at which a condition held
@@ -57,12 +58,13 @@ class Health:
         self.spread = False  # projections were not all alike at some look
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
-        """The norms by layer (steps, L) of steps from `first` on."""
+        """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on."""
         found = [self.spikes.add(first + i, row) for i, row in enumerate(norms)]
         return [Finding(s.step, "spike", str(s)) for s in found if s]
 
     def look(self, record: Mapping[str, Any]) -> list[Finding]:
-        """Return the findings of one record; numbers that only some records hold are judged where they occur."""
+        """Return the findings of one record. Records without health numbers are checked for skipped steps and the
+        kNN curve only."""
         r = {name.removeprefix("health/"): value for name, value in record.items()}
         found = []
         if record.get("skipped_steps"):
@@ -81,13 +83,15 @@ class Health:
         return [Finding(int(record["step"]), kind, text) for kind, text in new]
 
     def _enough(self, kind: str) -> int:
-        """Looks in a row that make a finding. Features that were never spread may only be about to be."""
+        """Return for how many measurements in a row a condition must hold to be reported. Collapse takes longer to
+        be reported where features have never been spread, as they are at the start of a run."""
         if kind in AT_ONCE:
             return 1
         return LOOKS if kind != "collapse" or self.spread else LATE
 
     def _dip(self, top1: float, error: float) -> str | None:
-        """A fall beyond the running noise: below the median of the last looks by three times the noise."""
+        """Return a text when the kNN accuracy falls below the median of the last measurements by more than three
+        times their noise, else None. A dip is reported at its first step."""
         before = self.curve[-8:]
         self.curve.append(top1)
         if len(before) < 5:
@@ -106,7 +110,7 @@ REPEATED = {"non-finite", "kNN dip"}
 
 
 def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the conditions that hold at one look, as kind and text."""
+    """Return the problems that one measurement shows, each as kind and text."""
     found = []
     if abs(r["input_mean"]) > 3 or not 0.05 < r["input_std"] < 5:
         found.append(
@@ -136,7 +140,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def words(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the findings of a run in one line."""
+    """Return the findings of a run on one line."""
     if not findings:
         return "nothing found"
     kinds = {f["kind"]: [g["step"] for g in findings if g["kind"] == f["kind"]] for f in findings}

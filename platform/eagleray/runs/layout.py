@@ -1,4 +1,4 @@
-"""The names of the files that a run folder holds, each defined once."""
+"""Name the files of a run folder, each name once."""
 
 RECIPE = "recipe.yaml"  # the resolved recipe
 ENVIRONMENT = "environment.json"  # packages, machine and command

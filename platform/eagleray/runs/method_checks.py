@@ -1,4 +1,4 @@
-"""Check on small random batches, without reference numbers, that a method keeps what every method promises."""
+"""Check that a method keeps the promises of every method, with small random batches and without reference values."""
 
 import inspect
 import tempfile
@@ -45,7 +45,7 @@ READS = ("tolist", "numpy", "cpu", "__array__")
 
 
 class Rehearsal(NamedTuple):
-    """What one rank's steps gave."""
+    """The outcome of a few training steps on one rank, with random batches."""
 
     method: dict[str, Tensor]  # parameters and buffers after the last step
     optimizer: dict[str, Any]
@@ -57,7 +57,8 @@ class Rehearsal(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodReport:
-    """What `check_method` measured. Differences of gradients are relative to the length of the gradient."""
+    """The differences that `check_method` measured. Differences of gradients are relative to the norm of the
+    gradient."""
 
     method: str
     losses: tuple[float, ...]  # of four steps
@@ -67,8 +68,8 @@ class MethodReport:
     def __str__(self) -> str:
         parts = "not checked, because of batch norm" if self.micro_batches is None else f"{self.micro_batches:.1e}"
         return (
-            f"{self.method}: two ranks differ from one by {self.two_ranks:.1e}, micro-batches from the batch: {parts}; "
-            "a resumed run is the same to the bit, no step waits for the device, every parameter learns"
+            f"{self.method}: two ranks differ from one by {self.two_ranks:.1e}, micro-batches from the whole batch: "
+            f"{parts}; a resumed run is the same to the bit, no step waits for the device, every parameter learns"
         )
 
 
@@ -79,8 +80,8 @@ def small_tree(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
-    """Check the method of a recipe, whose `tree` needs no data. Raises PluginError for the first promise that is not
-    kept, and UserError for a recipe that is wrong."""
+    """Check the method of a recipe, whose `tree` needs no data. Raises PluginError for the first promise that the
+    method breaks, and UserError when the recipe is wrong."""
     recipe = recipes.check(dict(tree), "check_method")
     name = f"method {recipe.method.name!r}"
     check_sizes(recipe)
@@ -103,8 +104,8 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
         if not max(away, losses) <= tolerance:
             shares = " and ".join(map(str, rows))
             raise PluginError(
-                f"{name}: two processes with {shares} images do not compute what one does with {sum(rows)}: the "
-                f"gradient differs by {away:.2g} of its length, the loss by {losses:.2g}; gather what the loss needs "
+                f"{name}: two processes with {shares} images compute something else than one process with {sum(rows)}: "
+                f"the gradient differs by {away:.2g} of its norm, the loss by {losses:.2g}; gather what the loss needs "
                 "of all ranks, and divide by sum(batch.rows)"
             )
         worst = max(worst, away)
@@ -112,7 +113,7 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
 
 
 def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
-    """Return random views, V x (images, 3, S, S), which depend on the step alone."""
+    """Return V random views (images, 3, S, S). They depend only on the step and the recipe's views."""
     # Of seeds 0 to 3 one image puts a hidden unit of byol_regions within rounding of ReLU's kink, where gradients part.
     generator = torch.Generator().manual_seed(10 + step)
     sizes = [v.size for v in recipe.views for _ in range(v.count)]
@@ -120,7 +121,7 @@ def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
 
 
 def rank_batch(recipe: Recipe, step: int, rows: tuple[int, ...], rank: int, classes: int | None) -> Batch:
-    """Return one rank's share of the global batch; `rows` are the images of every rank."""
+    """Return one rank's share of the global batch; `rows` are the numbers of images of all ranks."""
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     images = torch.arange(sum(rows))
     views = [view[mine] for view in global_batch(recipe, step, sum(rows))]
@@ -175,8 +176,8 @@ def rehearse(
 def rehearse_on_ranks(
     named: Mapping[str, Recipe], splits: Sequence[tuple[int, int]]
 ) -> dict[tuple[str, tuple[int, int]], Rehearsal]:
-    """Train every recipe on two processes of this machine, once for each pair of shares; what rank 0 has is returned.
-    Raises PluginError where a process fails."""
+    """Train every recipe on two processes of this machine, once for each pair of shares, and return the outcome of
+    rank 0. Raises PluginError when a process fails."""
     plain = {name: config.to_plain(recipe) for name, recipe in named.items()}
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -196,6 +197,7 @@ def _rank(
     packed: dict[str, plugins.Sources],
     scratch: str,
 ) -> None:
+    """Train one process of `rehearse_on_ranks`, and store its outcome in a file."""
     torch.set_num_threads(1)
     meet = torch.distributed.FileStore(f"{scratch}/store", 2)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=meet, rank=rank, world_size=2)
@@ -215,15 +217,15 @@ def _rank(
 
 
 def difference(ours: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
-    """|ours - want| / |want| of gradients by name, each side as one vector."""
+    """Return |ours - want| / |want|. Each side is a mapping of gradients by name, taken as one vector."""
     assert ours.keys() == want.keys()
     away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
     return float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())
 
 
 def check_no_wait(recipe: Recipe, rows: tuple[int, ...]) -> None:
-    """Raises PluginError where a step would make the host wait for a GPU: it reads a value of a tensor, or makes a
-    tensor whose shape depends on values."""
+    """Raises PluginError when a step of the method would make the host wait for a GPU: when it reads a value of a
+    tensor, or creates a tensor whose shape depends on values."""
     method = build_method(recipe)
     method.allocate(IMAGES)
     for step in range(STEPS):
@@ -239,7 +241,7 @@ def check_no_wait(recipe: Recipe, rows: tuple[int, ...]) -> None:
 
 
 def _events(method: Method, batch: Batch, at: Progress) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The parts of a step, to be called one after the other."""
+    """Yield the parts of a step, each as a name and a function. They have to be called in this order."""
     values: dict[str, Tensor] = {}
     yield "forward", lambda: values.update(method(batch, at))
     yield "the gradient of the loss", lambda: values["loss"].backward()
@@ -249,10 +251,12 @@ def _events(method: Method, batch: Batch, at: Progress) -> Iterator[tuple[str, C
 
 
 class _HostWait(Exception):
-    pass
+    """An operation that would make the host wait for a GPU."""
 
 
 class _NoWaiting(TorchDispatchMode):
+    """A context in which PyTorch operators that wait for a GPU raise _HostWait."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         masks = (
@@ -266,6 +270,8 @@ class _NoWaiting(TorchDispatchMode):
 
 
 class _NoReading(TorchFunctionMode):
+    """A context in which tensor methods that read values, such as `tolist`, raise _HostWait."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in READS and args and isinstance(args[0], Tensor):
             raise _HostWait(f"Tensor.{func.__name__}")
@@ -273,6 +279,7 @@ class _NoReading(TorchFunctionMode):
 
 
 def _check_learning(name: str, recipe: Recipe, one: Rehearsal) -> None:
+    """Raises PluginError when a loss or gradient is not finite, or no gradient reaches a trainable parameter."""
     if not all(map(torch.isfinite, map(torch.tensor, one.losses))):
         raise PluginError(f"{name}: a loss is not finite: {one.losses}")
     broken = [n for n, g in one.gradient.items() if not g.isfinite().all()]
@@ -287,6 +294,7 @@ def _check_learning(name: str, recipe: Recipe, one: Rehearsal) -> None:
 
 
 def _check_resume(name: str, recipe: Recipe, rows: tuple[int, ...]) -> None:
+    """Raises PluginError when a resumed run ends with other weights than an uninterrupted run."""
     whole = rehearse(recipe, rows, own_optimizer=True)
     half = rehearse(recipe, rows, steps=range(STEPS // 2), own_optimizer=True)
     rest = rehearse(recipe, rows, steps=range(STEPS // 2, STEPS), resume=half, own_optimizer=True)
@@ -299,6 +307,8 @@ def _check_resume(name: str, recipe: Recipe, rows: tuple[int, ...]) -> None:
 
 
 def _check_micro_batches(name: str, recipe: Recipe, one: Rehearsal, unit: int, tolerance: float) -> float | None:
+    """Return the difference between the gradients of micro-batches and of the whole batch; None with batch norm.
+    Raises PluginError when it exceeds the tolerance."""
     parts = replace(recipe, optim=replace(recipe.optim, micro_batch=unit))
     try:
         build_method(parts)
@@ -311,11 +321,12 @@ def _check_micro_batches(name: str, recipe: Recipe, one: Rehearsal, unit: int, t
 
 
 def _line(error: BaseException, method: Method) -> str:
-    """The line of the method's own file where an error arose."""
+    """Return the file and line of the method's own code where an error arose."""
     file = inspect.getsourcefile(type(method))
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" ({Path(file or '').name}, line {lines[-1]})" if lines else ""
 
 
 def _said(error: Exception) -> str:
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [""])[0]

@@ -1,10 +1,10 @@
-"""Every number that a run reports is defined once, here: its key, meaning, unit and where it is shown."""
+"""Define every number that a run reports once: its key, meaning, unit and where it is shown."""
 
 from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """A number of metrics.jsonl or summary.json, as gauges, plots, sweeps and the report show it."""
+    """A number of metrics.jsonl or summary.json, with its description for gauges, plots, sweeps and reports."""
 
     key: str
     label: str  # of an axis or a tile

@@ -1,4 +1,4 @@
-"""Create MLflow's SQLite file so that concurrent runs and kills cannot spoil it."""
+"""Create MLflow's SQLite database so that concurrent runs and kills cannot damage it."""
 
 import os
 import tempfile
@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def make_database(uri: str) -> None:
-    """An SQLite database that is not there yet is made aside and then moved into place: one whose maker was killed
-    half-way could never be used, and two runs that begin at once spoil it for each other."""
+    """Create an SQLite database that does not exist yet. It is filled under another name and then moved into place:
+    a process that is killed half-way would leave a useless file, and two runs that start at once would damage each
+    other's."""
     path = Path(uri.removeprefix("sqlite:///"))
     if not uri.startswith("sqlite:///") or path.exists():
         return

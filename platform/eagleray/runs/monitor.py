@@ -1,4 +1,5 @@
-"""Watch a run without an extra forward: a kNN curve of the training crops, gradients by layer, spread of features.
+"""Measure a run without an extra forward pass: kNN accuracy of the training crops, gradient norms by layer, spread of
+features.
 
 Follows Chen, Xie and He 2021, arXiv:2104.02057, section 4 and appendix A; here for every method.
 """
@@ -26,7 +27,8 @@ ROWS = 512  # features that are measured: more of them would cost more and tell 
 class Monitor:
     """Collects the features and gradient norms of every step through hooks, and measures them every `every` steps.
 
-    L layers, P parameters, D channels. Between two measurements it never waits for the device.
+    L is the number of layers, P of parameters, D of channels. Between two measurements the host never waits for the
+    device.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class Monitor:
         k: int = 200,
         temperature: float = 0.07,
     ) -> None:
-        """`step` steps have been taken. The bank keeps `bank` features; without labels there is no kNN."""
+        """`step` is the number of steps that were taken before. `bank` is the number of features to keep, the
+        neighbours of the kNN curve; that curve needs labels (`labelled`)."""
         self.method, self.step, self.every = method, step, every
         self.labelled, self.k, self.temperature = labelled, k, temperature
         named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
@@ -72,7 +75,7 @@ class Monitor:
         self._size.copy_(state["size"])
 
     def watch(self, step: Step) -> None:
-        """Take in an optimiser step. Called on every rank."""
+        """Collect the features and the gradient norms of an optimiser step. Must be called on every rank."""
         self.step = step.at.step + 1
         b, rows = len(step.batch.index), step.batch.rows
         # Health reports what is not finite; in the bank it would stay for long.
@@ -93,7 +96,8 @@ class Monitor:
 
     @torch.no_grad()
     def look(self, step: Step, z: list[Tensor]) -> dict[str, Tensor]:
-        """Return the health numbers of a step. z: unit projections (B, C) of the first view, and of any second one."""
+        """Return the health numbers of a step. z are the unit projections (B, C) of the first view and, if there is
+        one, the second."""
         views, f = step.batch.views, self.bank.newest(ROWS).features
         mean, std = input_moments(views[0])
         values = {
@@ -119,11 +123,12 @@ class Monitor:
 
     @property
     def queries(self) -> int:
+        """Return how many of the newest crops are classified."""
         return min(2 * ROWS, self.bank.filled // 4)
 
     @torch.no_grad()
     def knn(self) -> Tensor:
-        """Return the kNN accuracy, top-1 in percent, of the newest crops with those before them as neighbours."""
+        """Return the kNN accuracy of the newest crops, top-1 in percent. Their neighbours are the crops before them."""
         new = self.bank.newest(self.queries)
         old = self.bank.newest(self.bank.filled, skip=len(new.labels))
         # Where the bank reaches back into the last epoch, a crop of the same image is not counted as a neighbour.
@@ -137,10 +142,10 @@ class Monitor:
         return 100 * (votes.argmax(1) == new.labels).sum() / (new.labels >= 0).sum().clamp(min=1)
 
     def flush(self) -> tuple[dict[str, float], list[list[float]]]:
-        """Return the numbers since the last flush, and the gradient norms of every step since (steps, L).
+        """Return the numbers since the last flush, and the gradient norms of every step since then (steps, L).
 
-        The numbers are the largest gradient norm of each layer and the newest health numbers, if there are any. Waits
-        for the device.
+        The numbers are the largest gradient norm of each layer and, if there are any, the newest health numbers. The
+        host waits for the device here.
         """
         if not self._norms:
             return {}, []
@@ -153,15 +158,17 @@ class Monitor:
         return values, norms.tolist()
 
     def _collect_features(self, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        """Store the pooled features and the projections of a forward pass."""
         if self.method.training:
             self._features.append((args[0].detach(), out.detach()))
 
     def _copy_trunk(self, *_: Any) -> None:
-        """Copy the trunk's matrices before a step that is measured."""
+        """Copy the weight matrices of the trunk before a step that will be measured."""
         if (self.step + 1) % self.every == 0:
             self._before = [p.detach().clone() for p in self.trunk]
 
     def _measure_update(self, *_: Any) -> None:
+        """Measure how far the step has moved the weight matrices of the trunk."""
         if self._before:
             self._update = distance(self._before, [p.detach() for p in self.trunk])
             self._before = []
@@ -176,7 +183,7 @@ class Rows(NamedTuple):
 
 
 class Bank:
-    """The newest unit features of training crops, first in, first out; the oldest are overwritten."""
+    """A ring buffer with the newest unit features of training crops, their labels and image numbers."""
 
     def __init__(self, length: int, dim: int, device: torch.device) -> None:
         half = torch.bfloat16 if device.type == "cuda" else torch.float32  # a CPU is slow with half precision
@@ -187,6 +194,7 @@ class Bank:
 
     @property
     def filled(self) -> int:
+        """Return the number of rows that hold features."""
         return min(self.written, len(self.features))
 
     def push(self, features: Tensor, labels: Tensor, images: Tensor) -> None:
@@ -197,7 +205,7 @@ class Bank:
         self.written += len(labels)
 
     def newest(self, n: int, skip: int = 0) -> "Rows":
-        """Return the n newest rows after leaving out the `skip` newest, or as many as there are."""
+        """Return the n newest rows after leaving out the `skip` newest; fewer where the bank has fewer."""
         back = torch.arange(skip, min(n + skip, self.filled), device=self.labels.device)
         at = (self.written - 1 - back) % len(self.features)
         return Rows(self.features[at].float(), self.labels[at], self.images[at])
@@ -206,7 +214,7 @@ class Bank:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the rows of a checkpoint, unless its bank has another size."""
+        """Load the rows of a checkpoint. Rows of a bank of another size are ignored."""
         if state["features"].shape == self.features.shape:
             for name in ("features", "labels", "images"):
                 getattr(self, name).copy_(state[name])

@@ -83,7 +83,7 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
     views = Views.of(recipe.views)
     if not least <= len(views.views) <= most:
         count = f"{least}" if least == most else f"{least} to {most}"
-        raise UserError(f"views: got {len(views.views)}, {recipe.method.name} works with {count}")
+        raise UserError(f"views: got {len(views.views)}, but {recipe.method.name} works with {count}")
     check_shares(recipe, method.norm_group)
     index = open_index(train, out, note=note, patience=patience)
     test = open_index(recipe.data.test, out, note=note, patience=patience) if recipe.data.test else None
@@ -93,7 +93,7 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
             labels.check_labels("data.test", test, method.classes, every=False)
     for key, data in ("data.test", test), ("data.train", index):
         if test and data and not data.labelled:
-            raise UserError(f"{key}: has no labels; evaluation with data.test needs them in both")
+            raise UserError(f"{key}: has no labels; evaluation needs labels in both data.train and data.test")
     cache = Cache(Path(recipe.data.cache), recipe.data.cache_size) if recipe.data.cache else None
     wait = 60 * recipe.data.patience
     stream = Stream(index, views, recipe.seed, recipe.data.lanes, recipe.optim.batch, cache, wait)
@@ -107,7 +107,8 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
 
 
 def check_shares(recipe: Recipe, norm_group: int | None) -> None:
-    """Check that the batch can be divided over every number of workers that the run may have, and by `norm_group`.
+    """Check that every number of workers that the run may have can share the batch, and that `norm_group` divides each
+    share.
 
     Raises UserError.
     """

@@ -1,5 +1,7 @@
-"""A run's stability in one picture: loss, the kNN curve, gradients by layer and how features are spread, over the same
-steps. After figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057."""
+"""Draw a run's stability in one picture: loss, kNN accuracy, gradient norms and spread of features over the steps.
+
+Follows figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057.
+"""
 
 import itertools
 import json
@@ -29,7 +31,7 @@ ROWS, ROW, LETTER = 4, 0.15, 0.07  # of names over the picture: how many, inches
 
 
 class Line(NamedTuple):
-    """A key of the records."""
+    """A metric's curve, and how it is drawn."""
 
     key: str
     label: str
@@ -41,6 +43,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
+    """One diagram of the picture, with the curves that share its axis."""
+
     title: str
     height: float  # inches
     lines: Sequence[Line]
@@ -85,7 +89,8 @@ BOTTOM = (
 
 
 def draw(folder: Path) -> Path:
-    """Write health.png into a run's folder from what is there; return its path. Raises UserError without a history."""
+    """Write health.png from the metrics in a run's folder, and return its path. Raises UserError when there are
+    none."""
     from matplotlib.figure import Figure
 
     curves, findings = read(folder), read_lines(folder / layout.HEALTH)
@@ -126,10 +131,11 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values
 
 
 def read(folder: Path) -> dict[str, Curve]:
-    """Every number of the records by key. Of a run that is done, its evaluation too: the untrained one at step 0."""
+    """Return steps and values of every metric in a run's folder, by key. The summary adds the final evaluation, and
+    that of the untrained backbone at step 0. Raises UserError when there is no metrics.jsonl."""
     records = read_lines(folder / layout.METRICS)
     if not records:
-        raise UserError(f"{folder}: no metrics.jsonl, or nothing in it")
+        raise UserError(f"{folder}: metrics.jsonl is missing or empty")
     summary = folder / layout.SUMMARY
     if summary.exists():
         done = json.loads(summary.read_text())
@@ -148,8 +154,8 @@ def read(folder: Path) -> dict[str, Curve]:
 
 
 def thin(x: NDArray[np.float64], y: NDArray[np.float64], points: int = POINTS) -> Curve:
-    """At most so many points of a curve: of each stretch the lowest and the highest, so that no spike and no dip is
-    lost."""
+    """Return at most `points` points of a curve: the lowest and the highest of each stretch, so that spikes and dips
+    remain visible."""
     if len(x) <= points:
         return x, y
     edges = np.linspace(0, len(x), points // 2 + 1).astype(int)
@@ -159,7 +165,8 @@ def thin(x: NDArray[np.float64], y: NDArray[np.float64], points: int = POINTS) -
 
 
 def gradients(curves: Mapping[str, Curve]) -> Panel:
-    """A line for each layer, from dark to light with depth; the patch projection stands out."""
+    """Return the panel with a line for each layer's gradient norm, from dark to light with depth. The patch
+    projection is red."""
     from matplotlib import colormaps
 
     layers = [key.removeprefix("grad/") for key in curves if key.startswith("grad/")]
@@ -174,7 +181,7 @@ def gradients(curves: Mapping[str, Curve]) -> Panel:
 
 
 class Name(NamedTuple):
-    """What was found, written over the first panel from its step to the right."""
+    """The label of a finding above the first panel, written from its step to the right, in a row counted from below."""
 
     step: int
     text: str
@@ -182,7 +189,8 @@ class Name(NamedTuple):
 
 
 def place(findings: Sequence[Mapping[str, Any]], last: float) -> list[Name]:
-    """Names that do not overlap; where there is no room for all, the first of each kind."""
+    """Return labels of findings that do not overlap. Where there is no room for all, the first finding of each kind
+    has priority."""
     kinds = [f["kind"] for f in findings]
     order = sorted(range(len(findings)), key=lambda i: kinds[:i].count(kinds[i]))
     names: list[Name] = []
@@ -195,8 +203,8 @@ def place(findings: Sequence[Mapping[str, Any]], last: float) -> list[Name]:
 
 
 def in_rows(names: Sequence[Name], letter: float) -> list[Name]:
-    """From right to left, each in the lowest row where it fits and no line up to a name of a higher row crosses it.
-    `letter` is the width of one in steps."""
+    """Return the labels, each in the lowest row where it fits and where the line from its step crosses no other
+    label. Labels are set from right to left. `letter` is the width of a letter in steps."""
     placed: list[Name] = []
     starts: list[float] = []  # of what stands in each row so far
     for n in sorted(names, reverse=True):
@@ -208,6 +216,7 @@ def in_rows(names: Sequence[Name], letter: float) -> list[Name]:
 
 
 def _write(axes: Any, names: Sequence[Name], height: float) -> None:
+    """Draw the labels of findings above a panel."""
     steps_up = axes.get_xaxis_transform()  # across in steps, up in heights of the panel
     for n in names:
         y = 1 + (0.04 + ROW * n.row) / height
@@ -217,7 +226,7 @@ def _write(axes: Any, names: Sequence[Name], height: float) -> None:
 
 
 def fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> list[Any]:
-    """Draw a panel's lines; those with a name are returned, for a legend."""
+    """Draw the lines of a panel, and return those that have a name for the legend."""
     sides = [(axes, panel.lines)]
     if panel.right:
         sides += [(axes.twinx(), panel.right)]
@@ -236,6 +245,7 @@ def fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> list[Any]:
 
 
 def _plot(axes: Any, lines: Sequence[Line], curves: Mapping[str, Curve]) -> Iterator[Any]:
+    """Draw lines on one axis, and yield them."""
     for line in lines:
         if line.key in curves:
             x, y = curves[line.key]
@@ -245,7 +255,8 @@ def _plot(axes: Any, lines: Sequence[Line], curves: Mapping[str, Curve]) -> Iter
 
 
 def mark(axes: Any, panel: Panel, curves: Mapping[str, Curve], findings: Sequence[Mapping[str, Any]]) -> None:
-    """A line down at every finding, and a triangle where the panel's own lines show it: over a spike, under a dip."""
+    """Draw a vertical line at the step of every finding. A triangle marks a finding that the panel itself shows:
+    above a spike, below a dip."""
     steps = [f["step"] for f in findings]
     axes.vlines(steps, 0, 1, transform=axes.get_xaxis_transform(), color=RED, linewidth=0.7, alpha=0.6, zorder=0.5)
     shown = [curves[line.key] for line in panel.lines if line.key in curves and not line.marker]

@@ -1,4 +1,4 @@
-"""Pretrain: data, method, optimiser, checkpoints, tracking and evaluation meet here and nowhere else."""
+"""Pretrain a recipe on one rank: join data, method, optimiser, checkpoints, tracking and evaluation."""
 
 import logging
 import time
@@ -41,7 +41,7 @@ BANK = 2**17  # features of the kNN monitor at most, unless a recipe says so: a 
 
 
 class Stateful(NamedTuple):
-    """The objects whose state a checkpoint holds, each under its name here."""
+    """The objects whose state a checkpoint holds. A field's name is the key in the checkpoint."""
 
     method: Method
     optimizer: torch.optim.Optimizer
@@ -49,7 +49,7 @@ class Stateful(NamedTuple):
 
 
 class RankRun(NamedTuple):
-    """One rank's side of a run."""
+    """What one rank needs to train a run."""
 
     plan: Plan
     world: World
@@ -63,10 +63,10 @@ class RankRun(NamedTuple):
 
 
 def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
-    """Train, or continue, until the planned steps are taken, then evaluate and export.
+    """Train a run, or continue it, until the planned steps are taken, then evaluate and export.
 
-    Returns the summary, or None when the run was asked to stop before. `command` is when the user's command was begun,
-    in seconds since 1970. Raises UserError, Outage and Preempted.
+    Returns the summary, or None when the run was asked to stop before its end. `command` is the time at which the
+    user's command started, in seconds since 1970. Raises UserError, Outage and Preempted.
     """
     params = config.flatten(config.to_plain(recipe))
     keep = recipe.checkpoint.keep
@@ -91,7 +91,8 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
 
 
 def build_stateful(plan: Plan, world: World, *, pretrained_weights: bool) -> Stateful:
-    """Build method, optimiser and monitor on the rank's device, the backbone with `backbone.weights` if asked for."""
+    """Build method, optimiser and monitor on the rank's device. With `pretrained_weights` the backbone starts from
+    `backbone.weights`."""
     source = plan.recipe.backbone.weights if pretrained_weights else None
     method = build_method(plan.recipe, pretrained(source) if source else None)
     method.allocate(len(plan.index))
@@ -102,6 +103,7 @@ def build_stateful(plan: Plan, world: World, *, pretrained_weights: bool) -> Sta
 
 
 def build_monitor(plan: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
+    """Return the monitor of a method, with the recipe's settings."""
     settings = plan.recipe.monitor
     return Monitor(
         method,
@@ -115,9 +117,10 @@ def build_monitor(plan: Plan, method: Method, optimizer: torch.optim.Optimizer) 
 
 
 def train(run: RankRun, start: int) -> int:
-    """Take the steps from `start` on; return the number of steps of the run so far, when all are taken or it stops.
+    """Take the steps from `start` on. Returns the number of steps of the run so far, which is less than planned when it
+    was asked to stop.
 
-    Raises, after a checkpoint, UserError or Outage when the data cannot be read any more, and Preempted.
+    Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
     """
     plan, world, folder, stateful, clock = run
     loader = Loader(
@@ -151,7 +154,7 @@ def train(run: RankRun, start: int) -> int:
 
 
 def open_quarantine(run: RankRun) -> Quarantine:
-    """Return the list of bad samples, which holds those that the index knows."""
+    """Return the list of bad samples. It starts with those that were found when the data was indexed."""
     index = run.plan.index
     quarantine = Quarantine(
         run.folder.path / layout.QUARANTINE,
@@ -169,7 +172,7 @@ def optimizer_steps(
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Progress, Batch]],
 ) -> Iterator[Step]:
-    """Take the recipe's optimiser steps on these batches."""
+    """Train on these batches with the recipe's settings, and yield each optimiser step."""
     o = recipe.optim
     return fit(
         method,
@@ -185,7 +188,8 @@ def optimizer_steps(
 
 
 def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
-    """Write a line of metrics.jsonl for the steps since the last one, after an `evaluation` with its scores."""
+    """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, evaluate first and add
+    the scores."""
     record = step_log.flush(at, run.plan.lr(at))
     if evaluation:
         scores = evaluate_online(run)
@@ -209,7 +213,8 @@ def newest_checkpoint(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful) -> dict[str, Any]:
-    """Load a checkpoint. Returns it, or for a new run the step and the seconds of one that has not begun."""
+    """Load a checkpoint into the objects and return it. Without a checkpoint return the step and the seconds of a
+    run that has not begun."""
     if state is None:
         return {"step": 0, "seconds": 0.0, "useful": 0.0}
     for name, part in stateful._asdict().items():
@@ -218,7 +223,7 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful) -> dict[st
 
 
 def save_checkpoint(run: RankRun, step: int) -> None:
-    """Save a checkpoint in the background. Rank 0 saves for all: every rank holds the same weights and moments."""
+    """Save a checkpoint in the background. Only rank 0 saves, as every rank holds the same weights and moments."""
     if dist.rank() == 0:
         state = {
             "step": step,
@@ -234,7 +239,7 @@ def save_checkpoint(run: RankRun, step: int) -> None:
 
 
 def finish(run: RankRun, step: int) -> dict[str, Any]:
-    """Evaluate and export the backbone, and return the run's summary, which is written too."""
+    """Evaluate and export the backbone, then write and return the run's summary."""
     plan = run.plan
     scores = evaluate_final(run)
     run.folder.callbacks("evaluation", scores)
@@ -248,7 +253,8 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
 
 
 def evaluate_online(run: RankRun) -> dict[str, float]:
-    """Evaluate while training goes on: a classifier on the test set, every other backbone by kNN."""
+    """Return the scores of an evaluation during training: a classifier is measured on the test set, every other
+    backbone by kNN."""
     if isinstance(run.method, Classifier):
         return evaluate_classifier(run.plan, run.method)
     plan = run.plan
@@ -257,7 +263,7 @@ def evaluate_online(run: RankRun) -> dict[str, float]:
 
 
 def evaluate_final(run: RankRun) -> dict[str, float]:
-    """Evaluate at the end of the run, and log the scores. Ranks share the work of extracting features."""
+    """Return the scores at the end of the run, and log them. All ranks extract features together."""
     if not isinstance(run.method, Classifier):
         return compare_with_untrained(run)
     scores = evaluate_classifier(run.plan, run.method)

@@ -1,4 +1,5 @@
-"""What a pretraining run is, as data. Units are in the comments; every field is in the resolved recipe."""
+"""Define a recipe, the settings of a pretraining run. Units are in the comments; a resolved recipe holds every
+field."""
 
 import hashlib
 import json
@@ -30,7 +31,8 @@ else:
 
 
 def span(workers: int | str) -> tuple[int, int]:
-    """The fewest and the most workers that a run goes on with: `4..16`, or a number that is both. Raises ValueError."""
+    """Return the fewest and the most workers that a run may have, from `4..16` or from one number. Raises
+    ValueError."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(workers))
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
     if not (0 < least <= most or least == most == 0):
@@ -135,7 +137,8 @@ def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changeable_keys(method: str | None) -> list[str]:
-    """The keys of the method section that the method lets change; none of a method that is not known here."""
+    """Return the keys of the method section that may change when a run continues. None when the method is not known
+    here."""
     try:
         may_change = config.part_constant("eagleray.methods", method, "may_change") if method else ()
     except UserError:  # of a run whose plug-in is not loaded
@@ -144,13 +147,13 @@ def _changeable_keys(method: str | None) -> list[str]:
 
 
 def digest(recipe: Recipe) -> str:
-    """A short name of the experiment, equal for runs that may continue each other."""
+    """Return a short hash of the recipe's identity: runs with the same hash may continue each other."""
     return hashlib.sha256(json.dumps(identity(recipe), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Recipe:
-    """Return the resolved recipe of a shipped name or a file, with `out` filled in and `plugins` added to those that it
-    lists. Raises UserError."""
+    """Return the resolved recipe of a shipped name or a file, with a default for `out`. `plugins` are added to those
+    that the recipe lists. Raises UserError."""
     title, tree = bundled.read_recipe(name)
     for item in overrides:
         tree = config.merge(tree, config.override(item))
@@ -161,7 +164,8 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
 
 
 def check(tree: dict[str, Any], source: str, *, folder: Path | None = None) -> Recipe:
-    """Load the plug-ins that a tree of plain values names, in files below `folder`, and check it. Raises UserError."""
+    """Return the recipe of a tree of plain values, after loading the plug-ins that it names; their files are
+    relative to `folder`. Raises UserError, which begins with `source`."""
     loading.load_installed()
     listed = loading.resolve(tree.get("plugins") or [], folder=folder)
     method = tree.get("method")

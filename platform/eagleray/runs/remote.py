@@ -1,4 +1,4 @@
-"""A run folder may be an s3:// URL: copy files between it and the working folder that every machine has."""
+"""Store a run at an s3:// URL: copy its files between the store and the working folder of each machine."""
 
 import json
 import logging
@@ -26,12 +26,13 @@ HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "s
 
 
 def work_dir(out: str) -> Path:
-    """Return the folder that a rank writes to on its machine; for a remote run it is in the cache."""
+    """Return the folder on this machine that a rank writes to. For a remote run it is in the cache."""
     return _cache_dir(out, "work") if is_remote(out) else Path(out)
 
 
 def view_dir(out: str) -> Path:
-    """Return the folder that a command reads from, on a machine that may run a rank of the same run too."""
+    """Return the folder on this machine that a command reads from. For a remote run it is not the working folder, as
+    a rank of the run may be on this machine too."""
     return _cache_dir(out, "view") if is_remote(out) else Path(out)
 
 
@@ -70,7 +71,7 @@ def check_writable(out: str) -> None:
 
 
 def list_files(out: str, inside: str = "export") -> Iterator[Blob]:
-    """Yield the histories and results of a remote run, and the files inside one of its folders."""
+    """Yield the history and result files of a remote run, and the files in one of its folders, `inside`."""
     for folder in (out, f"{out}/{inside}"):
         for blob in store.store(out).list(folder + "/"):
             name = blob.url.removeprefix(f"{out}/")
@@ -87,17 +88,18 @@ def is_running(out: str) -> bool:
 
 
 class Copy:
-    """A folder on this machine that is kept up to date with a remote run."""
+    """A folder on this machine with a copy of a remote run."""
 
     def __init__(self, out: str, folder: Path, inside: str = "export") -> None:
-        """Histories and the files inside one folder of the run, `inside`, are copied."""
+        """The copy holds the history files of the run and those in one of its folders, `inside`."""
         self.out, self.folder, self.inside = out, folder, inside
         self.tags: dict[str, str] = {}
 
     def fetch(self) -> None:
         """Download the files that have changed.
 
-        A file that is longer here stays: the machine of rank 0 is ahead of its copies. Raises UserError and Outage.
+        A file that is longer on this machine is not replaced: rank 0 of the run is on this machine, and the store is
+        behind it. Raises UserError and Outage.
         """
         for blob in list_files(self.out, self.inside) if is_remote(self.out) else ():
             if self.tags.get(blob.url) == blob.tag:
@@ -126,6 +128,7 @@ class Background(threading.Thread):
         self.reported = ""
 
     def tick(self) -> None:
+        """Do the work once; every subclass defines it."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -143,7 +146,7 @@ class Background(threading.Thread):
 
 
 class Follower(Background):
-    """A context in which the local copy of a remote run is kept up to date."""
+    """A context that keeps a local copy of a remote run up to date."""
 
     def __init__(self, out: str) -> None:
         super().__init__("follow-remote")
@@ -164,7 +167,7 @@ class Follower(Background):
 
 
 class StopSignal(Background):
-    """Watches whether somebody has asked the run to stop."""
+    """Watches whether the run was asked to stop."""
 
     def __init__(self, out: str) -> None:
         super().__init__("stop-signal")
@@ -186,7 +189,7 @@ class StopSignal(Background):
 class Mirror(Background):
     """Uploads rank 0's working folder to a remote run, and renews the sign that the run is alive.
 
-    Raises UserError when another command keeps the run alive.
+    Raises UserError when a rank of another command is working on the run.
     """
 
     def __init__(self, out: str, command: str) -> None:
@@ -200,10 +203,11 @@ class Mirror(Background):
         self.start()
 
     def _claim(self) -> None:
+        """Mark the run as alive and ours. Raises UserError when another command holds it."""
         began = time.monotonic()
         while (owner := self._owner()) and owner["command"] != self.command and time.time() - owner["time"] < DEAD:
             if time.monotonic() > began + 2 * DEAD:
-                raise UserError(f"out={self.out}: another command is running there, on {owner['host']}")
+                raise UserError(f"out={self.out}: another command is training this run, on {owner['host']}")
             time.sleep(1)
         self.renew()
 
@@ -212,6 +216,7 @@ class Mirror(Background):
         return json.loads(text) if text else None  # type: ignore[no-any-return]
 
     def renew(self) -> None:
+        """Renew the sign that the run is alive."""
         sign = {"command": self.command, "time": time.time(), "host": socket.gethostname()}
         write_note(self.out, layout.OWNER, json.dumps(sign))
         self.renewed = time.monotonic()
@@ -239,4 +244,4 @@ class Mirror(Background):
             self.copy()
             delete_note(self.out, layout.OWNER)
         except (UserError, Outage, OSError) as e:
-            log.warning("not all of %s could be copied: %s; the same command sends it", self.folder, e)
+            log.warning("not all files of %s could be uploaded: %s; the same command uploads the rest", self.folder, e)

@@ -1,4 +1,4 @@
-"""A run is restored from its checkpoints: its recipe, its method and the weights of its backbone."""
+"""Restore a run from its checkpoints: the recipe, the method and the weights of the backbone."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +36,11 @@ def restore(path: str) -> Restored:
         folder = remote.view_dir(path.rstrip("/"))
         state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
-            raise UserError(f"{path}: no intact checkpoint in its checkpoints/")
+            raise UserError(f"{path}: its checkpoints/ holds no intact checkpoint")
     else:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
-        raise UserError(f"{path}: not a checkpoint written by eagleray: expected {', '.join(sorted(KEYS))} in it")
+        raise UserError(f"{path}: not a checkpoint written by eagleray: expected the keys {', '.join(sorted(KEYS))}")
     tree = yaml.safe_load(state["recipe"])
     missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded_plugins()]
     if missing:
@@ -65,8 +65,9 @@ def restore(path: str) -> Restored:
 
 
 def _load(file: Path) -> Any:
+    """Return the content of a checkpoint file. Raises UserError when it is missing, damaged or something else."""
     if file.with_suffix(".json").exists() and not checkpoint.intact(file):
-        raise UserError(f"{file}: is damaged: it does not match its manifest")
+        raise UserError(f"{file}: damaged: the checkpoint does not match its manifest")
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -76,12 +77,15 @@ def _load(file: Path) -> Any:
 
 
 def pretrained(source: str) -> Weights:
-    """The weights that `backbone.weights` names: a run, a checkpoint, `timm:NAME` or a file. Raises UserError."""
+    """Return the weights that `backbone.weights` names: a run, a checkpoint, `timm:NAME` or a file of tensors.
+    Raises UserError."""
     if source.startswith(weights.TIMM):
         return weights.from_timm(source)
     if not is_remote(source) and not Path(source).is_dir():
         if not Path(source).is_file():
-            raise UserError(f"backbone.weights={source}: no such run, checkpoint or file, and no model of timm")
+            raise UserError(
+                f"backbone.weights={source}: no such run, checkpoint or file; a timm model is named timm:NAME"
+            )
         tensors = weights.load_tensors(Path(source))
         if not tensors.keys() >= KEYS:
             return weights.from_tensors(source, tensors)

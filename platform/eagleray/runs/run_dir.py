@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, what is logged there, and how the run is asked to stop."""
+"""Manage the folder of a run: who may write to it, its log and histories, and the request to stop."""
 
 import json
 import logging
@@ -27,14 +27,15 @@ PATIENCE = 60  # seconds to wait for the last process of a killed run to let go 
 class RunDir:
     """The folder of a run, as one rank uses it.
 
-    Rank 0 holds the lock and writes; the others only read and log their warnings. If `out` is remote, this is a working
-    folder on this machine, which rank 0 uploads.
+    Rank 0 holds the lock and writes; the others only read the folder and log warnings. If `out` is remote, this is a
+    working folder on this machine, which rank 0 uploads.
     """
 
     def __init__(
         self, out: str, rank: int, tracking: Tracking, params: Mapping[str, Any], *, keep: int, command: float
     ) -> None:
-        """`keep` is the number of checkpoints; `command` is when the user's command began, in seconds since 1970."""
+        """`keep` is the number of checkpoints to keep; `command` is the time at which the user's command started, in
+        seconds since 1970."""
         self.out, self.path, self.rank, self.tracking, self.params = out, remote.work_dir(out), rank, tracking, params
         self.command, self.keep = command, keep
         self.closing: list[Callable[[], None]] = []
@@ -96,11 +97,12 @@ class RunDir:
         return step
 
     def stopping(self) -> bool:
-        """Return whether somebody asked the run to stop; rank 0 answers for all."""
+        """Return whether the run was asked to stop. All ranks get the answer of rank 0."""
         return self.rank == 0 and self.asked()
 
     def asked(self) -> bool:
-        """Return the same on any rank, for one that waits and cannot ask rank 0."""
+        """Return whether the run was asked to stop, as far as this rank knows. For a rank that is waiting and cannot
+        ask rank 0."""
         return self.stop_signal.asked()
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -110,7 +112,8 @@ class RunDir:
             self.mlflow.log(record)
 
     def goodput(self, useful: float) -> dict[str, float]:
-        """Return goodput, restarts and lost time on rank 0; `useful` is the seconds of steps that count."""
+        """Return goodput, restarts and lost time, on rank 0. `useful` is the seconds of the steps that were not
+        lost."""
         return self.starts.tally(useful) if self.starts else {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -122,7 +125,7 @@ class RunDir:
         return self.rank == 0 and self.writer.busy
 
     def settle(self) -> UserError | Outage | None:
-        """Wait for the last checkpoint, and return the error that prevented it, if any."""
+        """Wait until the last checkpoint is saved. Returns the error that prevented it, or None."""
         try:
             if self.rank == 0:
                 self.writer.settle()
@@ -131,6 +134,7 @@ class RunDir:
         return None
 
     def note_skip(self, step: int, keys: list[str]) -> None:
+        """Log a step whose gradients were not finite, with the keys of its images."""
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
             files.append_lines(self.path / layout.SKIPPED, [{"step": step, "keys": keys}])
@@ -140,13 +144,13 @@ class RunDir:
         return read_lines(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
-        """Log the findings, each with what may help."""
+        """Log the findings, each with advice on what to change."""
         for found in findings if self.rank == 0 else ():
             log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
             self.findings.log(asdict(found))
 
     def end(self, summary: dict[str, Any], useful: float) -> None:
-        """Write the summary and hand the run's results to MLflow. Fills in restarts, goodput and bad samples."""
+        """Write the summary with restarts, goodput and the number of bad samples, and send the results to MLflow."""
         if self.rank != 0:
             return
         assert self.starts is not None

@@ -1,4 +1,5 @@
-"""Gradient spikes, and in which layer they began: Chen, Xie and He 2021, arXiv:2104.02057, figure 4."""
+"""Detect spikes of the gradient norm and the layer in which they began, as in figure 4 of Chen, Xie and He 2021,
+arXiv:2104.02057."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ SPREAD = 50  # steps within which other layers follow a spike, or it is over
 
 @dataclass(frozen=True)
 class Spike:
-    """Gradient norms that jumped beyond what they usually are."""
+    """A stretch of steps with gradient norms far above their median."""
 
     step: int  # the first
     layers: tuple[tuple[str, int, float], ...]  # name, steps after the first, largest factor of its median
@@ -24,6 +25,7 @@ class Spike:
 
     @property
     def first(self) -> str:
+        """Return the layer in which the spike began."""
         return self.layers[0][0]
 
     def __str__(self) -> str:
@@ -37,7 +39,7 @@ class Spike:
 
 
 class Spikes:
-    """Takes the norms of every step and returns each spike once it is over or has lasted SPREAD steps."""
+    """Reads the norms of every step, and returns each spike once it is over or has lasted SPREAD steps."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self.layers = list(layers)
@@ -45,7 +47,8 @@ class Spikes:
         self.hit: dict[int, tuple[int, float]] = {}  # layers that jumped: the step and the largest factor since
 
     def add(self, step: int, norms: Sequence[float]) -> Spike | None:
-        """The norms (L,) of one step; those that are not finite belong to a skipped step and are left out."""
+        """Add the norms (L layers,) of one step, and return the spike that ends with it, if any. Norms that are not
+        finite are left out: they belong to a skipped step."""
         now = np.asarray(norms)
         if not np.isfinite(now).all():
             return None
@@ -75,7 +78,7 @@ class Spikes:
 
 
 def threshold(usual: NDArray[np.float64], middle: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Factors (L,) of the median beyond which a norm is no noise: SIGMAS robust deviations of the logs of the usual
-    ones (n, L), at least FACTOR."""
+    """Return factors (L,) of the median above which a norm is a spike and not noise: SIGMAS robust deviations of the
+    logs of the norms so far (n, L), and at least FACTOR."""
     noise = 1.4826 * np.median(np.abs(np.log(np.maximum(usual, TINY) / middle)), 0)
     return np.maximum(FACTOR, np.exp(np.minimum(SIGMAS * noise, 50.0)))

@@ -1,4 +1,4 @@
-"""Collect the numbers between two lines of metrics.jsonl: waiting for batches, values of steps, bad samples."""
+"""Collect the numbers between two lines of metrics.jsonl: times of waiting, values of steps, bad samples."""
 
 import time
 from collections import deque
@@ -29,7 +29,7 @@ SKIPS = 3  # steps in a row without a finite gradient that end the run
 
 @dataclass
 class Clock:
-    """The times that a checkpoint holds, in seconds."""
+    """The times in seconds that a checkpoint holds."""
 
     began: float  # on this machine's clock, as if nothing had been lost
     useful: float  # in steps that count
@@ -40,7 +40,7 @@ class Clock:
 
 
 class StepLog:
-    """Gathers the values of steps on the device, and reads them only when a line is written."""
+    """Collects the values of steps on the device, which are read only when a line is written."""
 
     def __init__(
         self, p: Plan, world: World, folder: RunDir, quarantine: Quarantine, monitor: Monitor, clock: Clock
@@ -60,7 +60,7 @@ class StepLog:
         )
 
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """Yield the remaining batches and measure the time spent waiting for them. All ranks end at the same step."""
+        """Yield the remaining batches, and measure the time spent waiting for them. All ranks end at the same step."""
         self.rows = loader.rows
         batches = loader.batches(start, self.p.steps, should_stop=self.folder.asked)
         for step in range(start, self.p.steps):
@@ -73,7 +73,7 @@ class StepLog:
             yield self.p.at(step), batch
 
     def add(self, taken: Step) -> None:
-        """Take in a step, which began at `mark`."""
+        """Add the values and the duration of a step."""
         self.clock.useful += time.perf_counter() - self.mark
         self.values.append(taken.values)
         self.monitor.watch(taken)
@@ -86,7 +86,8 @@ class StepLog:
             return None, []
 
     def _agreed(self, bad: list[BadSample], *, stop: bool) -> bool:
-        """Return whether every rank has a batch and nobody asked to stop; bad samples go into quarantine."""
+        """Return whether every rank has a batch and the run was not asked to stop. Bad samples of all ranks go into
+        quarantine."""
         due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
         stops, broken, failed, ask = self.world.agree(
             stop or self.folder.stopping(), len(bad), self.problem is not None, due
@@ -132,7 +133,8 @@ class StepLog:
         return record
 
     def _check(self, at: Progress, skipped: list[float]) -> None:
-        """Write the images of skipped steps to skipped.jsonl. Raises UserError when there are too many in a row."""
+        """Write the images of skipped steps to skipped.jsonl. Raises UserError when too many steps in a row were
+        skipped."""
         first = at.step + 1 - len(skipped)
         for i, skip in enumerate(skipped):
             self.skips = self.skips + 1 if skip > 0.5 else 0
@@ -146,4 +148,5 @@ class StepLog:
                 )
 
     def _keys(self, index: Tensor) -> list[str]:
+        """Return the shard and key of images, by their position in the data."""
         return [self.p.index.key(i) for i in index.tolist()]

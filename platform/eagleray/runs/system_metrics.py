@@ -1,4 +1,4 @@
-"""Measure the load of this machine, CPU, memory, disk, network and GPUs, in the names and units of MLflow."""
+"""Measure the load of this machine: CPU, memory, disk, network and GPUs, in the names and units of MLflow."""
 
 import contextlib
 import shutil
@@ -10,16 +10,16 @@ GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")
 
 
 class Machine:
-    """Looked at now and then; shares and rates are over the time since the look before. What the system does not tell
-    is left out."""
+    """Measures the load of this machine each time it is asked. Shares and rates are averages since the last time.
+    Numbers that the system does not provide are left out."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: on the disk whose filling is reported."""
+        """`folder` lies on the disk whose usage is reported."""
         self.folder, self.smi = folder, shutil.which("nvidia-smi")
         self.ticks, self.bytes = cpu_ticks(), network_bytes()
 
     def look(self) -> dict[str, float]:
-        """Metrics by name; no address or process of this machine is among them."""
+        """Return the numbers by name. None of them reveals an address or a process of this machine."""
         found: dict[str, float] = {}
         with contextlib.suppress(OSError):
             found |= self._cpu() | memory() | self._network()
@@ -30,17 +30,19 @@ class Machine:
         return {f"system/{k}": round(v, 2) for k, v in (found | self._gpus()).items()}
 
     def _cpu(self) -> dict[str, float]:
+        """Return the share of CPU time in use since the last call, in percent."""
         before, self.ticks = self.ticks, cpu_ticks()
         busy, all = (now - old for now, old in zip(self.ticks, before, strict=True))
         return {"cpu_utilization_percentage": 100 * busy / all} if all else {}
 
     def _network(self) -> dict[str, float]:
+        """Return the megabytes received and sent since the last call."""
         before, self.bytes = self.bytes, network_bytes()
         names = ("network_receive_megabytes", "network_transmit_megabytes")
         return {k: (now - old) / MEGA for k, now, old in zip(names, self.bytes, before, strict=True)}
 
     def _gpus(self) -> dict[str, float]:
-        """Asked of the driver's own program: the library for it is not installed everywhere."""
+        """Return the load of each GPU from nvidia-smi, as NVIDIA's Python library is not installed everywhere."""
         if not self.smi:
             return {}
         command = [self.smi, f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]
@@ -53,7 +55,7 @@ class Machine:
 
 
 def gpu(row: str) -> dict[str, float]:
-    """Return the numbers in a line of nvidia-smi; a GPU that is split or very old does not report all."""
+    """Return the numbers in a line of nvidia-smi. A GPU that is partitioned or very old does not report all of them."""
     said = {}
     for name, text in zip(GPU, row.split(","), strict=False):
         with contextlib.suppress(ValueError):
@@ -66,7 +68,8 @@ def gpu(row: str) -> dict[str, float]:
 
 
 def cpu_ticks() -> tuple[int, int]:
-    """Busy and all, over all cores, since the machine was started; zero where there is no /proc."""
+    """Return the busy and the total clock ticks of all cores since the machine started; zeros where there is no
+    /proc."""
     try:
         ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:
@@ -75,6 +78,7 @@ def cpu_ticks() -> tuple[int, int]:
 
 
 def memory() -> dict[str, float]:
+    """Return how much memory is in use."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
     used = (kib["MemTotal"] - kib["MemAvailable"]) * 1024
@@ -85,7 +89,7 @@ def memory() -> dict[str, float]:
 
 
 def network_bytes() -> tuple[int, int]:
-    """Received and sent over all interfaces but loopback."""
+    """Return the bytes received and sent by all network interfaces except loopback."""
     try:
         rows = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
     except OSError:

@@ -1,6 +1,6 @@
-"""Send a run's history to MLflow, where it is installed.
+"""Send a run's history to MLflow, if it is installed.
 
-Training never waits for MLflow. Records that a server has missed while it was away are sent when it is back.
+Training never waits for MLflow. Records that a server did not receive while it was away are sent when it is back.
 """
 
 import contextlib
@@ -43,13 +43,14 @@ Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
 
 
 def tracking_uri(out: Path, uri: str | None) -> str:
-    """Where MLflow keeps its data: the given address, else SQLite beside the run's folder, shared by the runs there."""
+    """Return where MLflow stores its data: `uri`, or else an SQLite file beside the run's folder, which all runs
+    there share."""
     return uri or f"sqlite:///{out.parent / 'mlflow.db'}"
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run's history goes in MLflow, and what it is called there."""
+    """Where a run's history is sent in MLflow, and under which name."""
 
     uri: str = field(repr=False)  # may hold a password
     parent: str | None = None  # id of the run that this one is shown under
@@ -63,7 +64,7 @@ class Tracking:
 
 
 class MLflow:
-    """One MLflow run, continued over restarts, to which a thread sends the records."""
+    """One run in MLflow, which continues over restarts. A thread sends the records."""
 
     def __init__(self, out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
         self.out, self.uri = out, tracking.uri
@@ -84,12 +85,13 @@ class MLflow:
         self.thread.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Queue a record; returns at once, whatever the server does."""
+        """Queue a record to be sent. Returns at once, whatever the server does."""
         self.queue.put((now(), dict(record)))
 
     def close(self, status: str, files: Sequence[Path]) -> None:
-        """Send what is left, with the run's files, and end the run. `status` as MLflow names it. While the server is
-        away this waits for a minute, or for seconds where the run is not finished, then says what is missing."""
+        """Send the remaining records and the files, and end the run with a `status` of MLflow. If the server is
+        away, this waits for a minute, or for seconds when the run is not finished, then warns about what was not
+        sent."""
         patience = PATIENCE if status == "FINISHED" else BRIEF
         configure(STORED)
         self.end = status, files
@@ -102,13 +104,14 @@ class MLflow:
         if self.thread.is_alive():
             self.given_up.set()
             log.warning(
-                "MLflow at %s does not answer and has no step after %d%s; the same command sends what is missing",
+                "MLflow at %s does not answer; it lacks the steps after %d%s; the same command sends the rest",
                 shown(self.uri),
                 self.run.latest.get("loss", 0),
-                f", nor {', '.join(f.name for f in files)}" if files else "",
+                f", and {', '.join(f.name for f in files)}" if files else "",
             )
 
     def _work(self) -> None:
+        """Connect and send until the end; after an error, try again later."""
         pause, away = 0.5, False
         while not self.given_up.is_set():
             try:
@@ -124,13 +127,13 @@ class MLflow:
                 if not self.uri.startswith(("http:", "https:", *DATABASES)):
                     return log.warning("MLflow at %s cannot be used, metrics go to metrics.jsonl alone: %s", place, why)
                 if not away:
-                    log.warning("MLflow at %s: %s; what it misses is sent later", place, why)
+                    log.warning("MLflow at %s: %s; records are sent when it answers again", place, why)
                 away = True
             self._take(pause)
             pause = min(2 * pause, 5 if self.end else PAUSE)
 
     def _serve(self) -> None:
-        """Send all there is, until the end. Raises what the client raises; nothing is taken for sent then."""
+        """Send all records until the end. When the client raises an error, the records are not counted as sent."""
         while not self.given_up.is_set():
             if self.file:
                 first = self.records[0][1]["step"] if self.records else float("inf")
@@ -144,7 +147,8 @@ class MLflow:
             self._take(GATHER)
 
     def _take(self, seconds: float) -> None:
-        """Wait, but not at the end of the run, then take what was logged, and look at the machine when it is time."""
+        """Wait, except at the end of the run, then move queued records to those to be sent. Measure the machine
+        every LOOK seconds."""
         (self.given_up if self.end else self.ending).wait(seconds)
         while not self.queue.empty():
             self.file = self.file or len(self.records) == self.records.maxlen
@@ -156,11 +160,11 @@ class MLflow:
 
 
 class Run:
-    """A run at its server, made or found again. Any call may fail while the server is away, and is then made again
-    after `open`."""
+    """A run on an MLflow server, which is created or found again. Any call may fail while the server is away, and
+    may be repeated after `open`."""
 
     def __init__(self, tracking: Tracking, note: Path | None, name: str, params: Mapping[str, Any]) -> None:
-        """`note` remembers the run's id: whatever happens, there is one run for one note and server."""
+        """`note` is a file that stores the run's id, so that restarts do not create a second run on the same server."""
         self.tracking, self.note, self.name, self.params = tracking, note, name, params
         self.latest: dict[str, int] = {}  # last step of every metric at the server
         self.values: dict[str, float] = {}
@@ -170,7 +174,7 @@ class Run:
         self.id = ""
 
     def open(self) -> None:
-        """Find the run or make it, and learn what it has."""
+        """Find or create the run, and send the parameters that it lacks."""
         from mlflow.entities import Param
 
         data = self.find()
@@ -181,7 +185,7 @@ class Run:
         self.answered = time.monotonic()
 
     def find(self) -> Any:
-        """What the server has of the run, which is made where there is a note to remember it."""
+        """Return the data of the run on the server. A run with a `note` file is created if there is none."""
         logging.getLogger("alembic").setLevel(logging.ERROR)
         from mlflow import MlflowClient
 
@@ -196,7 +200,8 @@ class Run:
         return data
 
     def send(self, jobs: Sequence[Job]) -> None:
-        """Numbers of records, each step of each metric once: what a restart takes again is not sent again."""
+        """Send the numbers of records. A metric is sent once per step: steps that a restart repeats are not sent
+        again."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -213,6 +218,7 @@ class Run:
             self.answered = time.monotonic()
 
     def end(self, status: str, files: Sequence[Path]) -> None:
+        """End the run with a status, and send its files."""
         self.client.set_terminated(self.id, status)
         for path in files:
             self._store(path)
@@ -220,7 +226,7 @@ class Run:
             self._remember({"run_id": self.id, "ended": status})
 
     def _store(self, path: Path) -> None:
-        """Send a file, or a folder with its content; a missing one is ignored."""
+        """Send a file, or a folder with its content. Does nothing when it is missing."""
         self.storing = True
         try:
             if path.is_dir():
@@ -232,7 +238,8 @@ class Run:
             self.storing = False
 
     def _found(self) -> str | None:
-        """The id of the run that was made before, were it in a moment that ended this process or the server."""
+        """Return the id of the run that an earlier process created, or None. The run is found even when that process
+        ended before it could store the id."""
         from mlflow.exceptions import MlflowException
 
         known = self._noted()
@@ -246,7 +253,7 @@ class Run:
             else:
                 if run.info.lifecycle_stage == "active":
                     return known["run_id"]  # type: ignore[no-any-return]
-            log.warning("MLflow run %s is gone; starting another", known["run_id"])
+            log.warning("MLflow run %s no longer exists; a new one is created", known["run_id"])
             self._remember({})
         elif "key" in known:
             there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{known['key']}'")
@@ -254,6 +261,7 @@ class Run:
         return None
 
     def _made(self) -> str:
+        """Create the run, with a key by which it can be found, and return its id."""
         experiment = self._experiment()
         key = self._noted().get("key") or uuid.uuid4().hex
         self._remember({"key": key})
@@ -272,7 +280,8 @@ class Run:
         write_atomic(self.note, json.dumps({"uri": shown(self.tracking.uri), **known}))
 
     def _experiment(self) -> str:
-        """Made where it is missing; with our own SQLite its artifacts lie beside it and not in the working folder."""
+        """Return the id of the experiment, which is created if it is missing. With an SQLite file its artifacts lie
+        beside that file, not in the working folder."""
         client, title, uri = self.client, self.tracking.experiment, self.tracking.uri
         found = client.get_experiment_by_name(title)
         if found:
@@ -289,13 +298,14 @@ class Run:
 
 
 def noted(note: Path, uri: str) -> dict[str, str]:
-    """What is remembered of a run at this server; nothing where the run is at another one."""
+    """Return what the note file says about the run on this server; nothing when the run is on another server."""
     known = json.loads(note.read_text()) if note.exists() else {}
     return known if shown(known.get("uri", "")) == shown(uri) else {}
 
 
 def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
-    """Send what MLflow lacks of a finished run; nothing is asked of it where the run was sent whole, or elsewhere."""
+    """Send what MLflow lacks of a finished run. Does not contact the server when everything was sent before, or when
+    the run is tracked on another server."""
     note = out / layout.MLFLOW
     known = noted(note, tracking.uri)
     if known.get("ended") == "FINISHED" or (note.exists() and not known):
@@ -307,8 +317,8 @@ def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> No
 
 
 def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:
-    """The id of the run that others are shown under: made once, then read from the note. Raises Outage when the server
-    stays away."""
+    """Return the id of the run under which MLflow shows other runs. It is created once; its id is then read from the
+    file `note`. Raises Outage when the server stays away."""
     configure(REPLY)
     run = Run(tracking, note, name, params)
     patiently(tracking, run.open)
@@ -316,7 +326,7 @@ def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, A
 
 
 def finish(tracking: Tracking, run_id: str, status: str, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
-    """End a run that `parent_run` made, with its results; the same once more changes nothing. Raises Outage."""
+    """End a run that `parent_run` created, and send its results. A second call changes nothing. Raises Outage."""
     configure(STORED)
     run = Run(tracking, None, "", {})
     run.id = run_id
@@ -331,8 +341,8 @@ def finish(tracking: Tracking, run_id: str, status: str, metrics: Mapping[str, f
 
 
 def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Sequence[Path]) -> str:
-    """Add numbers and files to a run that has a note, whatever its state, which stays. Returns why not, in words, or
-    nothing; the server is asked once."""
+    """Add numbers and files to the run of a note file, without changing its status. Returns the reason as text when
+    that fails, else an empty text. The server is asked once, without retries."""
     known = noted(note, tracking.uri)
     if "run_id" not in known:
         return f"the run was not tracked at {shown(tracking.uri)}"
@@ -353,7 +363,7 @@ def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: 
 
 
 def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
-    """Call until it succeeds. Raises Outage after a minute."""
+    """Call the function until it succeeds. Raises Outage after a minute."""
 
     def attempt() -> None:
         try:
@@ -368,7 +378,7 @@ def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
 
 
 def configure(timeout: int) -> None:
-    """Settings that MLflow reads from the environment. Attempts are counted and spaced here, not by its client."""
+    """Set MLflow's timeout in seconds. Its own retries are turned off, as retries are made here."""
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
@@ -376,6 +386,7 @@ def configure(timeout: int) -> None:
 
 
 def now() -> int:
+    """Return the time in milliseconds since 1970."""
     return int(time.time() * 1000)
 
 
@@ -385,17 +396,19 @@ def name(metric: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text with the users and passwords removed from its addresses."""
+    """Return a text without the users and passwords in its URLs."""
     return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(?i)((?:password|token|secret)=)[^&\s]+", r"\1...", text))
 
 
 def one_line(error: Exception) -> str:
+    """Return an error as one line, with the cause that a message of urllib3 hides."""
     text = shown(" ".join(str(error).split()))
     cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # what urllib3 wraps in three lines
     return cause[1] if cause else text[:300]
 
 
 def tracking_of(out: str) -> Tracking:
-    """Where the history of the run in `out` goes: MLFLOW_TRACKING_URI, else a database beside the run's folder."""
+    """Return where the history of the run in `out` is sent: MLFLOW_TRACKING_URI, or else a database beside the run's
+    folder."""
     uri = tracking_uri(remote.view_dir(out), os.environ.get("MLFLOW_TRACKING_URI"))
     return Tracking(uri, name=out.rpartition("/")[2])
