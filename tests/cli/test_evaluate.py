@@ -468,7 +468,7 @@ def test_the_command(trained: Path, shards: Path, tmp_path: Path, capsys):
     assert form.exit_code == 2
     assert [r["protocol"] for r in json.loads(form.stdout)] == ["knn"]
     assert "expected --SETTING VALUE" in refused(capsys, "evaluate", *given, "--k")
-    assert "expected the backbone first" in refused(capsys, "evaluate", "--k", "3", *given)
+    assert "expected the backbone before all options" in refused(capsys, "evaluate", "--k", "3", *given)
     assert "--trian: not a setting" in refused(capsys, "evaluate", *given, "--trian", "x")
 
 

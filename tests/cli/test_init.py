@@ -36,9 +36,9 @@ def test_bases_are_shipped_and_methods_that_need_labels_are_refused():
 def test_a_file_is_never_overwritten(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     init.init(images=2_000, file=path)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         init.init(images=2_000, file=path)
-    with pytest.raises(UserError, match="expected --images N"):
+    with pytest.raises(UserError, match="their number as --images N"):
         init.init(file=tmp_path / "other.yaml")
 
 

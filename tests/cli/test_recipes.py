@@ -34,7 +34,7 @@ def test_filters_and_words_all_have_to_fit():
     assert {row["data"] for row in recipes.matching([], data="coco")} == {"coco"}
     with pytest.raises(UserError, match="--method dinno: no recipe"):
         recipes.matching([], method="dinno")
-    with pytest.raises(UserError, match="no recipe fits"):
+    with pytest.raises(UserError, match="no recipe matches"):
         recipes.matching(["nothing", "like this"])
 
 

@@ -191,14 +191,14 @@ def test_only_the_package_and_the_recipe_travel(
     ("arguments", "wanted"),
     [
         (["optim.btach=32"], "optim.btach: unknown key; did you mean 'batch'?"),
-        (["out=runs/first"], "out=runs/first: is relative to a folder of this machine; expected an s3:// URL"),
-        (["out=~/first"], "out=~/first: is relative"),
+        (["out=runs/first"], "out=runs/first: a relative path; expected an s3:// URL"),
+        (["out=~/first"], "out=~/first: a relative path"),
         (["out=gs://bucket/first"], "unknown scheme 'gs'"),
-        (["data.train=shards"], "data.train=shards: is relative"),
-        (["data.test=file://shards"], "data.test=file://shards: is relative"),
-        (["data.cache=cache"], "data.cache=cache: is relative"),
+        (["data.train=shards"], "data.train=shards: a relative path"),
+        (["data.test=file://shards"], "data.test=file://shards: a relative path"),
+        (["data.cache=cache"], "data.cache=cache: a relative path"),
         (["data.train=null"], "data.train: missing"),
-        (["workers=2", "--gpus", "4"], "--gpus 4 and workers=2: expected one of them"),
+        (["workers=2", "--gpus", "4"], "--gpus 4 and workers=2: expected only one of the two"),
         (["backbone.options={img_size: 16, patch_size: 8, embed_dim: 25, num_heads: 3}"], "backbone"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_wrong_run_is_not_sent(
 
 
 def test_a_recipe_without_out_needs_one(head: FakeHead, small: Path, eagleray: Callable[..., Ran]):
-    assert "out=runs/small: is relative" in refusal(eagleray("submit", small, KEYS[0], "--address", head.address))
+    assert "out=runs/small: a relative path" in refusal(eagleray("submit", small, KEYS[0], "--address", head.address))
 
 
 def test_a_password_does_not_travel_and_is_not_repeated(
@@ -219,7 +219,7 @@ def test_a_password_does_not_travel_and_is_not_repeated(
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hidden@mlflow:5000")
     line = refusal(eagleray("submit", small, *KEYS, "--address", head.address))
-    assert line.startswith("error: MLFLOW_TRACKING_URI: has a user or password in it")
+    assert line.startswith("error: MLFLOW_TRACKING_URI: contains a user or password")
     assert "MLFLOW_TRACKING_PASSWORD" in line
     assert "hidden" not in line
     assert head.asked == 0
@@ -255,11 +255,11 @@ def test_no_head_there(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch
     assert f"{nobody}: nobody answers there; expected" in refusal(eagleray("jobs", "--address", nobody))
     for status, text, wanted in (
         (404, "no", "404"),
-        (200, "<html>", "its answer is not that of a Ray head"),
-        (200, "{}", "its answer is not that of a Ray head"),
+        (200, "<html>", "something answered that is not a Ray head"),
+        (200, "{}", "something answered that is not a Ray head"),
         (503, "no", "it answered 503"),
-        (401, "no", "the cluster asks for a token; expected RAY_AUTH_MODE=token"),
-        (403, "no", "the cluster asks for another token"),
+        (401, "no", "the cluster requires a token; set RAY_AUTH_MODE=token"),
+        (403, "no", "the cluster refuses the token"),
     ):
         head.broken = lambda reply=(status, text): reply
         assert wanted in refusal(eagleray("jobs", "--address", head.address))
@@ -284,7 +284,7 @@ def test_a_run_runs_once_and_again_under_a_new_id(head: FakeHead, small: Path, e
     assert name == job_package.identify("s3://bucket/runs/first/")
     assert re.fullmatch(r"first-[0-9a-f]{8}", name)
     line = refusal(submit())
-    assert f"{name}: this run is running" in line
+    assert f"{name}: this run is being trained already" in line
     assert f"`eagleray logs {name} --follow`" in line
     assert "another recipe" in refusal(submit("seed=3", "--follow"))
     head.then = lambda: head.set(name, "SUCCEEDED", 0)
@@ -312,7 +312,7 @@ def test_whoever_is_faster_runs_it(head: FakeHead, small: Path):
     cluster.submit = late  # type: ignore[method-assign]
     said: list[str] = []
     assert jobs.submit(cluster, sent, {}, said.append, join=True) == sent.id
-    assert said[-1] == f"{sent.id}: this run is running"
+    assert said[-1] == f"{sent.id}: this run is being trained already"
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_follower_gives_up_in_the_end(head: FakeHead):
     assert len(said) == 1
     head.broken = None
     head.then = head.jobs.clear
-    with pytest.raises(Outage, match="knows no such job any more; submitting the run again continues it"):
+    with pytest.raises(Outage, match="has restarted and does not know this job; submitting the run again continues it"):
         jobs.follow(cluster, "run", said.append)
 
 
@@ -407,7 +407,7 @@ def test_stopping_waits_for_the_end(head: FakeHead, eagleray: Callable[..., Ran]
         "stopped at step 3 of 9",
         "run: stopped; submitting the same run again continues it",
     ]
-    assert "has ended already, stopped" in eagleray("stop", "run", "--address", head.address).out
+    assert "had ended already: stopped" in eagleray("stop", "run", "--address", head.address).out
 
 
 def test_the_table_of_jobs(head: FakeHead, eagleray: Callable[..., Ran]):

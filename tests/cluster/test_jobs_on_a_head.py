@@ -142,10 +142,10 @@ def test_a_stopped_job_has_saved_and_continues(real: Head, small: Path, shards: 
     assert not list((out / "checkpoints").glob("*.json"))
     code, text = real(*args)
     assert code == 2
-    assert f"error: {name}: this run is running" in text
+    assert f"error: {name}: this run is being trained already" in text
     follower = real.start(*args, "--follow")
     assert follower.stdout
-    assert follower.stdout.readline() == f"{name}: this run is running\n"
+    assert follower.stdout.readline() == f"{name}: this run is being trained already\n"
     code, text = real("stop", name)
     assert code == 0, text
     assert f"{name}: stopped" in text
@@ -165,9 +165,9 @@ def test_a_stopped_job_has_saved_and_continues(real: Head, small: Path, shards: 
 @pytest.mark.timeout(600)
 def test_a_real_head_asks_for_its_token(real: Head, tmp_path: Path):
     for env, wanted in (
-        ({"RAY_AUTH_TOKEN": "wrong"}, "the cluster asks for another token"),
-        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}, "the cluster asks for a token"),
-        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "disabled"}, "the cluster asks for a token"),
+        ({"RAY_AUTH_TOKEN": "wrong"}, "the cluster refuses the token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}, "the cluster requires a token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "disabled"}, "the cluster requires a token"),
     ):
         code, text = real("jobs", **env)
         assert code == 2, text

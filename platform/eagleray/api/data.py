@@ -1,4 +1,4 @@
-"""Data: the exact stream of batches, and shards with their indices."""
+"""Read data as an exact stream of batches, index shards and prepare data sets."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -72,10 +72,11 @@ def loader(
 
 
 def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
-    """Index existing WebDataset tars, or a folder of images, anew, and return `index`, the file's URL, `images` and
-    `bad`, the numbers of usable images and of broken samples, of every folder.
+    """Index existing WebDataset tars or a folder of images again. Returns a dictionary for every folder: `index` is the
+    URL of the index file, `images` the number of usable images, `bad` that of broken samples.
 
-    What was never indexed is indexed at its first use; this accepts changes. Raises UserError and Outage.
+    Data without an index is indexed when it is first used; call this after the data has changed. Raises UserError and
+    Outage.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Evaluation of a backbone with the protocols of the literature."""
+"""Evaluate a backbone with the protocols of the literature."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from eagleray.evaluation.results import Result
 
 
 class Scores(dict[str, float]):
-    """Numbers by name, such as `knn/top1` in percent; printed, a table."""
+    """Scores by name, such as `knn/top1` in percent. Printing them shows a table."""
 
     results: list[Result]  # the outcome of each protocol with all its settings, as results.json keeps it
     out: str  # the folder or s3:// URL of results.json and the pictures
@@ -23,12 +23,12 @@ class Scores(dict[str, float]):
         self.results, self.out, self._report = report.results, report.folder, report
 
     def table(self, form: str = "markdown") -> str:
-        """Return the numbers beside those of the untrained backbone and the published ones, where they are known, as
-        `markdown`, `latex` or `json`."""
+        """Return a table as `markdown`, `latex` or `json`: the scores, beside untrained and published ones where
+        they are known."""
         return evaluation.table(self._report, form)
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the rows of the table, by the names of its columns."""
+        """Return the rows of the table as dictionaries, with its column names as keys."""
         return [row._asdict() for row in self._report.rows]
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Scores(dict[str, float]):
 
 
 class Refused(UserError):
-    """Some protocols could not be run; `scores` holds the numbers of the others."""
+    """Some protocols could not be run; `scores` holds the scores of the others."""
 
     def __init__(self, lines: Sequence[str], scores: Scores) -> None:
         super().__init__("; ".join(lines))

@@ -1,4 +1,4 @@
-"""Backbones as modules and as files that others load."""
+"""Load backbones as modules, and export them as files that other libraries load."""
 
 import os
 from collections.abc import Sequence

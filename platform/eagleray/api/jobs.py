@@ -1,4 +1,4 @@
-"""Runs on a cluster: submitted, listed, followed and stopped."""
+"""Submit, list, follow and stop runs on a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from eagleray.cluster.jobs import Cluster
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was submitted to a cluster, as it was when it was asked for."""
+    """A run that was submitted to a cluster, with its state at the time of the request."""
 
     id: str
     address: str  # of the cluster's dashboard
@@ -25,8 +25,8 @@ class Job:
     message: str
 
     def follow(self) -> int:
-        """Print what the run prints until it ends, and return its exit status. Ctrl-C leaves the run alone. Raises
-        Outage when the head stays away."""
+        """Print the run's output until it ends, and return its exit status. Ctrl-C stops the printing, not the run.
+        Raises Outage when the head stays away."""
         return cluster_jobs.follow(Cluster(self.address), self.id, _print)
 
     def logs(self) -> str:
@@ -34,8 +34,8 @@ class Job:
         return Cluster(self.address).logs(self.id)
 
     def stop(self) -> None:
-        """Ask the run to save a checkpoint and end, and wait for that; submitting it again continues it. Raises Outage
-        when it does not end."""
+        """Ask the run to save a checkpoint and end, and wait until it has. Submitting the run again continues it.
+        Raises Outage when it does not end."""
         cluster_jobs.stop(Cluster(self.address), self.id, _print)
 
 
@@ -90,7 +90,7 @@ def jobs(address: str | None = None) -> list[Job]:
 
 
 def job(id: str, *, address: str | None = None) -> Job:
-    """Return a submitted run by its id. Raises UserError when there is none of this id.
+    """Return a submitted run by its id. Raises UserError when no run has this id.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Settings given to a function become the `a.b=value` overrides that recipes and sweeps read."""
+"""Turn the settings that a function receives into the `a.b=value` overrides that recipes and sweeps read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -12,8 +12,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 
 def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
-    """Return the overrides of a mapping of dotted keys, or of a list of `a.b=value` as it is, and of keywords that are
-    not None. Raises UserError for anything else."""
+    """Return `a.b=value` overrides from a mapping of dotted keys, or from a list of overrides, which is passed on as
+    it is, and from keywords that are not None. Raises UserError for anything else."""
     if isinstance(given, Mapping):
         lines = [f"{key}={text_of(value)}" for key, value in given.items()]
     elif given is None or (isinstance(given, Sequence) and not isinstance(given, str)):
@@ -24,7 +24,7 @@ def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as YAML in one line, from which a recipe reads the same value."""
+    """Return a value as YAML on one line. Reading this line gives the same value."""
     text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 

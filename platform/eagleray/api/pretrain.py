@@ -1,4 +1,4 @@
-"""Pretraining and fine-tuning: check the recipe and its data, run it in the right world, and return the run."""
+"""Pretrain and fine-tune: check the recipe and its data, train on Ray or in this process, and return the run."""
 
 import importlib.util
 import json
@@ -101,7 +101,7 @@ def finetune(
 
 
 def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Path] = ()) -> Run:
-    """Start or continue a run and follow it to its end, or to where it was asked to stop."""
+    """Start or continue a run, show its progress, and return it when it ends or was asked to stop."""
     recipe = resolve_paths(recipes.load(name, overrides, [str(p) for p in plugins]))
     out = recipe.out or ""
     remote.check_writable(out)
@@ -113,7 +113,7 @@ def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Pat
     check_sizes(recipe)
     tracking = tracking_of(out)
     if finished(folder, plan.steps):
-        console.print(f"done already: {out} has taken its {plan.steps} steps", markup=False)
+        console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
         track.send_missing(folder, tracking, config.flatten(config.to_plain(recipe)))
         if (folder / layout.MLFLOW).exists():
             remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
@@ -130,8 +130,8 @@ def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Pat
 
 
 def fill_backbone(recipe: Recipe, folder: Path) -> None:
-    """Print and keep what a new run's backbone takes over of backbone.weights. Raises UserError when that is too
-    little."""
+    """Check how much of a new run's backbone `backbone.weights` fill, print it and write it into the run folder.
+    Raises UserError when too little is filled."""
     if recipe.backbone.weights and not files.read_lines(folder / layout.METRICS):
         report = pretrained_weights.fill(build_backbone(recipe), pretrained(recipe.backbone.weights))
         remote.write_note(recipe.out or "", layout.WEIGHTS, "\n".join(report.lines()) + "\n")
@@ -152,7 +152,9 @@ def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
     """Train on Ray's workers or in this process. Returns the summary, or None when the run was asked to stop."""
     if recipe.workers:
         if importlib.util.find_spec("ray") is None:
-            raise UserError(f"workers={recipe.workers}: ray is not installed; workers=0 runs without")
+            raise UserError(
+                f"workers={recipe.workers}: needs the package ray, which is not installed; workers=0 runs without it"
+            )
         from eagleray.cluster import ray_train
 
         return ray_train.launch(recipe, tracking=tracking)
@@ -160,7 +162,8 @@ def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
 
 
 def check_same(recipe: Recipe, folder: Path) -> None:
-    """Raises UserError when the folder holds a run of another recipe, naming what differs and both ways out."""
+    """Raises UserError when the folder holds a run of another recipe. The message names the keys that differ and the
+    two ways to go on."""
     stored, begun = folder / layout.RECIPE, files.read_lines(folder / layout.METRICS)
     if not stored.exists() or not begun:
         return

@@ -1,4 +1,4 @@
-"""Runs become one HTML page."""
+"""Write HTML pages about runs and sweeps."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A run as a Python object: where it is, what it measured, and its backbone."""
+"""Represent a run as a Python object: where it is, what it measured, and its backbone."""
 
 import importlib.util
 import os
@@ -34,8 +34,8 @@ class Run:
     folder: Path  # of its files on this machine: that of `out`, or a copy of what is kept remotely
 
     def __init__(self, out: "str | Path | Run", *, steps: int = 0) -> None:
-        """Open a run, which counts as finished when it has taken its steps and at least `steps`. Raises UserError when
-        there is no run."""
+        """Open a run. It counts as finished when it has taken its planned steps, and at least `steps`. Raises
+        UserError when there is no run."""
         self.out = address(out)
         self.folder = remote.view_dir(self.out)
         if store.is_remote(self.out):
@@ -46,12 +46,13 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return the numbers at the end of the run, as in summary.json; empty before its end."""
+        """Return the numbers at the end of the run, as in summary.json; empty while the run has not ended."""
         return run_dir.finished(self.folder, self._steps) or {}
 
     @property
     def finished(self) -> bool:
-        """Return whether the run has taken all its steps; one that was interrupted continues with the same call."""
+        """Return whether the run has taken all its steps. A run that was interrupted is continued by the call that
+        started it."""
         lines = read_lines(self.folder / layout.METRICS)
         return run_dir.finished(self.folder, max(self._steps, lines[-1]["step"] if lines else 0)) is not None
 
@@ -78,7 +79,7 @@ class Run:
         return pd.DataFrame(rows)
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return what the run reports about its own health, as in health.jsonl: step, kind and text of each."""
+        """Return the problems that the run found in its own health, as in health.jsonl: step, kind and text of each."""
         return read_lines(self.folder / layout.HEALTH)
 
     def backbone(self) -> Backbone:
@@ -103,7 +104,7 @@ class Run:
         return f"Run({self.out!r}, finished={self.finished}, step={step})"
 
     def __str__(self) -> str:
-        """Return the few lines that `eagleray pretrain` ends with."""
+        """Return the closing lines of `eagleray pretrain`."""
         summary = self.summary
         if not summary:
             return repr(self)
@@ -126,7 +127,7 @@ def address(out: "str | Path | Run") -> str:
 
 
 def history(tracking: str) -> str:
-    """Return the command that opens MLflow's pages, or their address where a server shows them already."""
+    """Return the command that opens MLflow's pages, or their address where a server already shows them."""
     if not tracking.startswith("sqlite:"):
         return track.shown(tracking)
     here = Path(os.path.relpath(sys.executable)).parent / "mlflow"

@@ -1,4 +1,4 @@
-"""The training stream as an iterable of batches for one's own loop."""
+"""Iterate over the training stream, for a training loop of one's own."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ WORKERS = 4  # loader processes, where there are lanes for them
 
 
 class Loader:
-    """Batches of this rank from a step on, as `eagleray.loader` describes. One `for` goes to the end of the epoch, the
-    next one through the next epoch."""
+    """The batches of this rank, as `eagleray.loader` describes them. Each `for` loop yields the batches up to the
+    end of an epoch, and the next loop continues with the next epoch."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Loader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches up to the end of the epoch; `step` already counts the one that is yielded. Raises UserError
-        when more than `bad_limit` of the images are broken, and Outage when the store stays away."""
+        """Yield the batches up to the end of the epoch; `step` already counts the batch that is yielded. Raises
+        UserError when more than `bad_limit` of the images are broken, and Outage when the store stays away."""
         stop = (self.epoch + 1) * self.steps_per_epoch
         for batch, bad in self._loader.batches(self.step, stop):
             self._bad |= {(b.shard, b.key, b.offset): b for b in bad}
@@ -89,14 +89,15 @@ class Loader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, to be kept in a checkpoint."""
+        """Return the position in the stream, for a checkpoint."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position. What follows is what would have followed, on any number of ranks and workers."""
+        """Continue at a position. The batches that follow are the same on any number of ranks and workers."""
         self.step = state["step"]
 
     def _check(self) -> None:
+        """Raises UserError when too many samples are broken."""
         samples = self.samples + sum(b.key != "" for b in self._bad.values())
         if len(self._bad) > self.bad_limit * samples:
             first = self.bad[0]
@@ -107,7 +108,8 @@ class Loader:
 
 
 def rank_of() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks: of torch.distributed, or as torchrun says."""
+    """Return this process's rank and the number of ranks, from torch.distributed or else from torchrun's environment
+    variables."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return dist.rank(), dist.size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

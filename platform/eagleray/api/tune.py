@@ -1,4 +1,4 @@
-"""Sweeps: many runs of one recipe with other values."""
+"""Run sweeps: many runs of one recipe with different values."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m eagleray.cli` is the command `eagleray`."""
+"""Run the command `eagleray` as `python -m eagleray.cli`."""
 
 from eagleray.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`make demo`: from nothing to a backbone in a few minutes, with the pictures drawn here or with the user's own."""
+"""Run `make demo`: train and evaluate a small backbone in a few minutes, on generated pictures or on the user's own."""
 
 import sys
 import zlib
@@ -20,7 +20,7 @@ TRAIN, TEST = 12_000, 2_000  # pictures
 
 
 def main(data: str | None) -> None:
-    """Raises UserError for data that cannot be used."""
+    """Train the demo's recipe and print the results. Raises UserError when the data cannot be used."""
     sources = [f"data.train={data}"] if data else drawn()
     run = pretrain(RECIPE, sources, out=RUNS / (f"demo-{name(data)}" if data else "demo"))
     show_run(run, as_json=False)
@@ -35,7 +35,7 @@ def main(data: str | None) -> None:
 
 
 def drawn() -> list[str]:
-    """Shards of the drawn pictures, made once."""
+    """Return overrides that name the shards of generated pictures, which are written at the first call."""
     for seed, (split, count) in enumerate((("train", TRAIN), ("test", TEST))):
         place = RUNS / "shapes" / split
         if not (place / "index.parquet").exists():
@@ -48,13 +48,14 @@ def drawn() -> list[str]:
 
 
 def pictures(seed: int, count: int) -> Iterator[Sample]:
+    """Yield generated pictures with their classes."""
     for i in range(count):
         picture, label = image(seed, i)
         yield Sample(f"{i:06d} {CLASSES[label]}".replace(" ", "_"), "png", encode(picture), label)
 
 
 def name(data: str | None) -> str:
-    """A short name for the user's data, another one for another place of the same name."""
+    """Return a short name for the user's data, with a hash that distinguishes folders of the same name."""
     place = store.absolute(str(data).rstrip("/"))
     return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(place.encode()):08x}"
 

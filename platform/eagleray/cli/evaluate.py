@@ -1,4 +1,4 @@
-"""Evaluate a backbone: evaluate."""
+"""Define the command evaluate."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from eagleray.cli.options import Json, Plugins
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command. Unknown options are let through: they are settings, which only the protocols know."""
+    """Add the command. Unknown options are accepted: they are settings of protocols, which only the protocols can
+    check."""
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(evaluate)
 
 
@@ -73,7 +74,7 @@ def evaluate(
     --SETTING VALUE, such as --k 10, changes a setting in all protocols that have it.
     `eagleray list protocols` shows the settings and their defaults."""
     if backbone.startswith("-"):
-        raise UserError(f"{backbone}: expected the backbone first, and settings after it")
+        raise UserError(f"{backbone}: expected the backbone before all options")
     options = {
         "train": train,
         "test": test,
@@ -92,7 +93,7 @@ def evaluate(
 
 
 def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: bool) -> None:
-    """Evaluate, print the numbers, and exit with 2 when a protocol could not be run."""
+    """Evaluate, print the scores, and exit with status 2 when a protocol could not be run."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
     from eagleray.api import evaluate as api
 
@@ -122,6 +123,6 @@ def settings(words: Sequence[str]) -> dict[str, str]:
         if not word.startswith("--") or not key or not (equals or rest):
             raise UserError(f"{word}: expected --SETTING VALUE after the backbone")
         if key in ("backbone", "plugins", "protocols"):  # what the function has beside the settings
-            raise UserError(f"--{key}: no such option; known are --protocol and others of `eagleray evaluate --help`")
+            raise UserError(f"--{key}: no such option; `eagleray evaluate --help` lists the options")
         found[key.replace("-", "_")] = value if equals else rest.pop(0)
     return found

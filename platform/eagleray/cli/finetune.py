@@ -1,4 +1,4 @@
-"""Train from pretrained weights: finetune."""
+"""Define the command finetune, which trains from pretrained weights."""
 
 from typing import Annotated
 

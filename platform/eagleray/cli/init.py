@@ -1,4 +1,4 @@
-"""The command that writes a recipe for images of one's own: init."""
+"""Define the command init, which writes a recipe for one's own images."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,18 +32,18 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    data: Annotated[str, typer.Argument(help="Shards, or a folder of images, that are counted.")] = "",
-    images: Annotated[int, typer.Option(help="Number of images.", min=0)] = 0,
+    data: Annotated[str, typer.Argument(help="Shards, or a folder of images. The images in it are counted.")] = "",
+    images: Annotated[int, typer.Option(help="Number of images, if DATA is not given.", min=0)] = 0,
     size: Annotated[int, typer.Option(help="Short side of the images in pixels.", min=16)] = 224,
     gpus: Annotated[int, typer.Option(help="Number of GPUs; 0 for the CPU.", min=0)] = 1,
-    method: Annotated[str, typer.Option(help="A name of `eagleray list methods`.")] = "dino",
+    method: Annotated[str, typer.Option(help="Method: a name shown by `eagleray list methods`.")] = "dino",
     file: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("my_recipe.yaml"),
 ) -> None:
     """Write a recipe for your own images, with batch, epochs, queue and momentum that fit their number."""
     if file.exists():
-        raise UserError(f"--out {file}: exists already; name another file")
+        raise UserError(f"--out {file}: already exists; give another --out")
     if not data and not images:
-        raise UserError("expected --images N, or shards or a folder of images to count")
+        raise UserError("expected shards or a folder of images, or their number as --images N")
     images = images or count(data)
     file.write_text(text(base_of(method), images=images, size=size, gpus=gpus, data=data))
     out.print(f"{file}: for {images} images; `eagleray show {file}` prints it with every default", markup=False)
@@ -53,7 +53,7 @@ def init(
 
 
 def base_of(method: str) -> str:
-    """Return the recipe that a method starts from. Raises UserError."""
+    """Return the name of the shipped recipe on which a method's new recipe is based. Raises UserError."""
     from eagleray.cli.recipes import facts
     from eagleray.config import bundled
 
@@ -67,7 +67,7 @@ def base_of(method: str) -> str:
 
 
 def count(data: str) -> int:
-    """Return the number of images in a folder, or in shards, which are indexed. Raises UserError and Outage."""
+    """Return the number of images in a folder or in shards, which are indexed first. Raises UserError and Outage."""
     from eagleray.data.image_folder import holds_images, list_images
     from eagleray.data.index import open_index
 
@@ -77,7 +77,8 @@ def count(data: str) -> int:
 
 
 def text(base: str, *, images: int, size: int = 224, gpus: int = 1, data: str = "") -> str:
-    """Return the recipe over its base as YAML, each value with its reason. Raises UserError."""
+    """Return the YAML of a recipe that changes a shipped one, `base`; a comment gives the reason for each value.
+    Raises UserError."""
     from eagleray.config import bundled
     from eagleray.runs import fit, recipe
 

@@ -1,4 +1,4 @@
-"""Send runs to a cluster and manage them: submit, jobs, logs, stop."""
+"""Define the commands submit, jobs, logs and stop, for runs on a cluster."""
 
 import json
 import sys
@@ -102,7 +102,7 @@ def stop(job: Id, address: Address = None) -> None:
 
 @contextmanager
 def leaving(job: str) -> Iterator[None]:
-    """Let Ctrl-C end this command only, not the job."""
+    """A context in which Ctrl-C ends this command but not the job."""
     from eagleray.cluster.jobs import manage
 
     try:

@@ -1,4 +1,4 @@
-"""Parse the command line and call what does the work."""
+"""Define the command line and most of its commands."""
 
 import json
 import sys
@@ -201,10 +201,10 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint file, or the folder or s3:// URL of a run, whose newest checkpoint is taken."
+            help="A checkpoint file, or the folder or s3:// URL of a run, whose newest checkpoint is exported."
         ),
     ],
-    to: Annotated[Target, typer.Option(help="Library that shall load the backbone.")] = Target.timm,
+    to: Annotated[Target, typer.Option(help="Library that will load the backbone.")] = Target.timm,
     destination: Annotated[
         Path | None, typer.Option(help="Folder to write to. By default export/ in the folder of the run.")
     ] = None,

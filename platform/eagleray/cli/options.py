@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Define the arguments and options that several commands share."""
 
 from typing import Annotated
 
@@ -6,14 +6,14 @@ import typer
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """The shipped recipes whose name begins like this, for the shell to offer."""
+    """Return the shipped recipes whose names begin with `incomplete`, for the shell's completion."""
     from eagleray.config import bundled
 
     return [name for name in bundled.names() if name.startswith(incomplete)]
 
 
 def complete_sweep(incomplete: str) -> list[str]:
-    """The shipped sweeps whose name begins like this, for the shell to offer."""
+    """Return the shipped sweeps whose names begin with `incomplete`, for the shell's completion."""
     from eagleray.config import bundled
 
     return [name for name in bundled.names("sweep") if name.startswith(incomplete)]

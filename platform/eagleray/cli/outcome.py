@@ -1,4 +1,4 @@
-"""What the command line prints of a run or of prepared shards."""
+"""Print the results of a run, or of prepared shards."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def show_run(run: "Run", as_json: bool) -> None:
 
 
 def show_card(source: str, origin: str, destination: str, **options: Any) -> None:
-    """Prepare shards, and print their card."""
+    """Prepare shards, and print the card that describes them."""
     from eagleray.api import data as api
     from eagleray.datasets import card
     from eagleray.storage import store

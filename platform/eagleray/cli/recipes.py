@@ -1,4 +1,4 @@
-"""What `eagleray list recipes` shows: the shipped recipes that match words, as a table or as JSON."""
+"""List the shipped recipes that match some words, as a table or as JSON, for `eagleray list recipes`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ FIRST: Mapping[str, str] = {
 
 
 def facts(name: str) -> dict[str, Any]:
-    """Return what the list says about a recipe."""
+    """Return what the list shows about a recipe."""
     said, tree = bundled.recipe(name), bundled.tree(name)
     method = tree["method"] if isinstance(tree["method"], str) else tree["method"]["name"]
     short, data = name.removeprefix(f"{method}_").split("_")[:2]
@@ -39,8 +39,9 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def matching(words: Sequence[str], *, method: str = "", backbone: str = "", data: str = "") -> list[dict[str, Any]]:
-    """Return the facts of the recipes that fit all filters: the method by its name, the backbone and the data by a part
-    of theirs, words by a part of anything. Raises UserError when there are none."""
+    """Return the facts of the recipes that match all filters: `method` is the method's name, `backbone` and `data`
+    are parts of theirs, and each word must occur in the name, the model or the description. Raises UserError when
+    none match."""
     every = [facts(name) for name in bundled.names()]
     methods = sorted({one["method"] for one in every})
     if method and method not in methods:
@@ -54,7 +55,7 @@ def matching(words: Sequence[str], *, method: str = "", backbone: str = "", data
         and all(word.lower() in f"{one['name']} {one['model']} {one['about']}".lower() for word in words)
     ]
     if not fitting:
-        raise UserError("no recipe fits all of these; `eagleray list recipes` lists every one")
+        raise UserError("no recipe matches all of these; `eagleray list recipes` lists all recipes")
     return fitting
 
 
@@ -87,7 +88,7 @@ def two_columns(rows: Mapping[str, str]) -> Table:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the rows as a table that fits the terminal: sentences are cut, names never."""
+    """Return the rows as a table that fits the terminal: descriptions may be cut, names are not."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("Recipe", no_wrap=True, min_width=max(len(row["name"]) for row in rows))
     if any(map(best, rows)):
@@ -99,5 +100,5 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def best(row: Mapping[str, Any]) -> str:
-    """Return the first published numbers of a recipe in words, or nothing."""
+    """Return the first published score of a recipe as text; empty when there is none."""
     return next((numbers(entry) for entry in row["published"] if "gain" not in entry and numbers(entry)), "")

@@ -1,4 +1,4 @@
-"""Write a page about runs: report."""
+"""Define the command report, which writes a page about runs."""
 
 from pathlib import Path
 from typing import Annotated

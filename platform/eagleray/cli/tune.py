@@ -1,4 +1,4 @@
-"""Search for settings: tune."""
+"""Define the command tune, which runs a sweep."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def tune(
         int | None,
         typer.Option(
             "--max-concurrent",
-            help="Most trials that run at the same time. By default as many as fit on the cluster.",
+            help="Maximum number of trials at the same time. By default as many as fit on the cluster.",
             min=1,
         ),
     ] = None,

@@ -1,4 +1,5 @@
-"""Ask the dashboard of a Ray head over HTTP, as Ray's own client does, without the second that importing Ray takes."""
+"""Send requests to the dashboard of a Ray head over HTTP. Ray's own client does the same, but importing Ray takes a
+second."""
 
 import os
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 
 
 class TokenRefused(Exception):
-    """The head wants a token, or another one: `missing` tells which."""
+    """The head requires a token (`missing`), or does not accept the one that was sent."""
 
     def __init__(self, *, missing: bool) -> None:
         super().__init__("token missing" if missing else "token refused")
@@ -14,9 +15,12 @@ class TokenRefused(Exception):
 
 
 def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, float]) -> Any:
-    """The JSON that the head answers. `timeouts` are seconds to connect and to wait for the answer.
+    """Send a request to a path of the dashboard, and return the JSON that it answers. `timeouts` are the seconds to
+    wait for the connection and for the answer.
 
-    Raises TokenRefused, RuntimeError for another status than 200, and OSError where nobody answers or not in JSON."""
+    Raises TokenRefused, RuntimeError for any other status than 200, and OSError when there is no answer or it is not
+    JSON.
+    """
     import requests
 
     answer = requests.request(verb, address + path, headers=_authorization(), timeout=timeouts)
@@ -28,8 +32,8 @@ def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, fl
 
 
 def _authorization() -> dict[str, str]:
-    """Ray's rule: with RAY_AUTH_MODE=token, that of RAY_AUTH_TOKEN, else of the file RAY_AUTH_TOKEN_PATH, else of
-    ~/.ray/auth_token."""
+    """Return the HTTP header with the cluster's token, found as Ray finds it: only with RAY_AUTH_MODE=token, from
+    RAY_AUTH_TOKEN, else from the file that RAY_AUTH_TOKEN_PATH names, else from ~/.ray/auth_token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return {}
     token = os.environ.get("RAY_AUTH_TOKEN", "")

@@ -1,4 +1,4 @@
-"""Runs as jobs of a Ray cluster: submitted, followed, listed and stopped over HTTP, through Ray's Jobs API."""
+"""Submit, follow, list and stop runs as jobs of a Ray cluster, over HTTP through Ray's Jobs API."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ class Job:
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> "Job":
-        """The job that the Jobs API describes as `details`. Raises KeyError for what describes none."""
+        """Return the job that `details` of the Jobs API describe. Raises KeyError when they describe no job."""
         since = (details.get("start_time") or 0) / 1000
         end = details["end_time"] / 1000 if details.get("end_time") else time.time()
         labels = details.get("metadata") or {}
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def exits(self) -> int:
-        """The exit status of a command that followed the job to its end."""
+        """Return the exit status for a command that has followed the job to its end."""
         code = self.status if self.status is not None else STATES[self.state.upper()]
         return code if 0 <= code < 256 else 1
 
@@ -90,10 +90,11 @@ class Job:
 
 
 class Cluster:
-    """The head of a cluster. Every method raises UserError for a token that is refused, and Silent."""
+    """The head of a cluster. Every method raises UserError when the token is refused, and Silent when the head does
+    not answer."""
 
     def __init__(self, address: str | None) -> None:
-        """Connect. Raises UserError when no head is there."""
+        """Connect to the head. Raises UserError when there is none at the address."""
         self.address = locate(address)
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # RAY_ADDRESS would win over what we say
         if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -112,7 +113,7 @@ class Cluster:
         return sorted(ours, key=lambda j: j.since)
 
     def job(self, name: str) -> Job:
-        """Raises Unknown when there is none of this id."""
+        """Return the job with this id. Raises Unknown when there is none."""
         try:
             with self._asked():
                 return Job.of(self._ask(f"/api/jobs/{name}"))
@@ -130,7 +131,8 @@ class Cluster:
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
     def submit(self, name: str, package: "JobPackage", variables: dict[str, str]) -> None:
-        """Send a package. Raises Silent, too, when another job took the name."""
+        """Submit a package as a job with this id and these environment variables. Raises Silent, also when another
+        job has the id already."""
         with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
             package.write(Path(folder))
             runtime = {"working_dir": folder, "env_vars": variables | STOP}
@@ -144,7 +146,7 @@ class Cluster:
             return bool(self._ask(f"/api/jobs/{name}/stop", verb="POST")["stopped"])
 
     def size(self) -> str:
-        """Return in words what nodes, CPUs and GPUs the cluster has now."""
+        """Return in words how many nodes, CPUs and GPUs the cluster has now."""
         from ray.util.state import list_nodes
         from ray.util.state.exception import RayStateApiException
 
@@ -161,24 +163,30 @@ class Cluster:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
+        """A context that turns the errors of a request into UserError for a refused token, and Silent for everything
+        else."""
         try:
             yield
         except head.TokenRefused as e:
             raise UserError(
-                f"{self.address}: the cluster asks for {'a token' if e.missing else 'another token'}; expected "
-                "RAY_AUTH_MODE=token and the cluster's in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+                f"{self.address}: the cluster {'requires a token' if e.missing else 'refuses the token'}; set "
+                "RAY_AUTH_MODE=token, and put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
             ) from None
         except (RuntimeError, OSError, KeyError, TypeError, AttributeError) as e:
             raise Silent(f"{self.address}: {_reason(e, ' '.join(str(e).split()))}") from None
 
 
 def locate(address: str | None) -> str:
-    """The head's address as given, or of the environment. Raises UserError."""
+    """Return the address of the head: the given one, or that of RAY_API_SERVER_ADDRESS or RAY_ADDRESS. Raises
+    UserError."""
     for name, given in [("--address", address)] + [
         (n, os.environ.get(n)) for n in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
     ]:
         if given and "@" in given:
-            raise UserError(f"{name}: has a user or password in it; expected the address alone, and RAY_AUTH_TOKEN")
+            raise UserError(
+                f"{name}: contains a user or password; expected the plain address, with "
+                "the token in the variable RAY_AUTH_TOKEN"
+            )
         if given and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", given):
             raise UserError(f"{name} {given}: expected the dashboard of a Ray head, such as http://head:8265")
         if given:
@@ -200,12 +208,12 @@ def _through_ray() -> Iterator[None]:
 
 
 def _client(address: str) -> Any:
-    """Ray's own client, which packs and sends a folder."""
+    """Return Ray's own client, which packs and uploads a folder."""
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
         def _do_request(self, *args: Any, **more: Any) -> Any:
-            """Ray's own would wait for ever for a head that is gone."""
+            """Send a request with a timeout: Ray's own method would wait forever for a head that is gone."""
             return super()._do_request(*args, timeout=TIMEOUTS, **more)
 
     for name in "dashboard.modules.dashboard_sdk", "_private.authentication", "_private.runtime_env.packaging":
@@ -214,27 +222,31 @@ def _client(address: str) -> Any:
 
 
 def _reason(error: Exception, said: str) -> str:
-    """One line of what may hold a page, a traceback or the name of a class of urllib3."""
+    """Return one line about an error whose message may be a whole page or traceback."""
     if code := re.search(r"status code (\d+): (.*)", said):
         return f"it answered {code[1]}: {code[2][-200:]}"
     answer = getattr(error, "response", None)
     if answer is not None:
         return f"it answered {answer.status_code}"
     if isinstance(error, KeyError | ValueError | TypeError | AttributeError):
-        return "its answer is not that of a Ray head"
+        return "something answered that is not a Ray head"
     return "nobody answers there" if isinstance(error, OSError) else said[:200]
 
 
 def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], say: Say, *, join: bool) -> str:
-    """Send a run and return its job's id; with `join`, of the job that runs it already. Raises UserError."""
+    """Submit a run, and return its job id. If the run is being trained already, raises UserError, or with `join`
+    returns the id of that job."""
     while True:
         family = [j for j in cluster.jobs() if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
         if running := next((j for j in family if not j.ended), None):
             if running.digest != package.labels["digest"]:
-                raise UserError(f"out={package.recipe.out}: {running.id} is running there with another recipe")
+                raise UserError(
+                    f"out={package.recipe.out}: the job {running.id} is training another "
+                    "recipe there; give another out="
+                )
             if not join:
-                raise UserError(f"{running.id}: this run is running; {manage(running.id)}")
-            say(f"{running.id}: this run is running")
+                raise UserError(f"{running.id}: this run is being trained already; {manage(running.id)}")
+            say(f"{running.id}: this run is being trained already")
             return running.id
         number = max((int(j.id[len(package.id) + 1 :] or 1) for j in family), default=0) + 1
         name = package.id if number == 1 else f"{package.id}-{number}"
@@ -250,6 +262,7 @@ def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], s
 
 
 def manage(name: str) -> str:
+    """Return the commands that follow and stop a job."""
     return f"`eagleray logs {name} --follow` follows it, `eagleray stop {name}` ends it"
 
 
@@ -262,7 +275,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
             text = cluster.logs(name)
         except Silent as e:
             if not lost:
-                say(f"{e}; asking again for {patience:.0f} s; the job does not need us")
+                say(f"{e}; trying again for {patience:.0f} s, which does not disturb the job")
             lost = lost or time.monotonic()
             waited = time.monotonic() - lost
             if waited > patience:
@@ -271,7 +284,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
             continue
         except Unknown:  # a head that began anew
             again = "submitting the run again continues it"
-            raise Outage(f"{name}: the head knows no such job any more; {again}") from None
+            raise Outage(f"{name}: the head has restarted and does not know this job; {again}") from None
         lost = 0.0
         new = text[told:] if job.ended else text[told : text.rfind("\n") + 1]
         told += len(new)
@@ -284,14 +297,14 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
 
 
 def stop(cluster: Cluster, name: str, say: Say) -> None:
-    """Ask a job to save and end, and wait until it has. Raises UserError, or Outage when it does not end."""
+    """Ask a job to save and end, and wait until it has ended. Raises UserError, and Outage when it does not end."""
     job = cluster.job(name)
     if job.ended:
-        say(f"{name}: has ended already, {job.state}")
+        say(f"{name}: had ended already: {job.state}")
         return
     if not cluster.stop(name):
-        raise Outage(f"{name}: has not begun yet, so there is nothing to stop; try again")
-    say(f"{name}: asked to stop after this step; Ray kills it if it has not saved within {STOPPING} s")
+        raise Outage(f"{name}: cannot be stopped before it has started; try again later")
+    say(f"{name}: asked to save and stop after its current step; Ray kills it after {STOPPING} s")
     end = time.monotonic() + STOPPING + 60
     while not (job := cluster.job(name)).ended:
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""A run's numbers as Ray metrics, which Prometheus collects from every node of a cluster."""
+"""Export a run's numbers as Ray metrics, which Prometheus collects from every node of a cluster."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,16 @@ from eagleray.runs.metrics import METRICS
 
 # The name without the prefix, and the metric that it shows.
 GAUGES = {m.gauge: m for m in METRICS.values() if m.gauge}
-PROGRESS = "progress_ratio", "Share of the planned steps that was taken"
-PLANNED = "planned_steps", "Steps that the run is to take"
-FINDINGS = "health_findings", "What was found wrong since this process began, by kind"
+PROGRESS = "progress_ratio", "Share of the planned steps that have been taken"
+PLANNED = "planned_steps", "Planned steps of the run"
+FINDINGS = "health_findings", "Problems found since this process started, by kind"
 PREFIX = "eagleray_"
 TAGS = ("run", "method")
 
 
 class Gauges:
-    """Set by rank 0. Ray sends them from the node of that process, under names that begin with `ray_eagleray_`."""
+    """The Ray metrics of a run, which rank 0 sets. Ray exports them from the node of rank 0, under names that begin
+    with `ray_eagleray_`."""
 
     def __init__(self, run: str, method: str, steps: int) -> None:
         """`run` is the name of the run's folder; `steps` is how many are planned."""
@@ -29,7 +30,8 @@ class Gauges:
         self._set(PLANNED[0], steps)
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl or health.jsonl, or what is known of the restarts; other keys are passed over."""
+        """Set the metrics from a line of metrics.jsonl or health.jsonl, or from goodput and restarts. Other keys are
+        ignored."""
         for name, metric in GAUGES.items():
             if "kind" not in record and metric.key in record:
                 self._set(name, record[metric.key])
@@ -39,10 +41,11 @@ class Gauges:
             self._set(PROGRESS[0], record["step"] / self.steps)
 
     def _set(self, name: str, value: float) -> None:
+        """Set a gauge. A value that is not finite is ignored."""
         if math.isfinite(value):  # a loss that is not stays where it was, and the health findings say so
             self.gauges[name].set(value, self.tags)
 
 
 def exported() -> set[str]:
-    """The names under which Prometheus finds them."""
+    """Return the names of the metrics as Prometheus sees them."""
     return {f"ray_{PREFIX}{name}" for name in (*GAUGES, PROGRESS[0], PLANNED[0])} | {f"ray_{PREFIX}{FINDINGS[0]}_total"}

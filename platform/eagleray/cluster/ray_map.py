@@ -1,4 +1,4 @@
-"""A map over tasks on Ray, a bounded number of them at once."""
+"""Apply a function to tasks on Ray, with a limited number of them at once."""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,10 +13,12 @@ R = TypeVar("R")
 
 
 def ray_map(function: Callable[[T], R], tasks: Iterable[T], *, workers: int | None = None) -> Iterator[R]:
-    """The function's results as they come, in no order; on the cluster of RAY_ADDRESS where that is set, else on one of
-    our own. As many tasks at once as there are `workers`, or CPUs.
+    """Yield the results of a function for all tasks, in the order in which they finish. Runs on the cluster of
+    RAY_ADDRESS if that is set, else in a Ray that is started on this machine. `workers` tasks run at once, by default
+    as many as there are CPUs.
 
-    A task whose process died is run once more. Raises UserError and Outage as the function does.
+    A task whose process died is run once more. Raises the UserError or Outage that the function raises, and
+    RuntimeError when a task's process dies twice.
     """
     with session(cpus=workers) as ray:
         from ray.exceptions import RayError, RayTaskError
@@ -33,12 +35,12 @@ def ray_map(function: Callable[[T], R], tasks: Iterable[T], *, workers: int | No
             raise
         except RayError as e:
             said = " ".join(str(e).split())[:300]
-            raise RuntimeError(f"a Ray worker was lost twice: {said}; the same command continues") from None
+            raise RuntimeError(f"the process of a Ray task died twice: {said}; the same command continues") from None
 
 
 def _as_function(function: bytes, packed: Mapping[str, plugins.Sources]) -> Callable[[bytes], Any]:
-    """The function of pickled tasks that Ray runs. Function and task may be of a plug-in, which has to be imported
-    before they are unpickled."""
+    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, as the
+    function or the task may come from one."""
 
     def call(task: bytes) -> Any:
         plugins.install(packed)
@@ -48,6 +50,7 @@ def _as_function(function: bytes, packed: Mapping[str, plugins.Sources]) -> Call
 
 
 def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: int) -> Iterator[Any]:
+    """Yield the results, with at most `width` tasks running."""
     running: set[Any] = set()
     more = True
     while more or running:

@@ -26,7 +26,7 @@ RESIZE = 20.0  # seconds between two looks whether there is room for more worker
 
 
 class RayWorld(World):
-    """One of Ray Train's workers: told before a machine is taken away, and shown in Ray's metrics."""
+    """The world of one worker of Ray Train. It learns when a machine will be taken away, and exports metrics."""
 
     spot = True
 
@@ -36,17 +36,20 @@ class RayWorld(World):
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
+        """Return whether Ray has announced that a machine of this run will be taken away."""
         from ray.train import get_preemption_info
 
         return get_preemption_info() is not None
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
+        """Export the numbers of a record, from rank 0."""
         self.gauges = self.gauges or Gauges(self.name, self.method, steps)
         self.gauges.update(record)
 
 
 def launch(recipe: Recipe, *, tracking: Tracking) -> dict[str, Any] | None:
-    """Run on `recipe.workers` Ray workers; on the cluster of RAY_ADDRESS where that is set, else on one of our own.
+    """Train on `recipe.workers` Ray workers, on the cluster of RAY_ADDRESS if that is set, else in a Ray that is
+    started on this machine.
 
     Returns the summary, or None when the run was asked to stop. Raises UserError.
     """
@@ -55,7 +58,8 @@ def launch(recipe: Recipe, *, tracking: Tracking) -> dict[str, Any] | None:
 
 
 def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any] = ()) -> dict[str, Any] | None:
-    """The same within a Ray that is there already; `callbacks` are Ray Train's."""
+    """Train in a Ray that is connected already. `callbacks` are passed to Ray Train. Returns and raises the same as
+    `launch`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -92,7 +96,8 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
 
 
 def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[bool, float]:
-    """Whether each worker gets a GPU, and how many CPUs. Raises UserError where there are some GPUs but too few."""
+    """Return the resources of each worker: a GPU if the recipe or the cluster has GPUs, and a number of CPUs. Raises
+    UserError when there are GPUs, but fewer than workers."""
     least, most = span(recipe.workers)
     gpus = sum(n.get("GPU", 0) for n in nodes)
     if recipe.gpus is None and 0 < gpus < least:
@@ -113,7 +118,8 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
 
 
 def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
-    """In a thread of its own: in the main thread Ray would take Ctrl-C, and we want to save first."""
+    """Run the trainer in a thread of its own: in the main thread Ray would handle Ctrl-C itself, but the run has to
+    save first."""
     box: dict[str, Any] = {}
 
     def work() -> None:
@@ -131,13 +137,13 @@ def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
         told = json.loads(failure)
         raise (UserError if told["user"] else RuntimeError)(told["why"])
     if "error" in box:
-        raise RuntimeError(f"Ray gave up: {box['error']}; {out}/train.log says why") from box["error"]
+        raise RuntimeError(f"Ray Train failed: {box['error']}; see {out}/train.log") from box["error"]
     return box["result"].return_value  # type: ignore[no-any-return]
 
 
 def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
-    """What every worker runs. Ray restarts all workers when one fails; what no restart can mend is left in `.failure`,
-    where the restarted workers and the command find it."""
+    """Train one rank; this function runs in every worker. Ray restarts all workers when one fails. An error that a
+    restart cannot fix is written to `.failure`, where the restarted workers and the command read it."""
     from ray.train.torch import get_device
 
     out = given["recipe"]["out"] or ""
@@ -166,7 +172,8 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _count(out: str, command: float, error: Exception) -> None:
-    """Give up on an error that came back twice, since this command began, without a new checkpoint in between."""
+    """Write `.failure` when an error came back twice since this command started, without a new checkpoint in
+    between."""
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
     name = f".failures-{dist.rank()}"
     known = json.loads(remote.read_note(out, name) or "{}")

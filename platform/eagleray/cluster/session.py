@@ -20,7 +20,8 @@ STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours needs 
 
 @contextmanager
 def session(*, cpus: int | None = None) -> Iterator[Any]:
-    """Ray, connected; `cpus` of our own, or all there are. Raises RuntimeError where none answers."""
+    """A context with a connection to Ray. Ray is started on this machine with `cpus` CPUs, by default all, unless
+    RAY_ADDRESS names a cluster. Raises RuntimeError when Ray does not answer."""
     joining = bool(os.environ.get("RAY_ADDRESS"))
     for key, value in ENVIRONMENT.items():
         if not (joining and key == "RAY_AUTH_MODE"):  # a cluster has its own
@@ -40,7 +41,7 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
 
 
 def _connect(ray: Any, options: dict[str, Any]) -> None:
-    """Twice, as Ray gives up on a busy machine after a fixed time."""
+    """Connect to Ray, and try once more after a failure, as Ray gives up on a busy machine after a fixed time."""
     for last in (False, True):
         try:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
