@@ -376,7 +376,7 @@ def test_a_follower_gives_up_in_the_end(head: FakeHead):
 
     head.then = away
     said: list[str] = []
-    with pytest.raises(Outage, match=r"it answered 500.* the job may go on: `eagleray logs run --follow`"):
+    with pytest.raises(Outage, match=r"it answered 500.* the job may still be running: `eagleray logs run --follow`"):
         jobs.follow(cluster, "run", said.append, patience=0.5)
     assert len(said) == 1
     head.broken = None

@@ -263,7 +263,8 @@ def test_parent_and_child(memory: Memory, tmp_path: Path):
     assert [(m.key, m.value) for m in first["metrics"]] == [("best", 0.5)]
     memory.failing = lambda: True
     with pytest.raises(
-        Outage, match=r"MLflow at http://server: refused; given up after .*; the same command continues"
+        Outage,
+        match=r"MLflow at http://server: refused; given up after .*; run the same command again to send the rest",
     ):
         finish(tracking, parent, "FINISHED", {"best": 0.5}, [])
 

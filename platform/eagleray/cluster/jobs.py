@@ -279,7 +279,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
             lost = lost or time.monotonic()
             waited = time.monotonic() - lost
             if waited > patience:
-                raise Outage(f"{e} for {patience:.0f} s; the job may go on: {manage(name)}") from None
+                raise Outage(f"{e} for {patience:.0f} s; the job may still be running: {manage(name)}") from None
             time.sleep(min(max(waited, POLL), 30, patience))
             continue
         except Unknown:  # a head that began anew
@@ -308,7 +308,7 @@ def stop(cluster: Cluster, name: str, say: Say) -> None:
     end = time.monotonic() + STOPPING + 60
     while not (job := cluster.job(name)).ended:
         if time.monotonic() > end:
-            raise Outage(f"{name}: still {job.state} after {STOPPING + 60} s")
+            raise Outage(f"{name}: still {job.state}, though it was asked to stop, after {STOPPING + 60} s")
         time.sleep(POLL)
     for line in cluster.logs(name).splitlines()[-1:]:
         say(line)

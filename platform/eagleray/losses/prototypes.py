@@ -88,7 +88,9 @@ def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
 
 
 def assignment_stats(t: Scores, center: Tensor, tau: float) -> dict[str, Tensor]:
-    """Return `entropy` and `usage` of the teacher's probabilities for its first rows, as shares of ln K."""
+    """Return two statistics of the teacher's probabilities over its first STATS_ROWS rows, both divided by ln K.
+
+    `entropy` is the mean entropy of a row, `usage` the entropy of the rows' mean."""
     p = probabilities(t.z[:STATS_ROWS], t.w, center, tau)
     return {"entropy": entropy(p), "usage": usage(p)}
 

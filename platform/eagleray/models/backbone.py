@@ -164,8 +164,8 @@ def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Create the timm model `name`.
 
-    `keys` of the recipe's backbone section become arguments of timm's ViT. `options` go to timm unchanged and take
-    precedence over `settings`. Raises UserError for a name, a key or an option that does not fit.
+    `keys` are the keys of the recipe's backbone section that change timm's ViT, with their values. `settings` are
+    arguments for timm that eagleray chooses; `options` are the user's, and replace them. Raises UserError for a name, a key or an option that does not fit.
     """
     base = name.partition(".")[0]
     if not timm.is_model(base):

@@ -374,7 +374,7 @@ def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
     try:
         call_with_retries(f"MLflow at {shown(tracking.uri)}", attempt, patience=PATIENCE)
     except Outage as e:
-        raise Outage(f"{e}; the same command continues") from None
+        raise Outage(f"{e}; run the same command again to send the rest") from None
 
 
 def configure(timeout: int) -> None:
