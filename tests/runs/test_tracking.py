@@ -264,7 +264,7 @@ def test_parent_and_child(memory: Memory, tmp_path: Path):
     memory.failing = lambda: True
     with pytest.raises(
         Outage,
-        match=r"MLflow at http://server: refused; given up after .*; run the same command again to send the rest",
+        match=r"MLflow at http://server: refused; given up after .*; run the same command again",
     ):
         finish(tracking, parent, "FINISHED", {"best": 0.5}, [])
 

@@ -171,7 +171,9 @@ def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
 
 
 def install(packed: Mapping[str, Sources]) -> None:
-    """Import plug-ins whose sources another process has packed; they are written into a temporary folder first. Raises PluginError."""
+    """Import plug-ins whose sources another process has packed; they are written into a temporary folder first.
+
+    Raises PluginError."""
     missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
     if missing:
         folder = Path(tempfile.mkdtemp(prefix="eagleray-plugins-"))

@@ -30,7 +30,8 @@ class ShippedRecipe:
 
 
 def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree without `about`, `published` and the other keys that describe a recipe but do not configure a run."""
+    """Return the tree without `about`, `published` and the other keys that describe a recipe without
+    changing a run."""
     return {key: value for key, value in tree.items() if key not in ABOUT}
 
 

@@ -165,7 +165,9 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
     """Create the timm model `name`.
 
     `keys` are the keys of the recipe's backbone section that change timm's ViT, with their values. `settings` are
-    arguments for timm that eagleray chooses; `options` are the user's, and replace them. Raises UserError for a name, a key or an option that does not fit.
+    arguments for timm that eagleray chooses; `options` are the user's, and replace them.
+
+    Raises UserError for a name, a key or an option that does not fit.
     """
     base = name.partition(".")[0]
     if not timm.is_model(base):
