@@ -1,4 +1,4 @@
-"""Where the time of `train.fit` goes: its own calls, timed where they are made."""
+"""Where the time of `engine.loop.fit` goes: its own calls, timed where they are made."""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ class Clock:
         self.open: list[str] = []
         self.spans: dict[str, list[tuple[Any, Any, int]]] = defaultdict(list)  # begin, end, sign
 
-    def aggregate_neighbours(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             outer, begin = self.open[-1:], self._now()
