@@ -9,6 +9,7 @@ from helpers.recipes import SMALL
 from helpers.table import Table
 
 os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ["MLFLOW_LOGGING_LEVEL"] = "ERROR"  # whichever test imports MLflow first
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 torch.set_num_threads(1)

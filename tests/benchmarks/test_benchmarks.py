@@ -54,10 +54,7 @@ def photographs(tmp_path: Path, environment: dict[str, str]) -> Path:
 
 
 def test_the_bare_machine_is_bare(environment: dict[str, str]) -> None:
-    for name in (
-        *ABSENT,
-        "eagleray.config.schedule",
-    ):  # an editable install leaves an empty `eagleray` with its recipes
+    for name in (*ABSENT, "eagleray.config"):  # an editable install leaves an empty `eagleray` with its recipes
         done = subprocess.run([sys.executable, "-c", f"import {name}"], env=environment, capture_output=True, text=True)
         assert f"No module named {name!r}" in done.stderr
 

@@ -171,7 +171,7 @@ def test_a_limit_of_images(index: Index):
 def test_ranks_share_the_images(index: Index, monkeypatch: pytest.MonkeyPatch):
     parts: list[np.ndarray] = []
     monkeypatch.setattr(dist, "size", lambda: 2)
-    monkeypatch.setattr(dist, "objects", lambda x: [*parts, x] if dist.rank() else parts.append(x) or parts)
+    monkeypatch.setattr(dist, "gather_objects", lambda x: [*parts, x] if dist.rank() else parts.append(x) or parts)
     for rank, images in enumerate((12, 23)):  # of 12 and 12, one of which does not decode
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
         found = correspondence(Ranks(), index, size=32, resize=32)

@@ -18,10 +18,10 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from eagleray.base.errors import Outage
+from eagleray.base.errors import Outage, hide_secrets
 from eagleray.base.files import JsonLines
 from eagleray.runs import tracking as track
-from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing, shown
+from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing
 
 # A server in memory that fails when it is told to, before or after it has done what it was asked.
 
@@ -207,7 +207,7 @@ def test_a_finished_run_sends_what_is_missing_and_then_asks_nothing(
     history.close("FINISHED", [tmp_path / "recipe.yaml"])
     assert 0.9 < time.monotonic() - began < 10
     assert "MLflow at http://server does not answer; it lacks the steps after 0, and recipe.yaml" in caplog.text
-    assert "the same command sends what is missing" in caplog.text
+    assert "the same command sends the rest" in caplog.text
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 4, "linear/top1": 9.0, "health": []}))
     memory.failing = lambda: False
     send_missing(tmp_path, Tracking("http://me:hidden@server"), {"seed": 0})
@@ -281,7 +281,7 @@ def test_parent_and_child(memory: Memory, tmp_path: Path):
     ],
 )
 def test_addresses_are_shown_without_passwords(text: str, expected: str):
-    assert shown(text) == expected
+    assert hide_secrets(text) == expected
     assert "secret" not in repr(Tracking("http://me:secret@host"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, hide_secrets
 from eagleray.base.files import read_lines
 from eagleray.engine.export import snippet
 from eagleray.models.backbone import Backbone
@@ -129,6 +129,6 @@ def address(out: "str | Path | Run") -> str:
 def history(tracking: str) -> str:
     """Return the command that opens MLflow's pages, or their address where a server already shows them."""
     if not tracking.startswith("sqlite:"):
-        return track.shown(tracking)
+        return hide_secrets(tracking)
     here = Path(os.path.relpath(sys.executable)).parent / "mlflow"
     return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"

@@ -9,14 +9,14 @@ from types import TracebackType
 from typing import Any
 
 from eagleray.base import files
-from eagleray.base.errors import Futile, Outage, UserError
+from eagleray.base.errors import Futile, Outage, UserError, one_line
 from eagleray.base.files import JsonLines, read_lines
 from eagleray.engine import checkpoint
 from eagleray.runs import layout, remote
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.plots import draw
-from eagleray.runs.tracking import RESULTS, MLflow, Tracking, one_line
+from eagleray.runs.tracking import RESULTS, MLflow, Tracking
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)

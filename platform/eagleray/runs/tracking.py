@@ -1,7 +1,6 @@
-"""Send a run's history to MLflow, if it is installed.
+"""Send a run's history to MLflow, if it is installed. Training never waits for it.
 
-Training never waits for MLflow. Records that a server did not receive while it was away are sent when it is back.
-"""
+Records that a server did not receive while it was away are sent when it is back."""
 
 import contextlib
 import getpass
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.errors import Outage
+from eagleray.base.errors import Outage, hide_secrets, one_line
 from eagleray.base.files import read_lines, write_atomic
 from eagleray.runs import layout, remote
 from eagleray.runs.mlflow_db import make_database
@@ -105,7 +104,7 @@ class MLflow:
             self.given_up.set()
             log.warning(
                 "MLflow at %s does not answer; it lacks the steps after %d%s; the same command sends the rest",
-                shown(self.uri),
+                hide_secrets(self.uri),
                 self.run.latest.get("loss", 0),
                 f", and {', '.join(f.name for f in files)}" if files else "",
             )
@@ -117,13 +116,13 @@ class MLflow:
             try:
                 self.run.open()
                 if away:
-                    log.info("MLflow at %s answers again", shown(self.uri))
+                    log.info("MLflow at %s answers again", hide_secrets(self.uri))
                 pause, away = 0.5, False
                 return self._serve()
             except ImportError:
                 return log.warning("mlflow is not installed: metrics go to metrics.jsonl alone")
             except Exception as e:
-                place, why = shown(self.uri), one_line(e)
+                place, why = hide_secrets(self.uri), one_line(e)
                 if not self.uri.startswith(("http:", "https:", *DATABASES)):
                     return log.warning("MLflow at %s cannot be used, metrics go to metrics.jsonl alone: %s", place, why)
                 if not away:
@@ -277,7 +276,7 @@ class Run:
 
     def _remember(self, known: Mapping[str, str]) -> None:
         assert self.note is not None
-        write_atomic(self.note, json.dumps({"uri": shown(self.tracking.uri), **known}))
+        write_atomic(self.note, json.dumps({"uri": hide_secrets(self.tracking.uri), **known}))
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is created if it is missing. With an SQLite file its artifacts lie
@@ -300,7 +299,7 @@ class Run:
 def noted(note: Path, uri: str) -> dict[str, str]:
     """Return what the note file says about the run on this server; nothing when the run is on another server."""
     known = json.loads(note.read_text()) if note.exists() else {}
-    return known if shown(known.get("uri", "")) == shown(uri) else {}
+    return known if hide_secrets(known.get("uri", "")) == hide_secrets(uri) else {}
 
 
 def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
@@ -345,7 +344,7 @@ def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: 
     that fails, else an empty text. The server is asked once, without retries."""
     known = noted(note, tracking.uri)
     if "run_id" not in known:
-        return f"the run was not tracked at {shown(tracking.uri)}"
+        return f"the run was not tracked at {hide_secrets(tracking.uri)}"
     configure(REPLY)
     run = Run(tracking, None, "", {})
     run.id = known["run_id"]
@@ -358,7 +357,7 @@ def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: 
     except ImportError:
         return "mlflow is not installed"
     except Exception as e:  # of the client, of the network, of the server
-        return f"{shown(tracking.uri)}: {one_line(e)}"
+        return f"{hide_secrets(tracking.uri)}: {one_line(e)}"
     return ""
 
 
@@ -372,7 +371,7 @@ def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
             raise Transient(one_line(e)) from None
 
     try:
-        call_with_retries(f"MLflow at {shown(tracking.uri)}", attempt, patience=PATIENCE)
+        call_with_retries(f"MLflow at {hide_secrets(tracking.uri)}", attempt, patience=PATIENCE)
     except Outage as e:
         raise Outage(f"{e}; run the same command again to send the rest") from None
 
@@ -395,20 +394,7 @@ def name(metric: str) -> str:
     return re.sub(r"[^\w./ :-]", "_", metric)[:250]
 
 
-def shown(text: str) -> str:
-    """Return a text without the users and passwords in its URLs."""
-    return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(?i)((?:password|token|secret)=)[^&\s]+", r"\1...", text))
-
-
-def one_line(error: Exception) -> str:
-    """Return an error as one line, with the cause that a message of urllib3 hides."""
-    text = shown(" ".join(str(error).split()))
-    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # what urllib3 wraps in three lines
-    return cause[1] if cause else text[:300]
-
-
 def tracking_of(out: str) -> Tracking:
-    """Return where the history of the run in `out` is sent: MLFLOW_TRACKING_URI, or else a database beside the run's
-    folder."""
+    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to a database beside the run's folder."""
     uri = tracking_uri(remote.view_dir(out), os.environ.get("MLFLOW_TRACKING_URI"))
     return Tracking(uri, name=out.rpartition("/")[2])

@@ -13,7 +13,7 @@ from typing import Any
 from eagleray import config
 from eagleray.base import files
 from eagleray.base.console import out, stop_on_signal
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, hide_secrets, one_line
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
 from eagleray.runs import layout, metrics, remote
@@ -23,7 +23,7 @@ from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import span
-from eagleray.runs.tracking import Tracking, one_line, tracking_uri
+from eagleray.runs.tracking import Tracking, tracking_uri
 from eagleray.sweeps import plots
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, write_best, write_table
@@ -111,7 +111,7 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
         try:
             track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", told, written)
         except Exception as e:
-            out.print(f"warning: MLflow at {track.shown(tracking.uri)}: {one_line(e)}", markup=False)
+            out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
     conclude(study, written)
     rows = list(study.rows.values())
     return {"out": str(study.folder), "best": best, "trials": rows, "finished": done}
@@ -128,7 +128,7 @@ def parent(study: Study) -> Tracking:
         made = track.parent_run(Tracking(uri), study.folder / layout.MLFLOW, study.folder.name, params)
         return Tracking(uri, parent=made)
     except Exception as e:
-        out.print(f"warning: MLflow at {track.shown(uri)}: {one_line(e)}", markup=False)
+        out.print(f"warning: MLflow at {hide_secrets(uri)}: {one_line(e)}", markup=False)
         return Tracking(uri)
 
 

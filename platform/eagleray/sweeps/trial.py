@@ -12,7 +12,7 @@ import torch
 
 from eagleray import config
 from eagleray.base import files
-from eagleray.base.errors import Outage, UserError
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.base.files import read_lines
 from eagleray.cluster import ray_train
 from eagleray.config import plugins
@@ -23,7 +23,7 @@ from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe, span
 from eagleray.runs.run_dir import finished
-from eagleray.runs.tracking import Tracking, one_line
+from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.sweep import put
 
 POLL = 0.2  # seconds between two reads of a run's metrics
