@@ -197,10 +197,11 @@ class Stream:
         for pixels, view, v in zip(crops, self.views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
-        seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=lane_run.epoch, sample=key)
-        for pixels, view, row_of_seeds in zip(crops, self.views.views, seeds.tolist(), strict=True):
-            for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
-                operate(name, pixels, operation_seed)
+        if self.views.operations:
+            seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=lane_run.epoch, sample=key)
+            for pixels, view, row_of_seeds in zip(crops, self.views.views, seeds.tolist(), strict=True):
+                for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
+                    operate(name, pixels, operation_seed)
         part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 

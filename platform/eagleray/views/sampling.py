@@ -56,6 +56,7 @@ class Views:
     size: NDArray[np.int64]  # (V,)
     erasing: NDArray[np.float64]  # (V,)
     needs_extra: bool  # whether some view needs more than `uniforms`
+    operations: int  # O, the largest number of plug-in operations of a view
 
     @classmethod
     def of(cls, views: Sequence[View]) -> "Views":
@@ -70,34 +71,32 @@ class Views:
             np.array([x.size for x in v]),
             np.array([x.erasing for x in v]),
             any(x.erasing or x.randaugment for x in v),
+            max((len(x.operations) for x in v), default=0),
         )
+
+
+def generator(stream: int, *, seed: int, epoch: int, sample: int) -> np.random.Generator:
+    """Return one of the independent generators of a sample, which differ in their number `stream`."""
+    key = np.array([seed, (epoch << 40) | sample], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, stream]))
 
 
 def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
     """Draw the numbers (V, WIDTH) in [0, 1) that decide the crops and colours of a sample's views."""
-    key = np.array([seed, (epoch << 40) | sample], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random((views, WIDTH))
+    return generator(0, seed=seed, epoch=epoch, sample=sample).random((views, WIDTH))
 
 
 def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
     """Draw the numbers (V, EXTRA_WIDTH) in [0, 1) for erasing and RandAugment; (V, 0) where no view needs them."""
     if not v.needs_extra:
         return np.empty((len(v.views), 0))
-    key = np.array([seed, (epoch << 40) | sample], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 1])).random((len(v.views), EXTRA_WIDTH))
+    return generator(1, seed=seed, epoch=epoch, sample=sample).random((len(v.views), EXTRA_WIDTH))
 
 
 def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
-    """Draw a seed below 2**63 for every plug-in operation of every view, (V, O); (V, 0) where no view has operations.
-
-    O is the largest number of operations of a view.
-    """
-    count = max(len(x.operations) for x in v.views)
-    if not count:
-        return np.empty((len(v.views), 0), np.int64)
-    key = np.array([seed, (epoch << 40) | sample], np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, 2]))
-    return generator.integers(2**63, size=(len(v.views), count), dtype=np.int64)
+    """Draw a seed below 2**63 for every plug-in operation of every view, (V, O), O as in Views."""
+    drawn = generator(2, seed=seed, epoch=epoch, sample=sample)
+    return drawn.integers(2**63, size=(len(v.views), v.operations), dtype=np.int64)
 
 
 def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
