@@ -21,7 +21,7 @@ Data = bytes | memoryview
 
 @dataclass
 class DropCount:
-    """How many images were left out for one reason, and the keys of some of them."""
+    """The number of images that were left out for one reason, and the keys of some of them."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)

@@ -63,7 +63,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, so that `save` would wait for it."""
+        """Return whether a checkpoint is being written, so that `save` would wait for it."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, state: dict[str, Any]) -> None:

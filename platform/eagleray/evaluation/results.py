@@ -55,7 +55,7 @@ class Result:
     asked: Mapping[str, Any] = field(default_factory=dict)  # its settings before it ran
 
     def twin(self, other: "Result") -> bool:
-        """Whether two results differ in nothing but the weights of the backbone."""
+        """Return whether two results differ in nothing but the weights of the backbone."""
         names = ("protocol", "architecture", "data_digest")
         same = all(getattr(self, n) == getattr(other, n) for n in names)
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)

@@ -41,7 +41,7 @@ class Target:
 
     @property
     def untrained(self) -> bool:
-        """Whether the weights are random instead of trained."""
+        """Return whether the weights are random instead of trained."""
         return self.name.startswith(UNTRAINED)
 
     @property

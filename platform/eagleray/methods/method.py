@@ -30,7 +30,7 @@ class Method(nn.Module):
     """The smallest and the largest number of views that the method works with."""
 
     supervised: ClassVar[bool] = False
-    """Whether the method learns from the labels of the training set. Such a run is evaluated by its own classifier."""
+    """True if the method learns from the labels of the training set. Its own classifier then evaluates the run."""
 
     may_change: ClassVar[tuple[str, ...]] = ()
     """The keys of the `method` section that may have another value when a run is continued. All others identify it."""

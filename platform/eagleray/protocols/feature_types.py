@@ -51,7 +51,7 @@ def check(backbone: Backbone, kind: str, size: int) -> None:
 
 
 def has(backbone: Backbone, kind: str, size: int) -> bool:
-    """Whether the backbone has features of type `kind` for square images of `size` pixels."""
+    """Return whether the backbone has features of type `kind` for square images of `size` pixels."""
     try:
         check(backbone, kind, size)
     except UserError:
@@ -99,8 +99,9 @@ def block_vector(model: Any, tokens: Tensor) -> Tensor:
 
 
 def has_class_token(model: Any, tokens: Tensor) -> bool:
-    """Whether the first of the tokens (B, N, C) stands for the whole image: a class token, or ViL's global token of a
-    stage."""
+    """Return whether the first of the tokens (B, N, C) stands for the whole image.
+
+    It does so if it is a class token, or ViL's global token of a stage."""
     if getattr(model, "cls_token", None) is not None:
         return True
     return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1

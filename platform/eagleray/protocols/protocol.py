@@ -55,7 +55,7 @@ class Protocol:
 
     @property
     def frozen(self) -> bool:
-        """Whether the protocol works on frozen features, which are extracted once for all such protocols."""
+        """Return whether the protocol works on frozen features, which are extracted once for all such protocols."""
         return not {"labels", "suite"}.isdisjoint(self.needs)
 
     @property
@@ -97,7 +97,7 @@ class Protocol:
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a value of this type can be written on the command line, which is not the case for a function or a
+    """Return whether a value of this type can be written on the command line, which is not the case for a function or a
     tensor."""
     try:
         TypeAdapter(hint).json_schema()

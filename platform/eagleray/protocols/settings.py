@@ -12,7 +12,7 @@ EPOCHS = 100  # of the linear probe where a recipe sets none
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Evaluate:
-    """How kNN and the linear probe evaluate the backbone of a run."""
+    """The settings with which kNN and the linear probe evaluate the backbone of a run."""
 
     every: NonNegativeInt = 0  # epochs between kNN evaluations during training; 0: at the end only
     size: PositiveInt = 224  # pixels, centre crop

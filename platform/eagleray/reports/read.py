@@ -27,7 +27,7 @@ PARTS = ("method", "backbone", "data", "optim", "evaluate")  # of a recipe, read
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run's folder hold; where a file is missing, its field is empty."""
+    """The contents of the files in a run's folder; where a file is missing, its field is empty."""
 
     out: str  # the folder or URL where the run is kept
     folder: Path  # on this machine

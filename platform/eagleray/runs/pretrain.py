@@ -49,7 +49,7 @@ class Stateful(NamedTuple):
 
 
 class RankRun(NamedTuple):
-    """What one rank needs to train a run."""
+    """The objects that one rank needs to train a run."""
 
     plan: Plan
     world: World

@@ -85,7 +85,7 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Watch:
-    """How the run watches itself: see docs/health.md."""
+    """The settings with which a run monitors itself, described in docs/health.md."""
 
     every: PositiveInt = 50  # steps between looks
     bank: PositiveInt | None = (

@@ -49,7 +49,7 @@ def tracking_uri(out: Path, uri: str | None) -> str:
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run's history is sent in MLflow, and under which name."""
+    """The MLflow server that a run's history is sent to, and the name of the run there."""
 
     uri: str = field(repr=False)  # may hold a password
     parent: str | None = None  # id of the run that this one is shown under

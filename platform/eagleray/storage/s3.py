@@ -49,7 +49,7 @@ class S3Store:
 
     @property
     def anonymous(self) -> bool:
-        """Whether requests are sent without credentials."""
+        """Return whether requests are sent without credentials."""
         from botocore import UNSIGNED
 
         return self.client().meta.config.signature_version is UNSIGNED

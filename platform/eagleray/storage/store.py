@@ -173,7 +173,7 @@ class Pattern:
 
     @property
     def is_glob(self) -> bool:
-        """Whether the pattern may select several files."""
+        """Return whether the pattern may select several files."""
         return not self.name or any(c in self.name for c in "*?[")
 
     def matches(self, name: str) -> bool:

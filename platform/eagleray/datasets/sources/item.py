@@ -66,7 +66,7 @@ def table(items: Iterable[Item]) -> pa.Table:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is an image, judged by its name.
+    """Return whether a file is an image, judged by its name.
 
     Names that begin with a dot, such as `._photo.jpg`, belong to leftovers of an operating system and do not count.
     """

@@ -8,7 +8,9 @@ from eagleray.storage import store
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """What to read, where to write it, and how; the defaults are those of the command line."""
+    """The settings of `eagleray prepare`: its source, its destination and how to write the shards.
+
+    The defaults are those of the command line."""
 
     source: str
     origin: str

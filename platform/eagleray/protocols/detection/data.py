@@ -176,12 +176,12 @@ def problems(tree: Any) -> Iterator[str]:
 
 
 def is_numbers(value: Any, least: int) -> bool:
-    """Whether a value is a list of at least `least` numbers."""
+    """Return whether a value is a list of at least `least` numbers."""
     return isinstance(value, list) and len(value) >= least and all(isinstance(v, int | float) for v in value)
 
 
 def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
-    """Whether a value is a mask of an image of `size`: polygons of 3 or more points, or runs that cover the image."""
+    """Return whether a value is a mask of an image of `size`: polygons of 3 or more points, or runs that cover it."""
     if isinstance(segmentation, dict):
         counts: Any = segmentation.get("counts")
         whole = isinstance(counts, str) or (is_numbers(counts, 1) and sum(counts) == size[0] * size[1])
