@@ -1,7 +1,7 @@
-"""Defines the constrained numbers of recipes: fractions, numbers of classes and sizes in bytes."""
+"""Defines the constrained numbers of recipes: fractions, numbers of classes, sizes in bytes and number formats."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -17,3 +17,4 @@ def _bytes(value: Any) -> Any:
 Share = Annotated[float, Field(ge=0, le=1)]
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0), BeforeValidator(_bytes)]
+Format = Literal["auto", "bf16", "fp16", "fp32"]  # of the numbers that a network computes with; auto: by the device

@@ -10,6 +10,7 @@ from eagleray.base import dist
 from eagleray.base.errors import PluginError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.queue import Memory
 
@@ -35,13 +36,16 @@ def fit(
     clip_each: bool = False,
     seed: int = 0,
     wrap: Callable[[Method], nn.Module] = lambda method: method,
+    precision: Precision | None = None,
 ) -> Iterator[Step]:
     """Train on `batches` and yield after each optimiser step, so that the caller can log, save and evaluate.
 
-    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1.
+    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. Without a
+    `precision` the step computes in the one that suits the device.
     """
     model = wrap(method)
     device = next(method.parameters()).device
+    precision = precision or Precision.of("auto", device)
     params = [p for p in method.parameters() if p.requires_grad]
     buffers = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
     for at, batch in batches:
@@ -52,19 +56,22 @@ def fit(
         before = [b.clone() for b in buffers]  # such as centres and batch norm statistics
         torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path must be the same after a restart
 
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with precision.autocast():
             out = model(batch, at)
         if not isinstance(out, dict) or "loss" not in out:
             what = f"the keys {sorted(out)}" if isinstance(out, dict) else f"a {type(out).__name__}"
             raise PluginError(f"{type(method).__name__}.forward returned {what}, expected a dict with `loss`")
         share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
-        (out["loss"] * share).backward()
+        precision.scale(out["loss"] * share).backward()
 
         live = [i for i, p in enumerate(params) if p.grad is not None]
-        norms = clip_([params[i].grad for i in live], clip, each=clip_each)  # type: ignore[misc]
+        grads: list[Tensor] = [params[i].grad for i in live]  # type: ignore[misc]
+        precision.unscale_(grads)
+        norms = clip_(grads, clip, each=clip_each)
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
-        optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # stays on the device, which nothing waits for
+        overflow = skipped.float()
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # stays on the device, which nothing waits for
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -72,7 +79,9 @@ def fit(
         for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(torch.where(skipped, old, buffer))
 
-        values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": skipped.float()}
+        values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": overflow}
+        values |= precision.values()
+        precision.update(overflow)
         if len(live) < len(params):
             norms = norms.new_zeros(len(params)).index_copy(0, torch.tensor(live, device=device), norms)
         yield Step(at, batch, values, norms)

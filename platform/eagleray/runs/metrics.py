@@ -20,7 +20,7 @@ class Metric(NamedTuple):
         return self.about or self.label
 
 
-LOSS, LR, GRAD_NORM = "loss", "lr", "grad_norm"
+LOSS, LR, GRAD_NORM, LOSS_SCALE = "loss", "lr", "grad_norm", "loss_scale"
 IMAGES_PER_S, DATA_WAIT, GOODPUT = "images_per_s", "data_wait", "goodput"
 BAD_SAMPLES, SKIPPED_STEPS, RESTARTS, SECONDS_LOST = "bad_samples", "skipped_steps", "restarts", "seconds_lost"
 STEPS_REPEATED, WALL_SECONDS = "steps_repeated", "wall_seconds"
@@ -50,6 +50,7 @@ METRICS = {
         Metric(LR, "learning rate", "Learning rate of the last step", compared=True, gauge="learning_rate"),
         Metric(GRAD_NORM, "gradient norm", "Norm of all gradients together, before clipping", compared=True,
                log_axis=True, gauge="gradient_norm"),
+        Metric(LOSS_SCALE, "loss scale", "Factor of the loss in float16", log_axis=True),
         Metric("health/backbone_std", "spread of the backbone", "", "higher", "look", compared=True),
         Metric("health/backbone_rank", "rank of the backbone", "Effective rank of the backbone's features", "higher",
                "look", compared=True, gauge="backbone_rank"),

@@ -17,6 +17,8 @@ from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint
 from eagleray.engine.export import to_timm
 from eagleray.engine.loop import Step, fit
+from eagleray.engine.numerics import numerics
+from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.methods.method import Classifier, Method
 from eagleray.protocols.classifier import classifier
@@ -46,6 +48,7 @@ class Stateful(NamedTuple):
     method: Method
     optimizer: torch.optim.Optimizer
     monitor: Monitor
+    precision: Precision
 
 
 class RankRun(NamedTuple):
@@ -68,13 +71,17 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     Returns the summary, or None when the run was asked to stop before its end. `command` is the time at which the
     user's command started, in seconds since 1970. Raises UserError, Outage and Preempted.
     """
+    precision = Precision.of(recipe.precision, world.device)
     params = config.flatten(config.to_plain(recipe))
     keep = recipe.checkpoint.keep
-    with RunDir(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder:
+    with (
+        numerics(precision, deterministic=recipe.deterministic),
+        RunDir(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder,
+    ):
         dist.gather_objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
         plan = make_plan(recipe, patience=60 * recipe.data.patience)
         state = newest_checkpoint(folder, recipe)
-        stateful = build_stateful(plan, world, pretrained_weights=state is None)
+        stateful = build_stateful(plan, world, precision, pretrained_weights=state is None)
         state = load_checkpoint(state, stateful)
         step = folder.begin(state["step"], world.size)
         view = RunView(recipe, stateful.method, recipe.out or "", world.rank, world.size, world.device, plan.steps)
@@ -90,7 +97,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         return finish(run, step)
 
 
-def build_stateful(plan: Plan, world: World, *, pretrained_weights: bool) -> Stateful:
+def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained_weights: bool) -> Stateful:
     """Build method, optimiser and monitor on the rank's device. With `pretrained_weights` the backbone starts from
     `backbone.weights`."""
     source = plan.recipe.backbone.weights if pretrained_weights else None
@@ -99,7 +106,7 @@ def build_stateful(plan: Plan, world: World, *, pretrained_weights: bool) -> Sta
     method.to(world.device)
     world.synchronise(method)
     optimizer = build_optimizer(plan.recipe, method)
-    return Stateful(method, optimizer, build_monitor(plan, method, optimizer))
+    return Stateful(method, optimizer, build_monitor(plan, method, optimizer), precision)
 
 
 def build_monitor(plan: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
@@ -130,7 +137,7 @@ def train(run: RankRun, start: int) -> int:
     step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
     cadence = Cadence(plan, start)
     batches = step_log.feed(loader, start)
-    for taken in optimizer_steps(plan.recipe, world, stateful.method, stateful.optimizer, batches):
+    for taken in optimizer_steps(plan.recipe, world, stateful.method, stateful.optimizer, batches, stateful.precision):
         step = taken.at.step + 1
         step_log.add(taken)
         folder.callbacks("step", taken)
@@ -171,8 +178,10 @@ def optimizer_steps(
     method: Method,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Progress, Batch]],
+    precision: Precision | None = None,
 ) -> Iterator[Step]:
-    """Train on these batches with the recipe's settings, and yield each optimiser step."""
+    """Train on these batches with the recipe's settings, and yield each optimiser step. Raises UserError when the
+    device does not compute in the recipe's precision."""
     o = recipe.optim
     return fit(
         method,
@@ -184,6 +193,7 @@ def optimizer_steps(
         clip_each=o.clip_each,
         seed=recipe.seed,
         wrap=world.wrap,
+        precision=precision or Precision.of(recipe.precision, world.device),
     )
 
 
@@ -218,7 +228,7 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful) -> dict[st
     if state is None:
         return {"step": 0, "seconds": 0.0, "useful": 0.0}
     for name, part in stateful._asdict().items():
-        part.load_state_dict(state[name])
+        part.load_state_dict(state.get(name, {}) if name == "precision" else state[name])  # older ones lack it
     return state
 
 

@@ -19,7 +19,7 @@ from eagleray.config import plugins as loading
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Sources
-from eagleray.config.types import Bytes, Share
+from eagleray.config.types import Bytes, Format, Share
 from eagleray.config.view import View
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
@@ -117,6 +117,9 @@ class Recipe:
     out: str | None = None  # folder of the run, or s3:// URL; None: runs/<recipe name>
     # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
+    # auto: bf16 on an accelerator that has it, fp16 on one that has not, fp32 on a CPU
+    precision: Annotated[Format, Field(exclude_if=lambda name: name == "auto")] = "auto"
+    deterministic: Annotated[bool, Field(exclude_if=lambda on: not on)] = False  # bit-equal continuation on a GPU
     gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
     max_steps: PositiveInt | None = None  # stop early, without changing any schedule
     # The user's own files and modules, with digests of their source; a recipe lists their names alone.
@@ -126,6 +129,7 @@ class Recipe:
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "data.workers", "data.bad_limit", "data.test")
+OPERATION += ("precision", "deterministic")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
 

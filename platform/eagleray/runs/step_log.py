@@ -128,13 +128,16 @@ class StepLog:
         self.folder.note_findings(found)
         for finding in found if self.world.rank == 0 else ():
             self.world.show(asdict(finding), self.p.steps)
-        self._check(at, table[:, names.index("skipped")].tolist())
+        failed = table[:, names.index("skipped")]
+        if metrics.LOSS_SCALE in names:  # above 1 the gradient may have overflowed float16, which a smaller scale cures
+            failed = failed * (table[:, names.index(metrics.LOSS_SCALE)] < 1)
+        self._check(at, failed.tolist())
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
         return record
 
     def _check(self, at: Progress, skipped: list[float]) -> None:
-        """Write the images of skipped steps to skipped.jsonl. Raises UserError when too many steps in a row were
-        skipped."""
+        """Write the images of steps without a finite gradient to skipped.jsonl. Raises UserError when there
+        are too many of them in a row."""
         first = at.step + 1 - len(skipped)
         for i, skip in enumerate(skipped):
             self.skips = self.skips + 1 if skip > 0.5 else 0

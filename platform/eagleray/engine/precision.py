@@ -1,0 +1,101 @@
+"""The number format of a training step: float32, bfloat16, or float16 with a scaled loss (Micikevicius et al. 2018,
+arXiv:1710.03740).
+
+Parameters, gradients and moments are float32 in each of them; PyTorch's autocast picks the operations that are not.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagleray.base.errors import UserError
+from eagleray.config.types import Format
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Of torch.amp.GradScaler: the scale doubles after so many steps without an overflow, and halves after each overflow.
+START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+def compute_dtype(choice: Format, device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products on a device.
+
+    `auto` is bfloat16 on an accelerator that has it, float16 on one that has not (V100, T4), and float32 on a CPU.
+    Raises UserError for a format that the device does not compute in.
+    """
+    if choice == "auto":
+        choice = "fp32" if device.type == "cpu" else "bf16" if has_bfloat16(device) else "fp16"
+    elif choice == "fp16" and device.type == "cpu":
+        raise UserError("precision=fp16: a CPU trains in fp32 or, more slowly, in bf16; expected auto, fp32 or bf16")
+    elif choice == "bf16" and not has_bfloat16(device):
+        raise UserError(f"precision=bf16: this {device.type} device has no bfloat16; expected auto, fp16 or fp32")
+    return DTYPES[choice]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device computes in bfloat16. A CPU does, if slowly."""
+    # CUDA says True of a V100 unless told not to count emulation.
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return supported is None or bool(supported(including_emulation=False))
+
+
+def autocast(device: torch.device, choice: Format = "auto") -> torch.autocast:
+    """Return the context in which a network runs on a device. Raises UserError as `compute_dtype` does."""
+    return _autocast(device, compute_dtype(choice, device))
+
+
+def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    half = dtype != torch.float32
+    return torch.autocast(device.type, dtype if half else torch.bfloat16, enabled=half)
+
+
+class Precision:
+    """The dtype of a run's products and, for float16, the factor by which its loss is scaled.
+
+    Float16 has no numbers below 6e-8, where many gradients lie, so the gradients of the scaled loss are computed and
+    then divided by the scale. Where they overflow, the step is skipped. No method waits for the device.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.scaled = dtype == torch.float16
+        self.loss_scale = torch.full((), START, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # since the last change of the scale
+
+    @classmethod
+    def of(cls, choice: Format, device: torch.device) -> "Precision":
+        """Return the precision that a recipe asks for. Raises UserError as `compute_dtype` does."""
+        return cls(compute_dtype(choice, device), device)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of the forward pass and the loss."""
+        return _autocast(self.device, self.dtype)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to compute gradients of."""
+        return loss * self.loss_scale if self.scaled else loss
+
+    def unscale_(self, grads: Sequence[Tensor]) -> None:
+        """Divide the gradients by the scale, in place."""
+        if self.scaled:
+            torch._foreach_mul_(list(grads), self.loss_scale.reciprocal())
+
+    def update(self, overflow: Tensor) -> None:
+        """Adapt the scale after a step; `overflow` () is 1.0 where its gradients were not finite, else 0.0."""
+        if self.scaled:
+            torch._amp_update_scale_(self.loss_scale, self.good_steps, overflow, GROWTH, BACKOFF, INTERVAL)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return what is logged of a step: the scale of its loss, if it had one."""
+        return {"loss_scale": self.loss_scale.clone()} if self.scaled else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and its counter, or nothing where the loss is not scaled."""
+        return {"loss_scale": self.loss_scale, "good_steps": self.good_steps} if self.scaled else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the scale of a checkpoint. One of a run in another precision has none."""
+        for name in state if self.scaled else ():
+            getattr(self, name).copy_(state[name])
