@@ -20,6 +20,16 @@ def stages(model: Any) -> list[nn.Module]:
     return parts
 
 
+def blocks(model: Any) -> list[nn.Module]:
+    """Return the blocks of all stages, first to last. Raises UserError for a model that has neither."""
+    out: list[nn.Module] = []
+    for part in stages(model):
+        inner = getattr(part, "blocks", part)
+        members = list(inner) if isinstance(inner, nn.Sequential | nn.ModuleList) else [part]
+        out += [m for m in members if next(m.children(), None) is not None]  # not the layers between stages
+    return out
+
+
 def widths(model: Any) -> list[int]:
     """Return the channels of each stage's or block's output."""
     if hasattr(model, "dims"):

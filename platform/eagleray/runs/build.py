@@ -11,6 +11,7 @@ from eagleray.config.schedule import Schedule
 from eagleray.engine import optim
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
+from eagleray.models.checkpointing import checkpoint_blocks
 from eagleray.models.weights import Weights, fill
 from eagleray.runs import contract
 from eagleray.runs.recipe import Recipe
@@ -34,6 +35,8 @@ def build_backbone(recipe: Recipe) -> Backbone:
     network.micro_batch = size = recipe.optim.micro_batch
     if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
+    if recipe.optim.checkpointing:
+        checkpoint_blocks(network.model)
     return network
 
 

@@ -28,6 +28,7 @@ from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
 from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
+from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan, make_plan
@@ -90,7 +91,8 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         run = RankRun(plan, world, folder, stateful, Clock(time.monotonic() - state["seconds"], state["useful"]))
         log.info("%s", describe(run))
         if step < plan.steps:
-            step = train(run, step)
+            with explain_exhaustion(recipe, run.method, world.size):
+                step = train(run, step)
         if step < plan.steps:
             log.info("stopped at step %d of %d; the same command continues", step, plan.steps)
             return None
@@ -202,7 +204,8 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
     the scores."""
     record = step_log.flush(at, run.plan.lr(at))
     if evaluation:
-        scores = evaluate_online(run)
+        with explain_exhaustion(run.plan.recipe, run.method, run.world.size, evaluating=True):
+            scores = evaluate_online(run)
         run.folder.callbacks("evaluation", scores)
         record |= scores
         step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
@@ -251,7 +254,8 @@ def save_checkpoint(run: RankRun, step: int) -> None:
 def finish(run: RankRun, step: int) -> dict[str, Any]:
     """Evaluate and export the backbone, then write and return the run's summary."""
     plan = run.plan
-    scores = evaluate_final(run)
+    with explain_exhaustion(plan.recipe, run.method, run.world.size, evaluating=True):
+        scores = evaluate_final(run)
     run.folder.callbacks("evaluation", scores)
     if run.world.rank == 0:
         to_timm(run.method.export(), plan.recipe.backbone, run.folder.path / layout.EXPORT)

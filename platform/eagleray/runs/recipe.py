@@ -71,6 +71,8 @@ class Optim:
     micro_batch: PositiveInt | None = (
         None  # images in the backbone at once on each rank, with the gradient of all; None: all
     )
+    # Each block of the backbone keeps only its input and computes the rest again in the backward pass.
+    checkpointing: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     epochs: PositiveInt = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
     lr_images: PositiveInt | None = None  # lr.value is for a batch of this size and scales linearly; None: as it is
@@ -128,7 +130,7 @@ class Recipe:
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
-OPERATION += ("optim.micro_batch", "data.workers", "data.bad_limit", "data.test")
+OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("precision", "deterministic")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
