@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Every GPU test and benchmark on a machine with one GPU, in under eight minutes; nothing is fetched.
+# Every GPU test and benchmark on a machine with a GPU, in under eight minutes; nothing is fetched.
 #
 #   benchmarks/gpu.sh          JSON lines to ${OUT:-benchmarks/results}/gpu.jsonl, what was printed on the way to gpu.log
 #   benchmarks/gpu.sh --cpu    the same commands with tiny sizes on a CPU, to see that they work
 #
-# Needs torch, torchvision, timm, numpy, pillow, pyarrow, pydantic and PyYAML; wheels in ./.whl are used where there are any.
+# It runs the GPU tests, a whole `pretrain` of every method, and ViT-S/16 and ViT-B/16 steps with synthetic and real input, in
+# each precision and with compilation. A part that fails has a line that says so, and the others go on. The table is last.
+# Wheels of missing packages are used from ./.whl, if there is such a folder.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results}
-END=460 # seconds after which nothing is started any more
+NEEDS="torch torchvision timm numpy PIL pyarrow pydantic yaml platformdirs braceexpand pytest"
+END=465 # seconds after which nothing is started any more
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
@@ -22,58 +25,94 @@ if compgen -G ".whl/*.whl" >/dev/null; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" .whl/*.whl 2>>"$log"
     export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
+missing=$(
+    "$PYTHON" - $NEEDS <<'END'
+import importlib.util
+import sys
+
+def absent(name):
+    try:
+        return importlib.util.find_spec(name) is None
+    except ImportError:
+        return True
+
+print(*filter(absent, sys.argv[1:]))
+END
+) || exit 2
+echo "needs $NEEDS${missing:+; missing: $missing}" >&2
+[ -z "$missing" ] || exit 2
 
 if [ "${1:-}" = --cpu ]; then
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
-    small="backbone.options={img_size: 32, patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}"
+    small="backbone.options={img_size: 32, patch_size: 8, embed_dim: 48, depth: 2, num_heads: 3}"
     steps=(--steps 2 --warmup 1 --batch 8 "$small" data.workers=2)
     dino=("views=[{size: 32, count: 2}, {size: 16, count: 8}]" method.prototypes=64 method.hidden=32)
-    mocov3=("views=[{size: 32, count: 2}]" method.hidden=64)
+    two=("views=[{size: 32, count: 2}]" method.hidden=64)
     shards=(--images 64 --distinct 4 --width 64 --height 48)
     loader=(--images 2 --rounds 1) photometric=(--images 2 --rounds 1)
     tests=(tests/devices/test_gpu.py)
+    methods=(--methods mocov3 dino)
+    base=("vitb16 optim.batch=4 data.lanes=4") large=() low=(bf16 fp32) compiled=()
+    ranks=0
 else
-    steps=(--steps 40 --warmup 15 data.workers=12)
-    dino=() mocov3=()
+    steps=(--steps 25 --warmup 10 data.workers=14 data.lanes=64)
+    dino=() two=()
     shards=(--images 4096 --distinct 128)
     loader=(--images 64) photometric=(--images 256)
     # Files with such tests only: others may import packages that are not here.
     mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     tests+=(-m gpu)
+    methods=()
+    base=("vitb16 backbone.name=vit_base_patch16_224 optim.batch=256")
+    large=("vitl16 backbone.name=vit_large_patch16_224 optim.batch=64")
+    low=(fp16 fp32) compiled=("compiled compile=true")
+    ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 fi
 
-# name, seconds it may take, command: its last line becomes the result. Status 124: it took longer.
+# name, seconds it may take, command. Every JSON object that it prints becomes a line; the last line does where there is none.
+# Status 124: it took longer.
 measure() {
-    local name=$1 limit=$2 begin=$SECONDS last="" status=skipped
+    local name=$1 limit=$2 begin=$SECONDS status=skipped line
     shift 2
+    : >"$work/printed"
     if ((SECONDS < END)); then
         ((limit < END - SECONDS)) || limit=$((END - SECONDS))
         printf '\n== %s: %s\n' "$name" "$*" >>"$log"
         timeout --kill-after=5 "$limit" "$@" >"$work/printed" 2>>"$log"
         status=$?
         cat "$work/printed" >>"$log"
-        last=$(tail -n 1 "$work/printed")
         ((status == 0)) && status=ok
     fi
-    [[ $last == "{"*"}" ]] || last="\"$(tr -cd '[:alnum:] .,=' <<<"$last")\""
-    printf '{"name": "%s", "status": "%s", "seconds": %d, "result": %s}\n' \
-        "$name" "$status" $((SECONDS - begin)) "$last" | tee -a "$lines" | cut -c 1-100 >&2
+    grep '^{.*}$' "$work/printed" >"$work/objects" || printf '"%s"\n' "$(tail -n 1 "$work/printed" | tr -cd '[:alnum:] .,=')" >"$work/objects"
+    while read -r line; do
+        printf '{"name": "%s", "status": "%s", "seconds": %d, "result": %s}\n' "$name" "$status" $((SECONDS - begin)) "$line" |
+            tee -a "$lines" | cut -c 1-100 >&2
+    done <"$work/objects"
 }
 
-step() { # name, seconds, recipe, more
-    local name=$1 limit=$2 recipe=benchmarks/recipes/$3.yaml
+step() { # name, seconds, recipe, keys of the recipe; then `--` and cases, each a name and keys
+    local name=$1 limit=$2 recipe=benchmarks/recipes/$3.yaml keys=() cases=()
     shift 3
-    measure "$name" "$limit" "$PYTHON" benchmarks/step.py "$recipe" "${steps[@]}" --json "$@"
+    while (($#)) && [ "$1" != -- ]; do keys+=("$1") && shift; done
+    shift || true
+    while (($#)); do cases+=(--case "$1") && shift; done
+    measure "$name" "$limit" "$PYTHON" benchmarks/step.py "$recipe" "${steps[@]}" --json "${keys[@]}" "${cases[@]}"
 }
 
 "$PYTHON" benchmarks/synthetic.py "$work/shards" "${shards[@]}" 2>>"$log"
 real=data.train=$work/shards
+precisions=()
+for name in "${low[@]}"; do precisions+=("$name precision=$name"); done
 
-measure tests 100 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}"
-step mocov3-synthetic 50 mocov3_vits16 --synthetic "${mocov3[@]}"
-step mocov3-real 60 mocov3_vits16 "$real" "${mocov3[@]}"
-step dino-synthetic 50 dino_vits16 --synthetic "${dino[@]}"
-step dino-real 70 dino_vits16 "$real" "${dino[@]}"
+measure methods 110 "$PYTHON" benchmarks/methods.py --json "${methods[@]}"
+((ranks < 2)) || measure methods-2-gpus 100 "$PYTHON" benchmarks/methods.py --json --ranks 2
+step mocov3 70 mocov3_vits16 --synthetic "${two[@]}" -- vits16 "${compiled[@]}" "${precisions[@]}" "${base[@]}"
+step mocov3-real 40 mocov3_vits16 "$real" "${two[@]}" -- vits16
+step dino 90 dino_vits16 --synthetic "${dino[@]}" -- vits16 "${compiled[@]}" "${base[@]}" "${large[@]}"
+step dino-real 50 dino_vits16 "$real" "${dino[@]}" -- vits16
+step simclr 40 simclr_vits16 --synthetic "${two[@]}" -- vits16 "${compiled[@]}"
+step simclr-real 40 simclr_vits16 "$real" "${two[@]}" -- vits16
+measure tests 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}"
 measure photometric 40 "$PYTHON" benchmarks/photometric.py --json "${photometric[@]}"
 measure loader 60 "$PYTHON" benchmarks/loader.py --json --data "$work/shards" "${loader[@]}"
 

@@ -9,15 +9,19 @@ forward_ms, backward_ms, clip_ms, optimizer_ms, ema_ms      its parts
 rest_ms             what is left of it: on a CPU the wait for data too, on a GPU whatever keeps the device from working
 data_wait           share of the time for which the loop, not the device, waited for its next batch
 peak_memory_mib     on a GPU what tensors took at most; on a CPU what the process did, program and data included
+
+With `--case "NAME key=value ..."`, once or more, the recipe is measured once for each case, with these keys added, and
+each case prints a line of its own with its name as `case`. A case that fails has an `error`, and the others go on.
 """
 
 import argparse
+import gc
 import itertools
 import math
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,14 +54,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="measured")
     parser.add_argument("--warmup", type=int, default=10, help="steps before")
     parser.add_argument("--batch", type=int, help="optim.batch; data.lanes becomes their greatest common divisor")
+    parser.add_argument("--case", action="append", help="a name and keys; see above")
     args = parser.parse_intermixed_args()
+    if not args.case:
+        with TemporaryDirectory() as out:
+            name, chosen = choose(args, args.items, out)
+            common.show({"recipe": name, **measure(chosen, args)}, as_json=args.json)
+        return
+    for case in args.case:
+        title, *keys = case.split(" ")
+        common.show({"case": title} | measure_case(args, [*args.items, *keys]), as_json=args.json)
+
+
+def measure_case(args: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of one case, or its error in one line."""
     with TemporaryDirectory() as out:
-        name, chosen = choose(args, out)
-        common.show({"recipe": name, **measure(chosen, args)}, as_json=args.json)
+        try:
+            name, chosen = choose(args, items, out)
+            return {"recipe": name, **measure(chosen, args)}
+        except Exception as e:  # of one case; a GPU that the others can use is worth theirs
+            return {"error": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
 
 
-def choose(args: argparse.Namespace, out: str) -> tuple[str, Recipe]:
-    items = list(args.items)
+def choose(args: argparse.Namespace, given: Sequence[str], out: str) -> tuple[str, Recipe]:
+    items = list(given)
     name = items.pop(0) if items and "=" not in items[0] else usual()
     batch = [f"optim.batch={args.batch}"] if args.batch else []
     chosen = recipe.load(name, [*items, *batch, "workers=0", f"out={out}"])

@@ -32,18 +32,32 @@ def picture(seed: int, *, width: int = 500, height: int = 375) -> bytes:
 
 
 def write(
-    folder: Path, *, images: int, distinct: int = 64, width: int = 500, height: int = 375, each: int = 1000
+    folder: Path,
+    *,
+    images: int,
+    distinct: int = 64,
+    width: int = 500,
+    height: int = 375,
+    each: int = 1000,
+    classes: int = 0,
 ) -> None:
-    """Shards of `each` images, every one of the `distinct` pictures in its turn: readers keep no picture, so one that
-    comes back costs what a new one does."""
+    """Write shards of `each` images, every one of the `distinct` pictures in its turn.
+
+    Readers keep no picture, so one that comes back costs what a new one does. With `classes`, each image has a label,
+    the number of its picture modulo `classes`.
+    """
     pictures = [picture(seed, width=width, height=height) for seed in range(min(distinct, images))]
     folder.mkdir(parents=True, exist_ok=True)
     for first in range(0, images, each):
         with tarfile.open(folder / f"shard-{first // each:06d}.tar", "w") as tar:
             for i in range(first, min(first + each, images)):
-                member = tarfile.TarInfo(f"{i:08d}.jpg")
-                member.size = len(pictures[i % len(pictures)])
-                tar.addfile(member, io.BytesIO(pictures[i % len(pictures)]))
+                files = {"jpg": pictures[i % len(pictures)]}
+                if classes:
+                    files["cls"] = str(i % len(pictures) % classes).encode()
+                for kind, data in files.items():
+                    member = tarfile.TarInfo(f"{i:08d}.{kind}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
 
 
 @contextmanager
@@ -62,8 +76,8 @@ def main() -> None:
     parser.add_argument("--distinct", type=int, default=64, help="different pictures among them")
     parser.add_argument("--width", type=int, default=500, help="pixels")
     parser.add_argument("--height", type=int, default=375, help="pixels")
-    args = parser.parse_args()
-    write(args.folder, images=args.images, distinct=args.distinct, width=args.width, height=args.height)
+    parser.add_argument("--classes", type=int, default=0, help="labels among them; 0: none")
+    write(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 COLUMNS = {
     "images/s": "images_per_s",
@@ -20,19 +21,31 @@ COLUMNS = {
 
 def main(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    print(f"{'':<18}{'status':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
-    for row in rows:
-        result = row["result"] if isinstance(row["result"], dict) else {}
+    results = [row["result"] if isinstance(row["result"], dict) else {"error": row["result"]} for row in rows]
+    print(f"{'':<24}{'status':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
+    for row, result in zip(rows, results, strict=True):
+        name = row["name"] + (f" {result['case']}" if "case" in result else "")
+        status = "failed" if "error" in result and row["status"] == "ok" else row["status"]
         values = [result.get(key, "") for key in COLUMNS.values()] if "step_ms" in result else []
-        print(f"{row['name']:<18}{row['status']:>8}" + "".join(f"{value:>10}" for value in values))
-    for row in rows:
-        if isinstance(row["result"], str):
-            print(f"{row['name']}: {row['result']}")
-        elif "step_ms" not in row["result"]:
-            print(f"{row['name']}: " + ", ".join(f"{k} {v}" for k, v in row["result"].items() if k != "machine"))
-    machines = [row["result"]["machine"] for row in rows if isinstance(row["result"], dict)]
+        print(f"{name:<24}{status:>8}" + "".join(f"{value:>10}" for value in values))
+    for row, result in zip(rows, results, strict=True):
+        if "methods" in result:
+            show_methods(row["name"], result["methods"])
+        elif "step_ms" not in result:
+            case = f" {result['case']}" if "case" in result else ""
+            words = (f"{k} {v}" for k, v in result.items() if k not in ("machine", "case"))
+            print(f"{row['name']}{case}: " + ", ".join(words))
+    machines = [result["machine"] for result in results if "machine" in result]
     if machines:
         print(", ".join(f"{k} {v}" for k, v in machines[0].items()))
+
+
+def show_methods(name: str, methods: dict[str, dict[str, Any]]) -> None:
+    """Print how many methods passed, and the error of each that did not."""
+    failed = {method: row["status"] for method, row in methods.items() if row["status"] != "ok"}
+    print(f"{name}: {len(methods) - len(failed)} of {len(methods)} passed")
+    for method, status in failed.items():
+        print(f"  {method}: {status}")
 
 
 if __name__ == "__main__":

@@ -141,16 +141,56 @@ def test_gpu_script_is_bash() -> None:
     subprocess.run(["bash", "-n", BENCHMARKS / "gpu.sh"], check=True)
 
 
+def test_gpu_script_names_what_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
+    """The bare machine of these tests lacks one package more."""
+    (tmp_path / "sitecustomize.py").write_text(BARE.replace("('ray'", "('platformdirs', 'ray'"))
+    given = environment | {"OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
+    done = subprocess.run(["bash", BENCHMARKS / "gpu.sh", "--cpu"], env=given, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("pytest; missing: platformdirs\n")
+
+
 @pytest.mark.slow
 def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> None:
     given = environment | {"OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
     done = subprocess.run(["bash", BENCHMARKS / "gpu.sh", "--cpu"], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results" / "gpu.jsonl").read_text().splitlines()]
-    names = {"tests", "mocov3-synthetic", "mocov3-real", "dino-synthetic", "dino-real", "photometric", "loader"}
-    assert {line["name"] for line in lines} == names
+    steps = {f"{method}{data}" for method in ("mocov3", "dino", "simclr") for data in ("", "-real")}
+    assert {line["name"] for line in lines} == steps | {"methods", "tests", "photometric", "loader"}
     assert {line["status"] for line in lines} == {"ok"}, lines
-    assert all(name in done.stdout for name in names)
+    assert not [line for line in lines if "error" in line["result"]]
+    assert [line["result"]["case"] for line in lines if line["name"] == "mocov3"] == [
+        "vits16",
+        "bf16",
+        "fp32",
+        "vitb16",
+    ]
+    assert all(name in done.stdout for name in steps)
+    assert "methods: 2 of 2 passed" in done.stdout
+
+
+def test_a_case_that_fails_leaves_the_others(environment: dict[str, str]) -> None:
+    path = BENCHMARKS / "recipes" / "mocov3_vits16.yaml"
+    small = [TINY, "views=[{size: 16, count: 2}]", "method.hidden=16", "--synthetic", "--steps", "1", "--warmup", "1"]
+    cases = ["--case", "wrong method.hidden=0", "--case", "right optim.batch=4 data.lanes=4"]
+    done = run(environment, BENCHMARKS / "step.py", path, *small, *cases, "--json")
+    wrong, right = map(json.loads, done.stdout.splitlines())
+    assert wrong["case"] == "wrong"
+    assert "method.hidden" in wrong["error"]
+    assert (right["case"], right["batch"]) == ("right", 4)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_methods(environment: dict[str, str], ranks: str) -> None:
+    out = result(environment, "methods.py", "--methods", "mocov3", "--ranks", ranks)
+    assert out["methods"]["mocov3"]["status"] == "ok"
+    assert 0 <= out["methods"]["mocov3"]["knn"] <= 100
+
+
+def test_methods_names_the_error_of_each(environment: dict[str, str]) -> None:
+    done = run(environment, BENCHMARKS / "methods.py", "--methods", "mocov3", "--json", "optim.batch=5", rc=1)
+    assert "optim.batch" in json.loads(done.stdout.splitlines()[-1])["methods"]["mocov3"]["status"]
 
 
 @pytest.mark.slow
