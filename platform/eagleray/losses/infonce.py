@@ -4,11 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.losses.products import inner
+
 
 def logits(q: Tensor, k: Tensor, negatives: Tensor, tau: float) -> Tensor:
     """Return logits (B, 1 + K) of unit queries (B, C): with their own unit keys (B, C), then with negatives (C, K)."""
     # A copy, because the queue is written before the gradient is computed.
-    return torch.cat([(q * k).sum(1, keepdim=True), q @ negatives.clone()], 1) / tau
+    return torch.cat([(q * k).sum(1, keepdim=True), inner(q, negatives.clone().T)], 1) / tau
 
 
 def infonce(scores: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.losses.entropy import entropy, usage
+from eagleray.losses.products import product, product_dtype, sum_dtype
 
 CHUNK = {"cpu": 2**24, "cuda": 2**26}  # scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
 CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU, so that they stay in its cache
@@ -82,7 +83,7 @@ def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
     SwAV's assignments have this form too. There tau is Sinkhorn's epsilon, and exp(-c / tau) is the factor by which its
     iterations scale the column of each prototype.
     """
-    dtype = _product_dtype(z)
+    dtype = product_dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         return _targets(z.detach(), w.detach().to(dtype), center, tau)
 
@@ -98,7 +99,7 @@ def assignment_stats(t: Scores, center: Tensor, tau: float) -> dict[str, Tensor]
 def mean_scores(z: Tensor, w: Tensor, n: int) -> Tensor:
     """Return the mean (K,) of the scores z W^T over the n rows of all ranks, computed from the mean of z."""
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-        return w.to(_sum_dtype(z)) @ (dist.total(z.to(_sum_dtype(z)).sum(0)) / n)
+        return w.to(sum_dtype(z)) @ (dist.total(z.to(sum_dtype(z)).sum(0)) / n)
 
 
 def update_center(center: Tensor, t: Scores, rows: Sequence[int], momentum: float) -> None:
@@ -138,7 +139,7 @@ def cross_entropy(
     """
     chunk = chunk or CHUNK["cuda" if s.is_cuda else "cpu"]
     rows = max(1, chunk // len(w_s))
-    dtype = _product_dtype(s)
+    dtype = product_dtype(s)
     with torch.autocast(s.device.type, enabled=False):
         args = (s, w_s, t.detach(), w_t.detach(), center, *pairs, tau_t, tau_s, rows, dtype)
         return _CrossEntropy.apply(*args)  # type: ignore[no-any-return]
@@ -161,7 +162,7 @@ class _CrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         needs_grad_w = ctx.needs_input_grad[1]
-        z, w = s.to(_sum_dtype(s)) / tau_s, w_s.to(dtype)  # (n, d), (K, d)
+        z, w = s.to(sum_dtype(s)) / tau_s, w_s.to(dtype)  # (n, d), (K, d)
         grad_w = torch.zeros_like(w_s, dtype=z.dtype) if needs_grad_w else None
 
         # A student row without a teacher row is matched with an extra one, which is dropped.
@@ -173,7 +174,7 @@ class _CrossEntropy(torch.autograd.Function):
         means, w_t = torch.zeros_like(y), w_t.to(dtype)  # W^T p_j
         for part in _parts(len(t), rows):
             p = _targets(t[part], w_t, center, tau_t).to(dtype)  # (R, K)
-            means[part] = _product(p, w)
+            means[part] = product(p, w)
             if grad_w is not None:
                 _add_product(grad_w, p.T, y[part].to(dtype), alpha=-1)
             del p
@@ -181,27 +182,30 @@ class _CrossEntropy(torch.autograd.Function):
 
         lse, grad_z = z.new_empty(len(z)), torch.empty_like(z)
         for part in _parts(len(z), rows):
-            x = _product(z[part].to(dtype), w.T)  # (R, K)
+            x = product(z[part].to(dtype), w.T)  # (R, K)
             lse[part] = _softmax_(x)
             p = x.to(dtype)
-            grad_z[part] = _product(p, w) * a[part].unsqueeze(1)
+            grad_z[part] = product(p, w) * a[part].unsqueeze(1)
             if grad_w is not None:
                 _add_product(grad_w, p.T, (a[part].unsqueeze(1) * z[part]).to(dtype))
             del x, p
         for column in teacher.unbind(1):
             grad_z -= weight.unsqueeze(1) * means[column]
 
-        ctx.save_for_backward((grad_z / tau_s).to(s.dtype), None if grad_w is None else grad_w.to(w_s.dtype))
+        # In float32: before float16's scale of the loss, which comes with the gradient, they would be zero in float16.
+        ctx.save_for_backward(grad_z / tau_s, grad_w)
+        ctx.dtypes = s.dtype, w_s.dtype
         # Each row is summed first: one sum over all numbers loses two digits.
         return (a * lse).sum() - (means * y).sum(1).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *(None if g is None else g * grads[0] for g in ctx.saved_tensors), *[None] * 9
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if g is None else (g * grads[0]).to(dtype) for g, dtype in saved), *[None] * 9
 
 
 def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x.detach().to(_sum_dtype(x)), dim=-1)
+    return F.normalize(x.detach().to(sum_dtype(x)), dim=-1)
 
 
 def _add_rows(out: Tensor, at: Tensor, x: Tensor) -> None:
@@ -220,7 +224,7 @@ def _parts(n: int, rows: int) -> list[slice]:
 
 
 def _targets(t: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
-    x = _product((t.to(_sum_dtype(t)) / tau).to(w.dtype), w.T).sub_(center / tau)
+    x = product((t.to(sum_dtype(t)) / tau).to(w.dtype), w.T).sub_(center / tau)
     _softmax_(x)
     return x
 
@@ -238,30 +242,9 @@ def _softmax_(x: Tensor) -> Tensor:
     return torch.cat(out)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b, accumulated and returned in float32 at least.
-
-    On a CPU, half-precision products are rounded before they are added.
-    """
-    if a.is_cuda and a.dtype != _sum_dtype(a):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).to(_sum_dtype(a))
-
-
 def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
     """Add alpha a b to out, in place."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, alpha=alpha)
     else:
-        out.add_(_product(a, b), alpha=alpha)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
+        out.add_(product(a, b), alpha=alpha)

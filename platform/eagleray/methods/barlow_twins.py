@@ -8,6 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
+from eagleray.base.autocast import in_float32
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
@@ -42,14 +43,14 @@ class BarlowTwins(Method):
         return self.encoder.backbone
 
 
-@torch.autocast("cuda", enabled=False)  # near 1, where the diagonal goes, bfloat16 has steps of 1/256
+@in_float32  # near 1, where the diagonal goes, bfloat16 has steps of 1/256
 def barlow(z1: Tensor, z2: Tensor, lambd: float, rows: tuple[int, ...], eps: float = 1e-5) -> Tensor:
     """Return equation 1 for projections (B, C): the loss over the N rows of all ranks, the same on every rank.
 
     `eps` is added to the variances.
     """
     n = sum(rows)
-    z1, z2 = standardise(z1.float(), n, eps), standardise(z2.float(), n, eps)
+    z1, z2 = standardise(z1, n, eps), standardise(z2, n, eps)
     c = dist.total_with_grad(z1.T @ z2) / n  # (C, C)
     on = (1 - c.diagonal()).square().sum()
     off = c.square().sum() - c.diagonal().square().sum()

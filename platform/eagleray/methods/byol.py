@@ -4,12 +4,12 @@ arXiv:2006.07733, algorithm 1. B images, C channels.
 """
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
+from eagleray.losses.products import cosine
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -53,4 +53,4 @@ class BYOL(Method):
 
 def distance(p: Tensor, z: Tensor) -> Tensor:
     """Return equation 2: the mean squared distance of predictions and targets (B, C), scaled to unit length."""
-    return 2 - 2 * F.cosine_similarity(p, z.detach(), dim=1).mean()
+    return 2 - 2 * cosine(p, z.detach()).mean()

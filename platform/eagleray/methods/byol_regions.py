@@ -5,13 +5,13 @@ projection, K prototypes.
 """
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
+from eagleray.losses.products import cosine
 from eagleray.losses.prototypes import match, update_center
 from eagleray.losses.regions import RegionLoss, Regions, project_regions, region_loss
 from eagleray.methods.method import Method
@@ -91,4 +91,4 @@ class _Encoder(Encoder[nn.Sequential]):
 
 def distance(p: Tensor, z: Tensor) -> Tensor:
     """Return BYOL's equation 2: the mean squared distance of predictions and targets (B, C), scaled to unit length."""
-    return 2 - 2 * F.cosine_similarity(p, z, dim=1).mean()
+    return 2 - 2 * cosine(p, z).mean()

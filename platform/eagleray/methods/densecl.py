@@ -6,7 +6,6 @@ arXiv:2011.09157, equations 2 to 4. B images, N patches, D channels of the backb
 import math
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
+from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -78,11 +78,6 @@ class _Encoder(Encoder[nn.Sequential]):
         """Project images (B, 3, H, W) to (B, C) and their patches to (B, N, C); return the patches (B, N, D) too."""
         out = self.backbone(images)
         return self.head(out.pooled), self.dense_head(out.patches), out.patches
-
-
-def unit(x: Tensor) -> Tensor:
-    """Scale vectors (..., C) to length one."""
-    return F.normalize(x, dim=-1)
 
 
 def match_keys(t: Tensor, f: Tensor, g: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
+from eagleray.base.autocast import in_float32
 from eagleray.config.schedule import Progress
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
+from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.queue import Bank
@@ -47,14 +49,14 @@ class InstDisc(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         assert self.bank is not None, "no bank: allocate(images) must be called before the first step"
         memory, n = self.bank.rows, len(self.bank.rows)  # (n, C)
-        i, v = batch.index, F.normalize(self.encoder(batch.views), dim=1)  # (B,), (B, C)
+        i, v = batch.index, unit(self.encoder(batch.views))  # (B,), (B, C)
         if self.negatives:
             others = draw_negatives(n, self.negatives, batch.rows, at.step, v.device)  # (B, K)
             e = exp_similarity(v, memory[torch.cat([i.unsqueeze(1), others], 1)], self.temperature)  # (B, 1 + K)
             self.Z.copy_(torch.where(self.Z > 0, self.Z, estimate_Z(e, n, batch.rows)))
             loss = nce(e / self.Z, n)
         else:
-            logits = v @ memory.T / self.temperature  # (B, n)
+            logits = inner(v, memory) / self.temperature  # (B, n)
             loss = F.cross_entropy(logits, i)
         if self.proximal:
             loss = loss + self.proximal * proximal_term(v, memory[i])
@@ -82,6 +84,7 @@ def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], step: int, dev
     return drawn[dist.offset(rows) :][: rows[dist.rank()]]
 
 
+@in_float32  # of the temperature 0.07, which would enlarge a rounding 14 times
 def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
     """Return exp(v w / tau) (B, 1 + K) of v (B, C) and the bank's w (B, 1 + K, C): P of equation 4 without its Z."""
     return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)

@@ -6,7 +6,6 @@ arXiv:2105.04553, algorithm 1. B images, C channels of a key.
 import math
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
+from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -47,11 +47,11 @@ class MoBY(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         x1, x2 = batch.views
         # One forward per view: batch norm must not mix the two.
-        q1, q2 = (F.normalize(self.predictor(self.online([x])), dim=1) for x in (x1, x2))  # (B, C)
+        q1, q2 = (unit(self.predictor(self.online([x]))) for x in (x1, x2))  # (B, C)
         with torch.no_grad():
             # By the step, which a checkpoint keeps; the authors' own counter starts again in a continued run.
             ema_update(self.target, self.online, self.momentum(at))
-            k1, k2 = (F.normalize(self.target([x]), dim=1) for x in (x1, x2))  # (B, C)
+            k1, k2 = (unit(self.target([x])) for x in (x1, x2))  # (B, C)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))
         l2 = infonce(logits(q2, k1, self.queue1.keys, self.temperature))
         self.queue1.push(dist.gather(k1, batch.rows))

@@ -7,7 +7,6 @@ arXiv:1911.05722, algorithm 1; version 2: Chen et al. 2020, arXiv:2003.04297; v2
 import math
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
+from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -51,7 +51,7 @@ class MoCo(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         x1, x2 = batch.views
         pairs = [(x1, x2), (x2, x1)] if self.symmetric else [(x1, x2)]
-        q = [F.normalize(self.f_q([x]), dim=1) for x, _ in pairs]  # (B, C)
+        q = [unit(self.f_q([x])) for x, _ in pairs]  # (B, C)
         with torch.no_grad():
             # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
             ema_update(self.f_k, self.f_q, self.momentum(at))
@@ -66,7 +66,7 @@ class MoCo(Method):
     def keys(self, x: Tensor, batch: Batch, at: Progress) -> Tensor:
         """Return the unit keys (B, C) of a view, encoded in a shuffled order where batch norm is over groups."""
         x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.step)
-        return unshuffle(F.normalize(self.f_k([x]), dim=1))
+        return unshuffle(unit(self.f_k([x])))
 
     def export(self) -> Backbone:
         return self.f_q.backbone

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
+from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -64,7 +65,7 @@ class MoCoV3(Method):
 
 def ctr(q: Tensor, k: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
     """Return the contrastive loss of queries (B, C) with the keys of all ranks; a row's positive is its own key."""
-    q, k = F.normalize(q, dim=1), dist.gather(F.normalize(k, dim=1), rows)
-    logits = q @ k.T / tau  # (B, sum of rows)
+    q, k = unit(q), dist.gather(unit(k), rows)
+    logits = inner(q, k) / tau  # (B, sum of rows)
     labels = torch.arange(len(q), device=q.device) + dist.offset(rows)
     return 2 * tau * F.cross_entropy(logits, labels)

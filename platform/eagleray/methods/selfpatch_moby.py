@@ -9,7 +9,6 @@ import math
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.patches import PatchEncoder, match_patches, patch_scores
+from eagleray.losses.products import unit
 from eagleray.losses.prototypes import H, assignment_stats, update_center
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
@@ -73,12 +73,12 @@ class SelfPatchMoBY(Method):
         x1, x2 = batch.views
         # One forward per view: batch norm must not mix the two.
         f1, f2 = self.online.features([x1]), self.online.features([x2])
-        q1, q2 = (F.normalize(self.predictor(self.online.images(f)), dim=1) for f in (f1, f2))  # (B, C)
+        q1, q2 = (unit(self.predictor(self.online.images(f))) for f in (f1, f2))  # (B, C)
         s = self.online.patches([*f1, *f2])  # 2 x (B, N, d)
         with torch.no_grad():
             ema_update(self.target, self.online, self.momentum(at))
             g1, g2 = self.target.features([x1]), self.target.features([x2])
-            k1, k2 = (F.normalize(self.target.images(g), dim=1) for g in (g1, g2))  # (B, C)
+            k1, k2 = (unit(self.target.images(g)) for g in (g1, g2))  # (B, C)
             t = self.target.targets([*g1, *g2], self.neighbours, wrap=self.wrap)  # 2 x (B, N, d)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))
         l2 = infonce(logits(q2, k1, self.queue1.keys, self.temperature))

@@ -13,6 +13,7 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
@@ -50,12 +51,12 @@ class SimCLR(Method):
 
 def nt_xent(z1: Tensor, z2: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
     """Return the mean of equation 1 over anchors (B, C) of two views, each against the other 2N - 1 crops."""
-    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    z1, z2 = unit(z1), unit(z2)
     # With gradient: a crop is a negative of other ranks' crops too, and learns from that.
     others = torch.cat([dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)])  # (2N, C)
     n = sum(rows)
     i = torch.arange(len(z1), device=z1.device) + dist.offset(rows)
     own, positive = torch.cat([i, i + n]), torch.cat([i + n, i])  # (2B,)
-    logits = torch.cat([z1, z2]) @ others.T / tau  # (2B, 2N)
+    logits = inner(torch.cat([z1, z2]), others) / tau  # (2B, 2N)
     logits = logits.scatter(1, own.unsqueeze(1), -math.inf)
     return F.cross_entropy(logits, positive)

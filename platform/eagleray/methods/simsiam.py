@@ -3,12 +3,12 @@
 arXiv:2011.10566, algorithm 1. B images, C channels.
 """
 
-import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.losses.products import cosine
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import mlp
@@ -50,4 +50,4 @@ class SimSiam(Method):
 
 def D(p: Tensor, z: Tensor) -> Tensor:
     """Return equation 1: the mean negative cosine of predictions and projections (B, C), the latter detached."""
-    return -F.cosine_similarity(p, z.detach(), dim=1).mean()
+    return -cosine(p, z.detach()).mean()

@@ -14,6 +14,7 @@ from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.losses.entropy import entropy, usage
+from eagleray.losses.products import inner, unit
 from eagleray.losses.sinkhorn import sinkhorn
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
@@ -53,8 +54,8 @@ class SwAV(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         with torch.no_grad():
             self.prototypes.weight.copy_(F.normalize(self.prototypes.weight, dim=1))
-        z = F.normalize(self.encoder(batch.views), dim=1)  # (V * B, C)
-        s = self.prototypes(z).chunk(len(batch.views))  # V x (B, K)
+        z = unit(self.encoder(batch.views))  # (V * B, C)
+        s = inner(z, self.prototypes.weight).chunk(len(batch.views))  # V x (B, K)
         z1, z2 = z.chunk(len(batch.views))[:2]  # (B, C)
         q = [self.assign(0, z1, s[0], batch.rows, at), self.assign(1, z2, s[1], batch.rows, at)]  # 2 x (B, K)
         stats = {"entropy": entropy(torch.cat(q)), "usage": usage(torch.cat(q))}
@@ -69,7 +70,7 @@ class SwAV(Method):
             if (at.step - self.queue_start * at.steps_per_epoch) * sum(rows) >= self.queue:
                 # All ranks have the same queue, so each passes its own share to Sinkhorn, which sums over ranks.
                 share = self.queues[i].keys[:, dist.rank() :: dist.size()].T
-                scores = torch.cat([s, self.prototypes(share)])
+                scores = torch.cat([s, inner(share, self.prototypes.weight)])
             self.queues[i].push(dist.gather(z, rows))
         return sinkhorn(scores, self.epsilon, self.iterations)[: len(s)]
 

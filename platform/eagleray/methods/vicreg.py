@@ -9,6 +9,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
+from eagleray.base.autocast import in_float32
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
@@ -48,13 +49,13 @@ class VICReg(Method):
         return self.encoder.backbone
 
 
-@torch.autocast("cuda", enabled=False)  # near 1, where the deviations go, bfloat16 has steps of 1/256
+@in_float32  # near 1, where the deviations go, bfloat16 has steps of 1/256
 def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> tuple[Tensor, Tensor, Tensor]:
     """Return invariance, variance and covariance (equations 5, 1 and 4) of embeddings (B, C), the same on every rank.
 
     Each term is computed over the N rows of all ranks. `eps` is added to the variances.
     """
-    z1, z2 = dist.gather_with_grad(z1.float(), rows), dist.gather_with_grad(z2.float(), rows)  # (N, C)
+    z1, z2 = dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)  # (N, C)
     s = F.mse_loss(z1, z2)
     v = (variance_hinge(z1, eps) + variance_hinge(z2, eps)) / 2
     c = covariance_penalty(z1) + covariance_penalty(z2)

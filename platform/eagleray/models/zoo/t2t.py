@@ -10,6 +10,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from eagleray.base.autocast import in_float32
 from eagleray.models.pyramid import drop_rates
 
 default_cfgs = generate_default_cfgs({"t2t_vit_14": {}})
@@ -124,10 +125,9 @@ class Performer(nn.Module):
         return out
 
 
-@torch.autocast("cuda", enabled=False)  # exponentials, and sums of thousands of them
+@in_float32  # exponentials, and sums of thousands of them
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """Approximate softmax(q k^T) v, for (B, N, C) each, with the positive random features w (M, C)."""
-    q, k, v = (t.to(w.dtype) for t in (q, k, v))
     phi_q, phi_k = (torch.exp(t @ w.T - t.square().sum(-1, keepdim=True) / 2) / len(w) ** 0.5 for t in (q, k))
     total = phi_q @ phi_k.sum(1).unsqueeze(2)  # (B, N, 1)
     return phi_q @ (phi_k.mT @ v) / (total + 1e-8)

@@ -1,0 +1,25 @@
+"""Functions that autocast must leave in float32, on whatever device they run."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_float32(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of tensors: it runs without autocast, and the 16-bit ones among its positional arguments are
+    turned into float32."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        [device, *_] = (x.device.type for x in args if isinstance(x, Tensor))
+        wide = (x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x for x in args)
+        with torch.autocast(device, enabled=False):
+            return function(*wide, **kwargs)  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,75 @@
+"""Similarities of vectors in float32, for softmaxes with a low temperature.
+
+Autocast rounds a product of matrices to 16 bits. Near 1 the steps of bfloat16 are 1/256, and exp(s / 0.05) changes by
+4 % from one half of a step. The vectors may be rounded, since their errors average out; the sums of their products may
+not. In float32 and float64 every function here is the operation that its docstring names.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scale vectors (..., C) to length one: F.normalize."""
+    return F.normalize(widen(x), dim=-1)
+
+
+def cosine(p: Tensor, z: Tensor) -> Tensor:
+    """Return the cosine (B,) of the angle between the rows of p and z (B, C): F.cosine_similarity."""
+    return F.cosine_similarity(widen(p), widen(z), dim=1)
+
+
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """Return the products (n, m) of the rows of x (n, C) with those of y (m, C): x @ y.T."""
+    dtype = product_dtype(x)
+    if dtype == sum_dtype(x):
+        return x @ y.T
+    with torch.autocast(x.device.type, enabled=False):
+        return _Inner.apply(x, y, dtype)  # type: ignore[no-any-return]
+
+
+class _Inner(torch.autograd.Function):
+    """Products of rounded vectors, whose gradients are products of rounded numbers with float32 sums too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = x.dtype, y.dtype
+        x, y = x.to(dtype), y.to(dtype)
+        ctx.save_for_backward(x, y)
+        return product(x, y.T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        g = grads[0].to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            of_x = product(g, y).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+            of_y = product(g.T, x).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return of_x, of_y, None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b for matrices of one dtype, accumulated and returned in float32 at least."""
+    if a.is_cuda and a.dtype != sum_dtype(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # Elsewhere PyTorch would round a sum, and a CPU each of its parts. A product of two 16-bit numbers is exact here.
+    return widen(a) @ widen(b)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return a 16-bit tensor in float32, and every other as it is."""
+    return x.to(sum_dtype(x))
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
