@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.runs import arguments, assert_same, split, start, wait_for_step, weights
+from torch import Tensor
 
 from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import Outage, UserError
@@ -18,6 +20,7 @@ from eagleray.engine import checkpoint
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.retry import Transient, call_with_retries
 from eagleray.storage.store import LocalStore
+from eagleray.views import photometric
 
 
 @pytest.fixture
@@ -41,6 +44,21 @@ def test_everything_promised_is_there(whole: Path, capsys: pytest.CaptureFixture
     for name in ("recipe.yaml", "train.log", "environment.json", "export/backbone.safetensors"):
         assert (whole / name).stat().st_size > 0
     assert len(list((whole / "checkpoints").glob("*.pt"))) == 1
+
+
+def test_data_wait_is_waiting_and_not_the_loaders_own_work(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def slow(*given: Any) -> Tensor:
+        time.sleep(0.25)
+        return finish(*given)
+
+    finish = photometric.finish
+    monkeypatch.setattr(photometric, "finish", slow)  # once a step, as the views have one size
+    pretrain(*split(arguments(small, shards, tmp_path / "out", "max_steps=4", "evaluate.probe_epochs=0")))
+    for record in read_lines(tmp_path / "out" / "metrics.jsonl"):
+        seconds = 32 / record["images_per_s"]  # of the step, at a batch of 32
+        assert record["data_wait"] <= 1 - 0.24 / seconds
 
 
 def test_history_is_in_mlflow(whole: Path):

@@ -1,9 +1,14 @@
-"""Loads batches: worker processes read and crop, and the device applies colour operations, one batch ahead."""
+"""Loads batches: worker processes read and crop, and the device applies colour operations, one batch ahead.
+
+Where the device is the CPU, the worker processes apply the colour operations, too.
+"""
 
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +34,9 @@ class Loader:
     """
 
     def __init__(self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device) -> None:
-        self.stream, self.rank, self.workers, self.device = stream, rank, workers, device
+        self.stream = replace(stream, colours=device.type == "cpu")
+        self.rank, self.workers, self.device = rank, workers, device
+        self.waited = 0.0  # seconds that `batches` has waited for readers
         self.readers = ranks * max(workers, 1)
         self.rows = rows(stream.lanes, stream.batch, ranks=ranks, workers=workers)
 
@@ -54,8 +61,18 @@ class Loader:
                 signal.SIGCHLD, signal.SIG_DFL
             )  # PyTorch's handler raises wherever the main thread happens to be
         parts_in_turn = [readers] * max(self.workers, 1)  # a step consists of one part per worker
-        steps = _interruptible(zip(*parts_in_turn, strict=False), should_stop)
+        steps = self._timed(_interruptible(zip(*parts_in_turn, strict=False), should_stop))
         yield from _one_batch_ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
+
+    def _timed(self, steps: Iterator[T]) -> Iterator[T]:
+        """Yield the steps, and add the time spent waiting for them to `waited`."""
+        while True:
+            asked = time.perf_counter()
+            step = next(steps, None)
+            self.waited += time.perf_counter() - asked
+            if step is None:
+                return
+            yield step
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
         """Join the parts of a step, one from each reader, on the device. Raises the error that a part carries."""
@@ -64,10 +81,11 @@ class Loader:
                 raise part.error
         params = torch.cat([p.params for p in parts], 1)  # (V, B, 18), stays on the CPU
         views: list[Tensor] = []
+        finish = photometric.finish if self.stream.colours else photometric.apply
         for group in zip(*[p.pixels for p in parts], strict=True):
             pixels = torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)  # (views, B, 3, S, S)
             here = params[len(views) : len(views) + len(pixels)]
-            views += photometric.apply(pixels.flatten(0, 1), here.flatten(0, 1)).unflatten(0, pixels.shape[:2]).unbind()
+            views += finish(pixels.flatten(0, 1), here.flatten(0, 1)).unflatten(0, pixels.shape[:2]).unbind()
         batch = Batch(
             views=views,
             index=torch.cat([p.index for p in parts]).to(self.device, non_blocking=True),

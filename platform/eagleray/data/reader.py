@@ -21,7 +21,7 @@ from eagleray.data.order import Epoch, Lane, lane_length
 from eagleray.data.quarantine import BadSample
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
-from eagleray.views import sampling
+from eagleray.views import photometric_cpu, sampling
 from eagleray.views.crop import crop
 from eagleray.views.operations import operate
 from eagleray.views.randaugment import augment
@@ -78,6 +78,7 @@ class Stream:
     batch: int
     cache: Cache | None = None
     patience: float = PATIENCE  # seconds to retry a store that does not answer
+    colours: bool = False  # whether the reader also applies the photometric operations, as no accelerator does
 
     @property
     def steps_per_epoch(self) -> int:
@@ -119,6 +120,9 @@ class Stream:
                 u, more = (np.array(x) for x in zip(*numbers, strict=True))
                 params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
                 part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
+                if self.colours:
+                    for crops, rows_of_params in zip(itertools.chain(*part.pixels), part.params, strict=True):
+                        photometric_cpu.apply_(crops, rows_of_params)
             except (UserError, Outage) as e:
                 part.error = e
             yield part

@@ -64,9 +64,9 @@ class StepLog:
         self.rows = loader.rows
         batches = loader.batches(start, self.p.steps, should_stop=self.folder.asked)
         for step in range(start, self.p.steps):
-            asked = time.perf_counter()
+            before = loader.waited
             batch, bad = self._next(batches)
-            self.waited += time.perf_counter() - asked
+            self.waited += loader.waited - before  # without the work that the loader does in this process
             if not self._agreed(bad, stop=batch is None) or batch is None:
                 return
             self.indices.append(batch.index)

@@ -36,6 +36,11 @@ def apply(images: Tensor, params: Tensor) -> Tensor:
     return erase_(normalise_(x), params[:, TOP:])
 
 
+def finish(images: Tensor, params: Tensor) -> Tensor:
+    """Turn uint8 crops (B, 3, S, S) whose colours are as they shall be into views; parameters as for `apply`."""
+    return erase_(normalise(images, images.device), params[:, TOP:])
+
+
 def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replace the images that the mask `on` (B,), on the CPU, selects by `function` of the images and their rows."""
     rows = on.nonzero().squeeze(1)
@@ -106,7 +111,12 @@ def normalise_(x: Tensor) -> Tensor:
 
 def normalise(images: Tensor, device: torch.device) -> Tensor:
     """Copy uint8 images (B, 3, S, S) to the device and normalise them for a backbone."""
-    return normalise_(images.to(device, non_blocking=True).float().div_(255))
+    if device.type != "cpu":
+        return normalise_(images.to(device, non_blocking=True).float().div_(255))
+    x = torch.empty(images.shape)
+    for row, pixels in zip(x, images, strict=True):  # one at a time, which stays in the cache between operations
+        normalise_(row.copy_(pixels).div_(255))
+    return x
 
 
 def erase_(x: Tensor, boxes: Tensor) -> Tensor:
