@@ -1,0 +1,149 @@
+"""Count the operations that PyTorch dispatches in a training step of each method, and the waits for the device.
+
+A step is that of a run on one rank: forward, backward, clipping, optimiser, momentum copy, the guard against gradients
+that are not finite, and what the monitor collects. It is the fourth step, and it writes no line of the log. The networks
+have the depth and the views of the methods' recipes and little width, as the number of operations depends on depth alone.
+
+operations   what reaches PyTorch's dispatcher after autograd: kernels and views; a foreach operation counts once
+waits        how often the host would wait for a device: it reads a value, or a shape depends on values
+"""
+
+import collections
+import json
+from dataclasses import replace
+from typing import Any
+
+import common
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.engine.world import World
+from eagleray.runs import recipe
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.method_checks import READS, WAITS
+from eagleray.runs.monitor import Monitor
+from eagleray.runs.pretrain import optimizer_steps
+from eagleray.runs.recipe import Recipe
+from eagleray.views.sampling import Views
+
+STEPS = 4  # the last one is counted
+IMAGES = 200  # of the training set that there is not
+BATCH = 4
+RECIPES = {
+    "barlow_twins": "barlow_twins_resnet50_in1k_ep1000",
+    "byol": "byol_resnet50_in1k_ep1000",
+    "byol_regions": "byol_regions_swint_in1k_ep50",
+    "densecl": "densecl_resnet50_in1k_ep200",
+    "dino": "dino_vits16_in1k_ep100",
+    "drloc": "drloc_swint_in100_ep100",
+    "esvit": "esvit_swint_in1k_ep300",
+    "instdisc": "instdisc_resnet50_in1k_ep200",
+    "moby": "moby_swint_in1k_ep300",
+    "moco": "moco_resnet50_in1k_ep200",
+    "mocov3": "mocov3_vits16_in1k_ep300",
+    "selfpatch": "selfpatch_vits16_in1k_ep200",
+    "selfpatch_moby": "selfpatch_moby_swint_coco_ep200",
+    "simclr": "simclr_resnet50_in1k_ep800",
+    "simsiam": "simsiam_resnet50_in1k_ep100",
+    "supervised": "supervised_swint_in100_ep100",
+    "swav": "swav_resnet50_in1k_ep800",
+    "vicreg": "vicreg_resnet50_in1k_ep1000",
+}
+# What makes a network narrow and leaves it as deep, by the first letters of its name and by the key of a method.
+NARROW: dict[str, dict[str, Any]] = {
+    "vit": {"embed_dim": 24, "num_heads": 3},
+    "swin": {"embed_dim": 24, "num_heads": [1, 2, 4, 8]},
+    "esvit_swin": {"embed_dim": 24, "num_heads": [1, 2, 4, 8]},
+    "resnet": {"channels": [8, 16, 32, 64], "stem_width": 8},
+}
+FEW = {"dim": 16, "hidden": 32, "region_hidden": 32, "patch_hidden": 32, "bottleneck": 16, "prototypes": 64}
+FEW |= {"patch_prototypes": 32, "queue": 64, "negatives": 16, "norm_group": 2, "heads": 3}
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations by name, and those among them that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: collections.Counter[str] = collections.Counter()
+        self.waits: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.operations[name] += 1
+        indexed = name in ("aten::index", "aten::index_put_")
+        masks = [x for x in (args[1] or ()) if x is not None and x.dtype is torch.bool] if indexed else [True]
+        if name in WAITS and masks:
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Counts the methods of a tensor that read its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: collections.Counter[str] = collections.Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS and args and isinstance(args[0], torch.Tensor):
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--methods", nargs="*", metavar="NAME", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--top", type=int, default=0, help="print the most frequent operations of each method too")
+    args = parser.parse_args()
+    result = {}
+    for name in args.methods:
+        counted, reads = count(narrow(name))
+        waits = counted.waits + reads.waits
+        result[name] = {"operations": counted.operations.total(), "waits": waits.total()}
+        common.note(f"{name:<16}{result[name]['operations']:>8}{result[name]['waits']:>6}  {dict(waits) or ''}")
+        for operation, n in counted.operations.most_common(args.top):
+            common.note(f"    {operation:<50}{n:>6}")
+    if args.json:
+        print(json.dumps({"methods": result}), flush=True)
+
+
+def narrow(method: str) -> Recipe:
+    """Return the method's recipe with a narrow network and a small batch."""
+    r = recipe.load(RECIPES[method], ["workers=0", f"optim.batch={BATCH}", f"data.lanes={BATCH}"])
+    options = next(v for k, v in reversed(NARROW.items()) if r.backbone.name.startswith(k))
+    network = replace(r.backbone, options={**r.backbone.options, **options})
+    few = {k: v for k, v in FEW.items() if r.method.args.get(k)}
+    return replace(r, backbone=network, method=replace(r.method, args=r.method.args | few))
+
+
+def count(r: Recipe) -> tuple[Counter, Reads]:
+    """Take steps, and return what was counted in the last one."""
+    torch.manual_seed(0)
+    world = World(torch.device("cpu"))
+    method = build_method(r)
+    method.allocate(IMAGES)
+    optimizer = build_optimizer(r, method)
+    monitor = Monitor(method, optimizer, labelled=True)
+    batches = ((Progress(10 + step, 10, r.optim.epochs), random_batch(r, method.classes)) for step in range(STEPS))
+    steps = optimizer_steps(r, world, method, optimizer, batches)
+    for _ in range(STEPS - 1):
+        monitor.watch(next(steps))
+    with Reads() as reads, Counter() as counted:
+        monitor.watch(next(steps))
+    return counted, reads
+
+
+def random_batch(r: Recipe, classes: int | None) -> Batch:
+    """Return normal pixels, with labels below the number of classes."""
+    with torch.utils._python_dispatch._disable_current_modes():  # the input is not part of the step
+        views = [torch.randn(BATCH, 3, v.size, v.size) for v in Views.of(r.views).views]
+        return Batch(views, torch.arange(BATCH), torch.arange(BATCH) % min(classes or 10, 10), (BATCH,))
+
+
+if __name__ == "__main__":
+    common.run(main)
