@@ -38,6 +38,9 @@ class Given(nn.Module):
     def forward(self, _: object) -> Tensor:
         return self.outputs.pop(0)
 
+    def each(self, views: list[Tensor]) -> list[Tensor]:
+        return [self(view) for view in views]
+
 
 @cases("moby_loss")
 def test_loss(case: Case) -> None:
@@ -67,6 +70,9 @@ class Small(nn.Module):
 
     def pooled(self, x: Tensor) -> Tensor:
         return self.ln(torch.tanh(self.fc(x)))
+
+    def pooled_each(self, views: list[Tensor]) -> list[Tensor]:
+        return [self.pooled(x) for x in views]
 
 
 OURS = {

@@ -32,7 +32,7 @@ class PatchEncoder(Encoder[Head]):
         others.
         """
         parts = groupby(enumerate(views), key=lambda view: (view[0] < 2, view[1].shape))
-        return [self.backbone(torch.cat([x for _, x in part])) for _, part in parts]
+        return self.backbone.sizes([torch.cat([x for _, x in part]) for _, part in parts])
 
     def images(self, features: Sequence[Features]) -> Tensor:
         """Return the head's output (V * B, C) for the pooled vectors."""

@@ -37,11 +37,10 @@ class BYOL(Method):
         self.target = ema_copy(self.online)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        x1, x2 = batch.views
-        # One forward per view: batch norm must not mix the two.
-        p1, p2 = self.predictor(self.online([x1])), self.predictor(self.online([x2]))  # (B, C)
+        # One call per view: batch norm must not mix the two.
+        p1, p2 = (self.predictor(z) for z in self.online.each(batch.views))  # (B, C)
         with torch.no_grad():
-            z1, z2 = self.target([x1]), self.target([x2])  # (B, C)
+            z1, z2 = self.target.each(batch.views)  # (B, C)
         return {"loss": distance(p1, z2) + distance(p2, z1)}
 
     def after_step(self, at: Progress) -> None:

@@ -55,12 +55,11 @@ class BYOLRegions(Method):
         self.register_buffer("region_center", torch.zeros(prototypes))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        x1, x2 = batch.views
-        f1, f2 = self.online.backbone(x1), self.online.backbone(x2)
-        # One forward per view: batch norm must not mix the two.
+        f1, f2 = self.online.backbone.each(batch.views)
+        # One call per view: batch norm must not mix the two.
         p1, p2 = self.predictor(self.online.head(f1.pooled)), self.predictor(self.online.head(f2.pooled))  # (B, C)
         with torch.no_grad():
-            g1, g2 = self.target.backbone(x1), self.target.backbone(x2)
+            g1, g2 = self.target.backbone.each(batch.views)
             z1, z2 = self.target.head(g1.pooled), self.target.head(g2.pooled)  # (B, C)
             t = self.target.regions(g1, g2)
         l_v = distance(p1, z2) + distance(p2, z1)

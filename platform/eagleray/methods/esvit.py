@@ -111,8 +111,7 @@ class _Encoder(Encoder[PrototypeHead]):
     def project(self, views: Sequence[Tensor], *, regions: bool) -> tuple[Scores, Regions | None]:
         """Return the scores of whole views and, with `regions`, of their tokens, for V x (B, 3, S, S) of any sizes."""
         b = len(views[0])
-        # Neighbouring views of one size share a forward of the backbone.
-        outs = [self.backbone(torch.cat(list(same))) for _, same in groupby(views, key=lambda x: x.shape)]
+        outs = self.backbone.sizes([torch.cat(list(same)) for _, same in groupby(views, key=lambda x: x.shape)])
         scores = Scores(self.head(torch.cat([out.pooled for out in outs])), self.head.last.weight)
         if not regions:
             return scores, None

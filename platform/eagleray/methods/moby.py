@@ -45,13 +45,12 @@ class MoBY(Method):
         self.queue1, self.queue2 = Queue(dim, queue), Queue(dim, queue)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        x1, x2 = batch.views
-        # One forward per view: batch norm must not mix the two.
-        q1, q2 = (unit(self.predictor(self.online([x]))) for x in (x1, x2))  # (B, C)
+        # One call per view: batch norm must not mix the two.
+        q1, q2 = (unit(self.predictor(z)) for z in self.online.each(batch.views))  # (B, C)
         with torch.no_grad():
             # By the step, which a checkpoint keeps; the authors' own counter starts again in a continued run.
             ema_update(self.target, self.online, self.momentum(at))
-            k1, k2 = (unit(self.target([x])) for x in (x1, x2))  # (B, C)
+            k1, k2 = (unit(z) for z in self.target.each(batch.views))  # (B, C)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))
         l2 = infonce(logits(q2, k1, self.queue1.keys, self.temperature))
         self.queue1.push(dist.gather(k1, batch.rows))

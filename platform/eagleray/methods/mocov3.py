@@ -49,13 +49,12 @@ class MoCoV3(Method):
         self.momentum_encoder = ema_copy(self.base_encoder)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        x1, x2 = batch.views
-        # One forward per view: batch norm must not mix the two.
-        q1, q2 = self.predictor(self.base_encoder([x1])), self.predictor(self.base_encoder([x2]))  # (B, C)
+        # One call per view: batch norm must not mix the two.
+        q1, q2 = (self.predictor(z) for z in self.base_encoder.each(batch.views))  # (B, C)
         with torch.no_grad():
             # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
             ema_update(self.momentum_encoder, self.base_encoder, self.momentum(at))
-            k1, k2 = self.momentum_encoder([x1]), self.momentum_encoder([x2])  # (B, C)
+            k1, k2 = self.momentum_encoder.each(batch.views)  # (B, C)
         loss = ctr(q1, k2, self.temperature, batch.rows) + ctr(q2, k1, self.temperature, batch.rows)
         return {"loss": loss, "gain": math.log(sum(batch.rows)) - loss / (4 * self.temperature)}
 

@@ -70,16 +70,15 @@ class SelfPatchMoBY(Method):
         self.register_buffer("patch_center", torch.zeros(patch_prototypes))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        x1, x2 = batch.views
-        # One forward per view: batch norm must not mix the two.
-        f1, f2 = self.online.features([x1]), self.online.features([x2])
-        q1, q2 = (unit(self.predictor(self.online.images(f))) for f in (f1, f2))  # (B, C)
-        s = self.online.patches([*f1, *f2])  # 2 x (B, N, d)
+        f = self.online.backbone.each(batch.views)
+        # One call per view: batch norm must not mix the two.
+        q1, q2 = (unit(self.predictor(self.online.images([x]))) for x in f)  # (B, C)
+        s = self.online.patches(f)  # 2 x (B, N, d)
         with torch.no_grad():
             ema_update(self.target, self.online, self.momentum(at))
-            g1, g2 = self.target.features([x1]), self.target.features([x2])
-            k1, k2 = (unit(self.target.images(g)) for g in (g1, g2))  # (B, C)
-            t = self.target.targets([*g1, *g2], self.neighbours, wrap=self.wrap)  # 2 x (B, N, d)
+            g = self.target.backbone.each(batch.views)
+            k1, k2 = (unit(self.target.images([x])) for x in g)  # (B, C)
+            t = self.target.targets(g, self.neighbours, wrap=self.wrap)  # 2 x (B, N, d)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))
         l2 = infonce(logits(q2, k1, self.queue1.keys, self.temperature))
         self.queue1.push(dist.gather(k1, batch.rows))

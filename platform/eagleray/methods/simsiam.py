@@ -38,9 +38,7 @@ class SimSiam(Method):
         )
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        x1, x2 = batch.views
-        # One forward per view: batch norm must not mix the two.
-        z1, z2 = self.encoder([x1]), self.encoder([x2])  # (B, C)
+        z1, z2 = self.encoder.each(batch.views)  # (B, C)
         p1, p2 = self.predictor(z1), self.predictor(z2)  # (B, C)
         return {"loss": D(p1, z2) / 2 + D(p2, z1) / 2}
 

@@ -3,6 +3,7 @@
 import difflib
 import types
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import timm
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from eagleray.base.errors import UserError
 from eagleray.models import vit
 from eagleray.models.micro_batch import micro_batched
+from eagleray.models.packing import packable, packed_features
 from eagleray.models.stages import stage_outputs, stages, widths
 from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
 
@@ -77,12 +79,50 @@ class Backbone(nn.Module):
         out: Tensor = micro_batched(self._pooled, images, self.micro_batch if self.training else None)
         return out
 
+    def each(self, views: Sequence[Tensor]) -> list[Features]:
+        """Return the features of each of V views (B, 3, S, S), of one size, in one forward without batch norm."""
+        if self.batch_norm or len(views) == 1:
+            return [self(x) for x in views]
+        out = self(torch.cat(list(views)))
+        parts = zip(out.pooled.chunk(len(views)), out.patches.chunk(len(views)), strict=True)
+        return [Features(pooled, patches, out.grid) for pooled, patches in parts]
+
+    def pooled_each(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return the pooled vectors (B, D) of each of V views, as `each` does."""
+        if self.batch_norm or len(views) == 1:
+            return [self.pooled(x) for x in views]
+        return list(self.pooled(torch.cat(list(views))).chunk(len(views)))
+
+    def sizes(self, images: Sequence[Tensor]) -> list[Features]:
+        """Return the features of images (B, 3, S, S) of several sizes, in one forward where the model can do that."""
+        if not self._packs(images):
+            return [self(x) for x in images]
+        outs = packed_features(self.model, images)
+        return [self._split(out, x) for out, x in zip(outs, images, strict=True)]
+
+    def pooled_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """Return the pooled vectors (B, D) of images of several sizes, as `sizes` does."""
+        if not self._packs(images):
+            return [self.pooled(x) for x in images]
+        return [self.model.forward_head(out, pre_logits=True) for out in packed_features(self.model, images)]
+
+    def _packs(self, images: Sequence[Tensor]) -> bool:
+        return len(images) > 1 and not (self.micro_batch and self.training) and packable(self.model)
+
+    @cached_property
+    def batch_norm(self) -> bool:
+        """Whether the output for an image depends on the other images of the batch."""
+        return any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.modules())
+
     def _pooled(self, images: Tensor) -> Tensor:
         out: Tensor = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
         return out
 
     def _features(self, images: Tensor) -> Features:
-        out: Tensor = self.model.forward_features(images)
+        return self._split(self.model.forward_features(images), images)
+
+    def _split(self, out: Tensor, images: Tensor) -> Features:
+        """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`."""
         pooled = self.model.forward_head(out, pre_logits=True)
         if out.ndim == 4:
             if getattr(self.model, "output_fmt", "NCHW") != "NHWC":
@@ -152,8 +192,16 @@ class Encoder(nn.Module, Generic[Head]):
                 same[-1].append(x)
             else:
                 same.append([x])
-        out: Tensor = self.head(torch.cat([self.backbone.pooled(torch.cat(xs)) for xs in same]))
+        out: Tensor = self.head(torch.cat(self.backbone.pooled_sizes([torch.cat(xs) for xs in same])))
         return out
+
+    def each(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return the head's output (B, C) of each view, for V x (B, 3, S, S) of one size.
+
+        The head runs once for each view, so its batch norm never sees two of them. So does a backbone with batch norm;
+        any other backbone runs once.
+        """
+        return [self.head(f) for f in self.backbone.pooled_each(views)]
 
 
 def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:

@@ -5,6 +5,7 @@ patches, D channels, H heads.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +81,12 @@ class AggregationBackbone(Backbone):
         self.model, self.dim, self.micro_batch = backbone.model, backbone.dim, backbone.micro_batch
         self.aggregation = Aggregation(backbone.dim, heads)
 
-    def _features(self, images: Tensor) -> Features:
-        out = super()._features(images)
-        return out._replace(pooled=self.aggregation(out.patches))
+    def _split(self, out: Tensor, images: Tensor) -> Features:
+        features = super()._split(out, images)
+        return features._replace(pooled=self.aggregation(features.patches))
 
     def _pooled(self, images: Tensor) -> Tensor:
         return self._features(images).pooled
+
+    def pooled_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
+        return [out.pooled for out in self.sizes(images)]
