@@ -1,8 +1,8 @@
 """Count the operations that PyTorch dispatches in a training step of each method, and the waits for the device.
 
 A step is that of a run on one rank: forward, backward, clipping, optimiser, momentum copy, the guard against gradients
-that are not finite, and what the monitor collects. It is the fourth step, and it writes no line of the log. Networks have
-the depth and the views of the methods' recipes and little width, as the number of operations depends on depth alone.
+that are not finite, and what the monitor collects. It is the fourth step, and it writes no line of the log. Networks
+have the depth and the views of the methods' recipes and little width, as depth alone makes the number of operations.
 
 operations   what reaches PyTorch's dispatcher after autograd: kernels and views; a foreach operation counts once
 waits        how often the host would wait for a device: it reads a value, or a shape depends on values
