@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from eagleray.models import backbone as module
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.micro_batch import micro_batched
-from eagleray.models.packing import drop_paths, packable
+from eagleray.models.packing import drop_factors, of_tokens, packable
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2}
 SIZES = (32, 16)
@@ -41,6 +41,24 @@ def test_one_forward_is_that_of_each_size(keys: dict[str, object], monkeypatch: 
     torch.testing.assert_close(grads[0], grads[1], atol=1e-5, rtol=1e-4)
 
 
+def test_one_forward_of_a_swin_is_that_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    options = {"img_size": 64, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (1, 2)}
+    net, grads, outs = Backbone("esvit_swin_tiny_w7", options=options), [], []
+    given = [torch.randn(2, 3, 64, 64), torch.randn(3, 3, 44, 44)]  # the second one is padded
+    for packs in (True, False):
+        monkeypatch.setattr(module, "packable", lambda model, packs=packs: packs and model.packs())
+        net.zero_grad()
+        features = net.sizes(given)
+        sum(f.pooled.square().sum() + f.patches.sin().sum() for f in features).backward()  # type: ignore[union-attr]
+        grads.append([p.grad for p in net.parameters()])
+        outs.append([x for f in features for x in f[:2]])
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-4, rtol=1e-4)
+    net.model.layers[0].blocks[1].forward = lambda x: x  # such as activation checkpointing
+    assert not packable(net.model)
+
+
 def test_the_blocks_run_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     net, seen = network(), []
     net.model.blocks[0].mlp.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
@@ -71,7 +89,8 @@ def test_micro_batches_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drop_path_keeps_or_drops_whole_crops() -> None:
     torch.manual_seed(0)
     rates = [0.0, 0.0, 0.2, 0.2, 0.4, 0.4]
-    factors = drop_paths(rates, torch.zeros(1), [(2000, 3), (1000, 2)])
+    drawn = drop_factors(rates, 3000, torch.zeros(1))
+    factors = [f for both in of_tokens(drawn, [(2000, 3), (1000, 2)], 3) for f in both]
     assert all(f.shape == (8000, 1) for f in factors)
     for rate, f in zip(rates, factors, strict=True):
         large, small = f[:6000].view(2000, 3), f[6000:].view(1000, 2)
@@ -80,7 +99,8 @@ def test_drop_path_keeps_or_drops_whole_crops() -> None:
         assert f[f > 0].unique().tolist() == pytest.approx([1 / (1 - rate)])
         assert float(f.mean()) == pytest.approx(1, abs=0.06)
     assert not torch.equal(factors[2], factors[3])
-    assert drop_paths([0.0] * 6, torch.zeros(1), [(2, 3)]) == [None] * 6
+    assert drop_factors([0.0] * 6, 2, torch.zeros(1)) is None
+    assert of_tokens(None, [(2, 3)], 1) == [(None, None)]
 
 
 def test_drop_path_changes_the_features_of_crops_while_training_alone() -> None:

@@ -1,10 +1,10 @@
-"""One forward of a plain vision transformer for crops of several sizes, whose tokens lie end to end in one sequence.
+"""One forward of a vision transformer for crops of several sizes, whose tokens lie end to end in one sequence.
 
 All layers but the attention treat tokens one by one, so they run once; the attention runs once for each size. DINOv2
 trains with packed sequences too (Oquab et al. 2023, arXiv:2304.07193, section 5). T tokens in all, D channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 
 def packable(model: Any) -> bool:
-    """Return whether `packed_features` computes what the model does: whether its blocks are timm's plain ones."""
-    return type(model) is VisionTransformer and all(map(_plain, model.blocks)) and _even(_rates(model))
+    """Return whether `packed_features` computes what the model does; of timm's models, only plain ViTs."""
+    if hasattr(model, "forward_sizes"):
+        return bool(model.packs())
+    return type(model) is VisionTransformer and all(map(_plain, model.blocks)) and even(drop_rates(model.blocks))
 
 
 def _plain(block: nn.Module) -> bool:
@@ -34,18 +36,20 @@ def _plain(block: nn.Module) -> bool:
 
 def packed_features(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
     """Return what the model's `forward_features` returns for each of the images (B, 3, S, S) of several sizes."""
+    if hasattr(model, "forward_sizes"):
+        return model.forward_sizes(sizes)  # type: ignore[no-any-return]
     tokens = [model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x)))) for x in sizes]
     shapes = [(x.shape[0], x.shape[1]) for x in tokens]  # (B, N)
     x = torch.cat([x.flatten(0, 1) for x in tokens])  # (T, D)
-    keep = drop_paths(_rates(model), x, shapes)
-    for i, block in enumerate(model.blocks):
-        x = _add(x, block.ls1(_attend(block.attn, block.norm1(x), shapes)), keep[2 * i])
-        x = _add(x, block.ls2(block.mlp(block.norm2(x))), keep[2 * i + 1])
+    drawn = drop_factors(drop_rates(model.blocks), sum(b for b, _ in shapes), x)
+    for block, (keep1, keep2) in zip(model.blocks, of_tokens(drawn, shapes, len(model.blocks)), strict=True):
+        x = add(x, block.ls1(_attend(block.attn, block.norm1(x), shapes)), keep1)
+        x = add(x, block.ls2(block.mlp(block.norm2(x))), keep2)
     parts = model.norm(x).split([b * n for b, n in shapes])
     return [part.view(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _add(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
+def add(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
     """Return x plus a residual branch, both (T, D), of which drop path keeps some crops."""
     return x + branch if keep is None else torch.addcmul(x, branch, keep)
 
@@ -61,31 +65,39 @@ def _attend(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
     return projected
 
 
-def _rates(model: Any) -> list[float]:
+def drop_rates(blocks: Iterable[Any]) -> list[float]:
     """Return the probability with which drop path drops each branch, two for each block."""
-    branches = [m for block in model.blocks for m in (block.drop_path1, block.drop_path2)]
+    branches = [m for block in blocks for m in (block.drop_path1, block.drop_path2)]
     return [m.drop_prob if isinstance(m, DropPath) and m.training else 0.0 for m in branches]
 
 
-def _even(rates: Sequence[float]) -> bool:
+def even(rates: Sequence[float]) -> bool:
     """Return whether the rates of the blocks rise evenly, as timm's do."""
     steps = max(len(rates) // 2 - 1, 1)
-    even = [rates[0] + (rates[-1] - rates[0]) * (i // 2) / steps for i in range(len(rates))]
-    return all(abs(a - b) < 1e-6 for a, b in zip(rates, even, strict=True))
+    line = [rates[0] + (rates[-1] - rates[0]) * (i // 2) / steps for i in range(len(rates))]
+    return all(abs(a - b) < 1e-6 for a, b in zip(rates, line, strict=True))
 
 
-def drop_paths(rates: Sequence[float], x: Tensor, shapes: Sequence[tuple[int, int]]) -> Sequence[Tensor | None]:
-    """Draw for each branch the factors (T, 1) of tokens x (T, D), alike for all tokens of a crop; None stands for 1.
+def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | None:
+    """Draw the factors (blocks, 2, crops) of all branches together: 0 with the rate of a branch, else 1 / (1 - rate).
 
-    A factor is 0 with the rate of the branch, and else what keeps the mean at 1. The factors of all branches are drawn
-    together, with few operations. `rates` are those of the branches, two for each block, and rise evenly.
+    `rates` are those of the branches, two for each block, and rise evenly. None stands for factors of 1.
     """
     if not any(rates):
-        return [None] * len(rates)
+        return None
     # Not a tensor of the rates: it would be copied from the host, which waits for that.
-    keep = 1 - torch.linspace(rates[0], rates[-1], len(rates) // 2, device=x.device, dtype=x.dtype)
+    keep = 1 - torch.linspace(rates[0], rates[-1], len(rates) // 2, device=like.device, dtype=like.dtype)
     keep = keep.view(-1, 1, 1)
-    drawn = torch.bernoulli(keep.expand(-1, 2, sum(b for b, _ in shapes))) / keep  # (blocks, 2, crops)
+    return torch.bernoulli(keep.expand(-1, 2, crops)) / keep
+
+
+def of_tokens(
+    drawn: Tensor | None, shapes: Sequence[tuple[int, int]], blocks: int
+) -> Sequence[Sequence[Tensor | None]]:
+    """Return the factors (T, 1) of both branches of each block, alike for a crop's tokens; `shapes` are (B, N)."""
+    if drawn is None:
+        return [(None, None)] * blocks
     parts = drawn.flatten(0, 1).split([b for b, _ in shapes], 1)
     tokens = [part.repeat_interleave(n, 1) for part, (_, n) in zip(parts, shapes, strict=True)]
-    return list(torch.cat(tokens, 1).unsqueeze(2).unbind(0))
+    each = torch.cat(tokens, 1).unsqueeze(2).unbind(0)
+    return list(zip(each[::2], each[1::2], strict=True))

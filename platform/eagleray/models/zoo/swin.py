@@ -5,13 +5,23 @@ names and shapes as timm's. Where whole windows fill the grid of every shifted b
 the epsilon of the layer norms. That is so for images of 224 pixels, but not of 96.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import timm
+import torch
 import torch.nn.functional as F
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, checkpoint_filter_fn
+from timm.models.swin_transformer import (
+    SwinTransformer,
+    SwinTransformerBlock,
+    checkpoint_filter_fn,
+    window_partition,
+)
 from torch import Tensor, nn
+
+from eagleray.models.packing import add, drop_factors, drop_rates, even, of_tokens
 
 TINY = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
 SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}
@@ -21,19 +31,131 @@ BASE = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}
 default_cfgs = generate_default_cfgs({f"esvit_swin_{s}_w{w}": {} for s in ("tiny", "small", "base") for w in (7, 14)})
 
 
+Grid = tuple[int, int, int] | torch.Size  # B crops of h x w tokens
+
+
+class Windows(NamedTuple):
+    """How the tokens of a grid of n tokens lie in a block's windows; P tokens in all W windows of N, with padding."""
+
+    take: Tensor  # (P,) the token of the grid at each place of the windows, n for padding
+    back: Tensor  # (n,) the place of each token
+    mask: Tensor | None  # (W, N, N) added to the scores; None: all tokens of a window see each other
+
+
 class PadFirst(SwinTransformerBlock):
     """A Swin block that pads the grid at the bottom and the right to whole windows, before any shift.
 
-    The padding is not masked: padding tokens take part in the attention of their region of the shifted grid. B images,
-    a grid of h x w tokens, C channels.
+    The padding is not masked: padding tokens take part in the attention of their region of the shifted grid. Padding,
+    shift and windows are one reordering of the tokens, worked out once for each grid. B images, a grid of h x w tokens,
+    C channels.
     """
+
+    layouts: dict[tuple[int, int, torch.device], Windows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output (B, h, w, C) for tokens x (B, h, w, C)."""
+        x = x + self.drop_path1(self._attn(self.norm1(x)))
+        tokens = self.norm2(x).flatten(0, 2)
+        out: Tensor = x + self.drop_path2(self.mlp(tokens).view_as(x))
+        return out
+
+    def forward_sizes(self, x: Tensor, shapes: Sequence[Grid], keep: Sequence[Tensor | None]) -> Tensor:
+        """Return the block's output (T, C) for the tokens x (T, C) of crops of several sizes.
+
+        `shapes` are (B, h, w) of each size, `keep` the factors (T, 1) that drop path draws for both branches.
+        """
+        x = add(x, self._attn_sizes(self.norm1(x), shapes), keep[0])
+        return add(x, self.mlp(self.norm2(x)), keep[1])
 
     def _attn(self, x: Tensor) -> Tensor:
         """Return the attention's output (B, h, w, C) for tokens x (B, h, w, C)."""
-        h, w = x.shape[1:3]
+        take, back, mask = self._layout(x.shape[1], x.shape[2], x.device)
+        within = reorder(x.flatten(1, 2), take, back)
+        out = self.attn(within.view(-1, self.window_area, x.shape[3]), mask)
+        return reorder(out.view(len(x), len(take), -1), back, take).view_as(x)
+
+    def _attn_sizes(self, x: Tensor, shapes: Sequence[Grid]) -> Tensor:
+        """Return the attention's output (T, C) for the tokens x (T, C) of crops of several sizes."""
+        layouts = [self._layout(h, w, x.device) for _, h, w in shapes]
+        parts = x.split([b * h * w for b, h, w in shapes])
+        within = [
+            reorder(part.view(b, h * w, -1), take, back).flatten(0, 1)
+            for part, (b, h, w), (take, back, _) in zip(parts, shapes, layouts, strict=True)
+        ]
+        out = self.attn.sizes(torch.cat(within), [(len(y), t.mask) for y, t in zip(within, layouts, strict=True)])
+        outs = [
+            reorder(part.view(b, len(take), -1), back, take).flatten(0, 1)
+            for part, (b, _, _), (take, back, _) in zip(
+                out.split([len(y) for y in within]), shapes, layouts, strict=True
+            )
+        ]
+        return torch.cat(outs)
+
+    def _layout(self, h: int, w: int, device: torch.device) -> Windows:
+        """Return how a grid of h x w tokens lies in windows, worked out once."""
+        key = (h, w, device)
+        if key not in self.layouts:
+            self.layouts[key] = self._windows(h, w, device)
+        return self.layouts[key]
+
+    @torch.no_grad()
+    def _windows(self, h: int, w: int, device: torch.device) -> Windows:
         wh, ww = self.window_size
-        out: Tensor = super()._attn(F.pad(x, (0, 0, 0, -w % ww, 0, -h % wh)))  # timm's has nothing left to pad
-        return out[:, :h, :w]
+        n = torch.arange(h * w, device=device).view(h, w)
+        grid = F.pad(n, (0, -w % ww, 0, -h % wh), value=h * w)
+        shifted = grid.roll((-self.shift_size[0], -self.shift_size[1]), (0, 1))
+        take = window_partition(shifted.view(1, *grid.shape, 1), self.window_size).flatten()
+        mask = self.get_attn_mask(grid.view(1, *grid.shape, 1).float())
+        return Windows(take, take.argsort(stable=True)[: h * w], mask)
+
+
+class WindowAttention(timm.models.swin_transformer.WindowAttention):  # type: ignore[misc]
+    """timm's attention within windows, but the mask is added to the bias and not to the scores of every image."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the output (W, N, C) for the tokens of windows (W, N, C); `mask` (V, N, N) is of every V windows."""
+        return self.sizes(x.flatten(0, 1), [(len(x) * x.shape[1], mask)]).view_as(x)
+
+    def sizes(self, x: Tensor, parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
+        """Return the output (P, C) for tokens (P, C) in windows; `parts` are the tokens of each size and its mask."""
+        bias = self._get_rel_pos_bias()  # (1, heads, N, N)
+        rows = self.qkv(x).split([n for n, _ in parts])
+        out = [
+            self._within(qkv, bias if mask is None else bias + mask.unsqueeze(1))
+            for qkv, (_, mask) in zip(rows, parts, strict=True)
+        ]
+        projected: Tensor = self.proj_drop(self.proj(torch.cat(out) if len(out) > 1 else out[0]))
+        return projected
+
+    def _within(self, qkv: Tensor, bias: Tensor) -> Tensor:
+        """Return the attention's sums (P, C) of the queries, keys and values (P, 3 C) of windows of one size."""
+        n, heads = self.window_area, self.num_heads
+        qkv = qkv.view(-1, n, 3, heads, qkv.shape[1] // (3 * heads))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2).unbind(0)  # (W * heads, N, d)
+        scores = torch.bmm(q * self.scale, k.mT).view(-1, *bias.shape) + bias
+        rows = self.attn_drop(self.softmax(scores.view(-1, heads, n, n)))
+        out = torch.bmm(rows.flatten(0, 1), v).view(-1, heads, n, v.shape[2])
+        return out.transpose(1, 2).reshape(len(qkv) * n, -1)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        padded = F.pad(x, (0, 0, 0, 1)) if len(take) > x.shape[1] else x
+        return padded.index_select(1, take)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reorder(grads[0], ctx.back, ctx.back), None, None
+
+
+def reorder(x: Tensor, take: Tensor, back: Tensor) -> Tensor:
+    """Return the tokens of x (B, n, C) in the order `take`, in which n stands for a token of zeros.
+
+    `back` is the inverse order. The gradient takes tokens too, as adding them up has no fixed order on a GPU.
+    """
+    return _Reorder.apply(x, take, back)  # type: ignore[no-any-return]
 
 
 class EsViTSwin(SwinTransformer):
@@ -49,6 +171,33 @@ class EsViTSwin(SwinTransformer):
         for block in self.modules():
             if isinstance(block, SwinTransformerBlock):
                 block.__class__ = PadFirst  # the same parameters and buffers, another forward
+                block.attn.__class__ = WindowAttention
+                block.layouts = {}
+
+    def packs(self) -> bool:
+        """Return whether `forward_sizes` computes what `forward_features` does: whether no block is changed."""
+        blocks = [block for stage in self.layers for block in stage.blocks]
+        changed = any("forward" in vars(b) or b._forward_hooks or b._forward_pre_hooks for b in blocks)
+        return not changed and even(drop_rates(blocks))
+
+    def forward_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output (B, h, w, C) for images (B, 3, H, W) of each of several sizes, in one forward.
+
+        Layers that treat tokens one by one run once on the tokens of all sizes, which lie end to end.
+        """
+        parts = [self.patch_embed(x) for x in images]
+        blocks = [block for stage in self.layers for block in stage.blocks]
+        drawn, done = drop_factors(drop_rates(blocks), sum(map(len, images)), parts[0]), 0
+        for stage in self.layers:
+            parts = [stage.downsample(part) for part in parts]
+            shapes = [part.shape[:3] for part in parts]
+            x, n = torch.cat([part.flatten(0, 2) for part in parts]), len(stage.blocks)
+            own = None if drawn is None else drawn[done : done + n]
+            for block, keep in zip(stage.blocks, of_tokens(own, [(b, h * w) for b, h, w in shapes], n), strict=True):
+                x = block.forward_sizes(x, shapes, keep)
+            parts = [y.view(*s, -1) for y, s in zip(x.split([s.numel() for s in shapes]), shapes, strict=True)]
+            done += n
+        return [self.norm(part) for part in parts]
 
 
 def create(name: str, pretrained: bool, **options: Any) -> EsViTSwin:
