@@ -106,7 +106,7 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
     line = load_line(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
         # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
-        want = Backbone._features(copy.deepcopy(backbone).cpu().eval(), x).pooled
+        want = Backbone._pooled(copy.deepcopy(backbone).cpu().eval(), x)
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         plugin = plugins.plugin_of(description.get("timm", ""), "backbone")
         for sources in plugins.pack([plugin] if plugin else []).values():

@@ -82,7 +82,8 @@ class PadFirst(SwinTransformerBlock):
             reorder(part.view(b, h * w, -1), take, back).flatten(0, 1)
             for part, (b, h, w), (take, back, _) in zip(parts, shapes, layouts, strict=True)
         ]
-        out = self.attn.sizes(torch.cat(within), [(len(y), t.mask) for y, t in zip(within, layouts, strict=True)])
+        attn: Any = self.attn
+        out = attn.sizes(torch.cat(within), [(len(y), t.mask) for y, t in zip(within, layouts, strict=True)])
         outs = [
             reorder(part.view(b, len(take), -1), back, take).flatten(0, 1)
             for part, (b, _, _), (take, back, _) in zip(
@@ -172,13 +173,17 @@ class EsViTSwin(SwinTransformer):
             if isinstance(block, SwinTransformerBlock):
                 block.__class__ = PadFirst  # the same parameters and buffers, another forward
                 block.attn.__class__ = WindowAttention
-                block.layouts = {}
+                block.layouts = {}  # type: ignore[assignment]
 
     def packs(self) -> bool:
         """Return whether `forward_sizes` computes what `forward_features` does: whether no block is changed."""
-        blocks = [block for stage in self.layers for block in stage.blocks]
+        blocks = self._blocks()
         changed = any("forward" in vars(b) or b._forward_hooks or b._forward_pre_hooks for b in blocks)
         return not changed and even(drop_rates(blocks))
+
+    def _blocks(self) -> list[Any]:
+        layers: Any = self.layers
+        return [block for stage in layers for block in stage.blocks]
 
     def forward_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
         """Return the output (B, h, w, C) for images (B, 3, H, W) of each of several sizes, in one forward.
@@ -186,8 +191,8 @@ class EsViTSwin(SwinTransformer):
         Layers that treat tokens one by one run once on the tokens of all sizes, which lie end to end.
         """
         parts = [self.patch_embed(x) for x in images]
-        blocks = [block for stage in self.layers for block in stage.blocks]
-        drawn, done = drop_factors(drop_rates(blocks), sum(map(len, images)), parts[0]), 0
+        drawn, done = drop_factors(drop_rates(self._blocks()), sum(map(len, images)), parts[0]), 0
+        stage: Any
         for stage in self.layers:
             parts = [stage.downsample(part) for part in parts]
             shapes = [part.shape[:3] for part in parts]
