@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="processes, each with a device of its own")
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.write(Path(folder, "shards"), images=96, distinct=24, width=40, height=32, each=48, classes=4)
+        synthetic.write(Path(folder, "shards"), images=96, distinct=24, width=40, height=32, each=48, classes=20)
         result = run_all(args.methods, args.keys, Path(folder), args.ranks)
     common.show({"methods": result, "ranks": args.ranks}, as_json=args.json)
     if any(row["status"] != "ok" for row in result.values()):
