@@ -79,8 +79,8 @@ def with_gradient(p: Tensor, z: Tensor) -> Tensor:
 def half_gradients(scale: float) -> Iterator[None]:
     """Gradients pass through half precision under a loss scale that is too large for some of them."""
 
-    def overflowing(r: recipe.Recipe) -> Any:
-        method = build_method(r)
+    def overflowing(*args: Any) -> Any:
+        method = build_method(*args)
         for p in method.parameters():
             if p.requires_grad:
                 p.register_hook(lambda g: (g * scale).half().float() / scale)
