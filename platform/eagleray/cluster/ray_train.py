@@ -17,6 +17,7 @@ from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.session import session
 from eagleray.config import plugins
 from eagleray.engine import checkpoint
+from eagleray.engine.precision import compute_dtype
 from eagleray.engine.world import World
 from eagleray.runs import layout, pretrain, remote
 from eagleray.runs.recipe import Recipe, span
@@ -68,6 +69,8 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # until a dead worker is noticed
     gpu, cpus = resources(recipe, [n["Resources"] for n in ray.nodes() if n["Alive"]])
+    if not gpu:
+        compute_dtype(recipe.precision, torch.device("cpu"))  # an error here is one line; a worker's comes later
     began = time.time()
     trainer = TorchTrainer(
         _rank,  # type: ignore[arg-type]

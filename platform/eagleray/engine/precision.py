@@ -41,6 +41,11 @@ def has_bfloat16(device: torch.device) -> bool:
     return supported is None or bool(supported(including_emulation=False))
 
 
+def format_name(device: torch.device) -> str:
+    """Return the name that PyTorch gives to a device's format, such as `bfloat16`, for results that depend on it."""
+    return str(compute_dtype("auto", device)).removeprefix("torch.")
+
+
 def autocast(device: torch.device, choice: Format = "auto") -> torch.autocast:
     """Return the context in which a network runs on a device. Raises UserError as `compute_dtype` does."""
     return _autocast(device, compute_dtype(choice, device))

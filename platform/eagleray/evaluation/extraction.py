@@ -13,6 +13,7 @@ from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.data.index import Index, open_index
 from eagleray.engine import world
+from eagleray.engine.precision import format_name
 from eagleray.evaluation import feature_cache
 from eagleray.evaluation.target import Target, load_target
 from eagleray.protocols.digests import data_digest
@@ -54,7 +55,7 @@ def features(
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    precision = "bfloat16" if device.type == "cuda" and not workers else "float32"
+    precision = format_name(torch.device("cpu") if workers else device)
     task = replace(task, digest=one.digest)
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:

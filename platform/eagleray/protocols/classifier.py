@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from eagleray.base import dist
+from eagleray.config.types import Format
 from eagleray.data.index import Index
+from eagleray.engine.precision import autocast
 from eagleray.protocols.eval_mode import Net, in_eval_mode
 from eagleray.protocols.features import batches, labelled_samples
 from eagleray.views.photometric import normalise
@@ -24,7 +26,9 @@ class ClassifierNet(Net, Protocol):
 
 @torch.inference_mode()
 @in_eval_mode
-def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, device: torch.device) -> dict[str, float]:
+def classifier(
+    net: ClassifierNet, index: Index, *, size: int, resize: int, device: torch.device, precision: Format = "auto"
+) -> dict[str, float]:
     """Measure top-1 and top-5 accuracy in percent on the labelled images, and the mean of the top-1 accuracies of the
     classes.
 
@@ -33,7 +37,7 @@ def classifier(net: ClassifierNet, index: Index, *, size: int, resize: int, devi
     ys, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for rows, images in batches(index, mine, size, resize):
         y = torch.from_numpy(index.label[rows])
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast(device, precision):
             z = net.classify(normalise(images, device))
         best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
         hit = best == y.unsqueeze(1)

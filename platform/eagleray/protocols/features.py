@@ -13,8 +13,10 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
+from eagleray.config.types import Format
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
+from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.feature_types import read
@@ -33,10 +35,16 @@ class LabelledFeatures(NamedTuple):
 
 
 def extract_pooled(
-    backbone: Backbone, index: Index, samples: NDArray[np.int64], *, size: int, resize: int
+    backbone: Backbone,
+    index: Index,
+    samples: NDArray[np.int64],
+    *,
+    size: int,
+    resize: int,
+    precision: Format = "auto",
 ) -> LabelledFeatures:
     """Extract the pooled features of these samples; see `extract_features`."""
-    return extract_features(backbone, index, samples, size=size, resize=resize)["pooled"]
+    return extract_features(backbone, index, samples, size=size, resize=resize, precision=precision)["pooled"]
 
 
 @torch.inference_mode()
@@ -49,6 +57,7 @@ def extract_features(
     size: int,
     resize: int,
     kinds: Sequence[str] = ("pooled",),
+    precision: Format = "auto",
     tick: Callable[[int], None] = lambda _: None,
 ) -> dict[str, LabelledFeatures]:
     """Extract several types of features of these samples in a single forward pass.
@@ -56,14 +65,14 @@ def extract_features(
     The ranks share the images, and every rank returns the features of all images. Images that do not decode are left
     out. After each batch, `tick` is called with the number of its images.
 
-    Raises UserError when the backbone lacks one of the types."""
+    Raises UserError when the backbone lacks one of the types, or when the device does not compute in this precision."""
     device = next(backbone.parameters()).device
     xs: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     ys = [torch.empty(0, dtype=torch.long)]
     mine = np.array_split(samples, dist.size())[dist.rank()]
     for rows, images in batches(index, mine, size, resize):
         x = normalise(images, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast(device, precision):
             for kind, value in read(backbone, x, kinds).items():
                 xs[kind].append(value.float().cpu())
         ys.append(torch.from_numpy(index.label[rows]))

@@ -11,6 +11,7 @@ from eagleray.base.progress import seconds_left
 from eagleray.config.schedule import Progress
 from eagleray.data.index import Note
 from eagleray.engine import checkpoint, loop, optim
+from eagleray.engine.precision import Precision
 
 LINES = 20  # progress lines of a training
 SILENCE = 60.0, 0.1  # another line is due after so many seconds, and after this share of the time so far
@@ -46,10 +47,12 @@ def fine_tune(
 
     Raises UserError when the checkpoints or the data cannot be read."""
     optimizer = optim.make("adamw", net, decay="timm")
+    precision = Precision.of("auto", next(net.parameters()).device)
     start = 0
     if state := checkpoint.newest(folder):
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
+        precision.load_state_dict(state.get("precision", {}))
         start = int(state["step"])
         note(f"{name}: continues after step {start} of {steps}")
     trained = loop.fit(
@@ -59,6 +62,7 @@ def fine_tune(
         lr=lr,
         weight_decay=lambda _: weight_decay,
         seed=seed,
+        precision=precision,
     )
     report, writer = ProgressReport(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1)
     last_save = time.monotonic()
@@ -67,7 +71,8 @@ def fine_tune(
             done = step.at.step + 1
             report(done, step.values["loss"])
             if done == steps or time.monotonic() - last_save > SAVE_SECONDS:
-                writer.save(done, {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done})
+                parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+                writer.save(done, {"step": done, "precision": precision.state_dict()} | parts)
                 last_save = time.monotonic()
     finally:
         writer.wait()

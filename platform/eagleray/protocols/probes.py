@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
+from eagleray.config.types import Format
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
@@ -71,16 +73,20 @@ class ProbeSets:
 
 
 def evaluate(
-    backbone: Backbone, sets: ProbeSets | None, settings: Evaluate, *, protocols: Sequence[str] = RUN_PROTOCOLS
+    backbone: Backbone,
+    sets: ProbeSets | None,
+    settings: Evaluate,
+    *,
+    protocols: Sequence[str] = RUN_PROTOCOLS,
+    precision: Format = "auto",
 ) -> dict[str, float]:
     """Measure the numbers that a run records with kNN and a linear probe; return none without labelled images.
 
     All ranks extract features, once for all protocols, and all return the same numbers."""
     if sets is None or not protocols:
         return {}
-    size, resize = settings.size, settings.resize
-    train = extract_pooled(backbone, sets.train, sets.train_samples, size=size, resize=resize)
-    test = extract_pooled(backbone, sets.test, sets.test_samples, size=size, resize=resize)
+    extract = partial(extract_pooled, backbone, size=settings.size, resize=settings.resize, precision=precision)
+    train, test = extract(sets.train, sets.train_samples), extract(sets.test, sets.test_samples)
     out: dict[str, float] = {}
     if dist.rank() == 0 and len(train.x) and len(test.x):
         train, test = renumber(train, test, next(backbone.parameters()).device)

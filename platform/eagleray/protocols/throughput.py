@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagleray.base.errors import UserError
+from eagleray.engine.precision import autocast, format_name
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import check_images
 from eagleray.protocols.outcome import Outcome
@@ -34,7 +35,7 @@ def throughput(
     note: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Measure parameters, multiply-adds, speed and memory on images of `size` pixels, in batches of 128, or of 4 on a
-    CPU, and in bfloat16 on a GPU, as runs train. Nothing is written to `out`, and the backbone is not changed.
+    CPU, and in the precision in which runs train. Nothing is written to `out`, and the backbone is not changed.
 
     throughput/params_m       million parameters, without a classifier
     throughput/gmacs          1e9 multiply-adds of one image's forward pass, which papers call GFLOPs
@@ -63,20 +64,20 @@ def throughput(
     except torch.OutOfMemoryError:
         raise UserError(f"throughput: {batch} images of {size} pixels do not fit on this {device.type}") from None
     settings: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": name(device)}
-    settings |= {"precision": "bfloat16" if device.type == "cuda" else "float32", "threads": torch.get_num_threads()}
+    settings |= {"precision": format_name(device), "threads": torch.get_num_threads()}
     return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, settings)
 
 
 def forward(net: nn.Module, images: Tensor) -> None:
     """Run images (B, 3, H, W) through a network without gradients."""
-    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+    with torch.inference_mode(), autocast(images.device):
         net(images)
 
 
 def step(net: Backbone, images: Tensor) -> None:
     """Run a forward and a backward pass on images (B, 3, H, W)."""
     net.zero_grad()
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+    with autocast(images.device):
         pooled = net.pooled(images)
     pooled.float().square().mean().backward()
 

@@ -273,7 +273,9 @@ def evaluate_online(run: RankRun) -> dict[str, float]:
         return evaluate_classifier(run.plan, run.method)
     plan = run.plan
     sets = ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit)
-    return evaluate(run.method.export(), sets, plan.recipe.evaluate, protocols=("knn",))
+    return evaluate(
+        run.method.export(), sets, plan.recipe.evaluate, protocols=("knn",), precision=plan.recipe.precision
+    )
 
 
 def evaluate_final(run: RankRun) -> dict[str, float]:
@@ -292,7 +294,7 @@ def evaluate_classifier(plan: Plan, method: Classifier) -> dict[str, float]:
     if plan.test is None:
         return {}
     e, device = plan.recipe.evaluate, next(method.parameters()).device
-    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device)
+    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device, precision=plan.recipe.precision)
 
 
 def compare_with_untrained(run: RankRun) -> dict[str, float]:
@@ -301,8 +303,9 @@ def compare_with_untrained(run: RankRun) -> dict[str, float]:
     sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
     if not sets:
         log.info("no labels: nothing to evaluate")
-    scores = evaluate(run.method.export(), sets, recipe.evaluate)
-    untrained = evaluate(build_method(recipe).export().to(run.world.device), sets, recipe.evaluate)
+    scores = evaluate(run.method.export(), sets, recipe.evaluate, precision=recipe.precision)
+    random = build_method(recipe).export().to(run.world.device)
+    untrained = evaluate(random, sets, recipe.evaluate, precision=recipe.precision)
     scores |= {name + UNTRAINED: untrained[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in untrained}
     for protocol, key in ("knn", KNN_TOP1), ("linear", LINEAR_TOP1):
         if run.world.rank == 0 and sets and key in scores:

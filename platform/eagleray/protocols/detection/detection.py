@@ -15,6 +15,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.data.index import Note
+from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.detection.data import Coco, read_image
 from eagleray.protocols.detection.heads import mask_rcnn
@@ -91,7 +92,7 @@ def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Ten
     net.eval()
     device = next(net.parameters()).device
     for i, image in enumerate(ordered_map(read_image, data.paths)):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast(device):
             [result] = net([image.to(device).float() / 255])
         result["masks"] = result["masks"] >= CONFIDENT
         yield i, {name: value.cpu() for name, value in result.items()}
