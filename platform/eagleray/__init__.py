@@ -12,14 +12,14 @@ __version__ = "0.1.0"
 # The module of each public name; `__init__.pyi` says the same to type checkers.
 _MODULES = {
     "api.checks": ("MethodReport", "check_method"),
-    "api.data": ("index", "loader", "prepare"),
+    "api.data": ("index", "prepare"),
     "api.evaluate": ("Refused", "Scores", "evaluate"),
     "api.export": ("export", "load"),
     "api.jobs": ("Job", "job", "jobs", "submit"),
     "api.pretrain": ("finetune", "pretrain"),
     "api.report": ("report",),
     "api.run": ("Run",),
-    "api.stream": ("Loader",),
+    "api.stream": ("Loader", "loader"),
     "api.tune": ("tune",),
     "base.errors": ("Outage", "PluginError", "UserError"),
     "config": ("register",),

@@ -1,7 +1,6 @@
 from eagleray.api.checks import MethodReport as MethodReport
 from eagleray.api.checks import check_method as check_method
 from eagleray.api.data import index as index
-from eagleray.api.data import loader as loader
 from eagleray.api.data import prepare as prepare
 from eagleray.api.evaluate import Refused as Refused
 from eagleray.api.evaluate import Scores as Scores
@@ -17,6 +16,7 @@ from eagleray.api.pretrain import pretrain as pretrain
 from eagleray.api.report import report as report
 from eagleray.api.run import Run as Run
 from eagleray.api.stream import Loader as Loader
+from eagleray.api.stream import loader as loader
 from eagleray.api.tune import tune as tune
 from eagleray.base.errors import Outage as Outage
 from eagleray.base.errors import PluginError as PluginError

@@ -25,6 +25,14 @@ batches = [batch for batch, _ in zip(loader, range(3))]
 torch.save([(b.index, b.views[0], b.rows) for b in batches], f"{sys.argv[3]}/{os.environ['RANK']}.pt")
 """
 
+BLACK = """
+from eagleray import register
+
+@register.view("black")
+def black(crop, seed):
+    return crop * 0
+"""
+
 
 def test_it_is_the_stream_of_a_run(small: Path, shards: Path):
     plan = make_plan(resolve_paths(recipe.load(str(small), [f"data.train={shards / 'train'}"])))
@@ -47,6 +55,14 @@ def test_a_position_is_kept_and_loaded(shards: Path):
     again = eagleray.loader(shards / "train", views=[{"size": 8}], batch=64, workers=0)
     again.load_state_dict(state)
     assert torch.equal(next(iter(again)).index, want)
+
+
+def test_a_plug_in_changes_the_crops(shards: Path, tmp_path: Path):
+    (tmp_path / "black.py").write_text(BLACK)
+    views = [{"size": 8, "operations": ["black"]}]
+    loader = eagleray.loader(shards / "train", views=views, batch=16, workers=2, plugins=[tmp_path / "black.py"])
+    view = next(iter(loader)).views[0]
+    assert torch.equal(view, view[:1, :, :1, :1].expand_as(view))
 
 
 @pytest.mark.parametrize("group", ["group", "environment"])

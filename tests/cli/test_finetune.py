@@ -24,7 +24,7 @@ FAST = ("evaluate.probe_epochs=0", "evaluate.limit=32")
 def _quick() -> Iterator[None]:
     """No history, which other tests look at, and no export in a fresh process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "tracking_of", lambda out: Tracking("none"))
+        patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
         patch.setattr(pretrain, "to_timm", lambda *_: None)
         yield
 

@@ -27,7 +27,7 @@ from eagleray.methods.drloc import DRLoc
 from eagleray.methods.supervised import Supervised
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.classifier import accuracies, classifier
-from eagleray.runs.build import check_sizes
+from eagleray.runs.build import check_method
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.views.mixing import Mixing
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_one_line(keys: str, said: str, recipe: Any):
     overrides = [tree[0], *(f"method{k}" for k in tree[1:])]
     fine = "backbone={options: {img_size: 16, patch_size: 4, embed_dim: 24, depth: 2, num_heads: 3}}"
     with pytest.raises(UserError, match=said) as e:
-        check_sizes(config.load(Recipe, recipe("drloc"), ["data.train=none", fine, *overrides]))
+        check_method(config.load(Recipe, recipe("drloc"), ["data.train=none", fine, *overrides]))
     assert "\n" not in str(e.value)
 
 

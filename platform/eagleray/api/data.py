@@ -1,74 +1,18 @@
-"""Read data as an exact stream of batches, index shards and prepare data sets."""
+"""Index data and prepare data sets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from eagleray.api.stream import Loader
 from eagleray.base.console import out as console
 from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.config import plugins as loading
-from eagleray.config.view import View
 from eagleray.data.index import write_index
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
-
-
-def loader(
-    data: str | Path | Sequence[str],
-    *,
-    views: Sequence[View | Mapping[str, Any]],
-    batch: int,
-    seed: int = 0,
-    start: int = 0,
-    workers: int | None = None,
-    lanes: int | None = None,
-    device: str | torch.device = "cpu",
-    bad_limit: float = 0.01,
-    cache: str | Path | None = None,
-    cache_size: int = 100 * 2**30,
-) -> Loader:
-    """Return the exact, resumable stream of batches for a training loop of your own.
-
-    `data` names shards, or a folder of images. `views` describe the crops of every image, as the `views` of a recipe
-    do. `batch` is the global batch over all ranks; under torchrun, or with torch.distributed, every rank gets its share
-    of it. The batches depend on data, views, `batch`, `seed` and `lanes` alone: any number of ranks and `workers`
-    (loader processes of each rank, 0 means this process) sees the same global batches. `start` is a step, counted over
-    all epochs.
-
-    A batch has `views` (tensors of (B, 3, H, W), normalised, on `device`), `label` (B,), -1 where there is none, and
-    `index` (B,), the position in the data. `len(loader)` is the steps of an epoch, `state_dict()` and
-    `load_state_dict()` keep the position. Broken images are replaced and listed in `bad`, up to a share of `bad_limit`.
-    `cache` is a folder on this machine's disk that keeps what was fetched, up to `cache_size` bytes.
-
-    Raises UserError for wrong settings or data, and Outage when a store stays away.
-
-    Example:
-
-        loader = eagleray.loader("shards/", views=[{"size": 32, "count": 2}], batch=16, start=3, workers=0)
-        for batch in loader:
-            first, second = batch.views
-            assert first.shape == (16, 3, 32, 32) and batch.label.shape == (16,)
-        checkpoint = {"data": loader.state_dict()}
-    """
-    return Loader(
-        data,
-        views=views,
-        batch=batch,
-        seed=seed,
-        start=start,
-        workers=workers,
-        lanes=lanes,
-        device=device,
-        bad_limit=bad_limit,
-        cache=cache,
-        cache_size=cache_size,
-    )
 
 
 def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:

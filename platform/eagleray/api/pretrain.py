@@ -22,7 +22,7 @@ from eagleray.runs import layout, remote
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs import tracking as track
-from eagleray.runs.build import build_backbone, check_sizes
+from eagleray.runs.build import build_backbone
 from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.plan import make_plan, resolve_paths
@@ -103,22 +103,24 @@ def finetune(
 def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Path] = ()) -> Run:
     """Start or continue a run, show its progress, and return it when it ends or was asked to stop."""
     recipe = resolve_paths(recipes.load(name, overrides, [str(p) for p in plugins]))
-    out = recipe.out or ""
+    out = recipe.out
     remote.check_writable(out)
     folder = remote.view_dir(out)
     following = remote.Follower(out)
     following.copy.fetch()
-    check_same(recipe, folder)
+    begun = bool(files.read_lines(folder / layout.METRICS))
+    if begun and (folder / layout.RECIPE).exists():
+        check_same(recipe, folder / layout.RECIPE)
     plan = make_plan(recipe, note=lambda line: console.print(line, markup=False))
-    check_sizes(recipe)
-    tracking = tracking_of(out)
+    tracking = tracking_of(folder, out.rpartition("/")[2])
     if finished(folder, plan.steps):
         console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
-        track.send_missing(folder, tracking, config.flatten(config.to_plain(recipe)))
+        track.send_missing(folder, tracking, recipes.flat(recipe))
         if (folder / layout.MLFLOW).exists():
             remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
     else:
-        fill_backbone(recipe, folder)
+        if recipe.backbone.weights and not begun:
+            check_weights(recipe, recipe.backbone.weights)
         # From Python, the program's own arguments say nothing about the run.
         command = sys.argv if name in sys.argv else ["eagleray", "pretrain", name, *overrides]
         write_beginning(recipe, command)
@@ -129,18 +131,17 @@ def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Pat
     return Run(out, steps=plan.steps)
 
 
-def fill_backbone(recipe: Recipe, folder: Path) -> None:
-    """Check how much of a new run's backbone `backbone.weights` fill, print it and write it into the run folder.
-    Raises UserError when too little is filled."""
-    if recipe.backbone.weights and not files.read_lines(folder / layout.METRICS):
-        report = pretrained_weights.fill(build_backbone(recipe), pretrained(recipe.backbone.weights))
-        remote.write_note(recipe.out or "", layout.WEIGHTS, "\n".join(report.lines()) + "\n")
-        console.print(f"{report}: {recipe.out}/weights.txt", markup=False)
+def check_weights(recipe: Recipe, source: str) -> None:
+    """Check how much of the backbone the weights of `source` fill, print it and write it into the run folder. Raises
+    UserError when too little is filled."""
+    report = pretrained_weights.fill(build_backbone(recipe), pretrained(source))
+    remote.write_note(recipe.out, layout.WEIGHTS, "\n".join(report.lines()) + "\n")
+    console.print(f"{report}: {recipe.out}/{layout.WEIGHTS}", markup=False)
 
 
 def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
     """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder."""
-    out = recipe.out or ""
+    out = recipe.out
     remote.write_note(out, layout.RECIPE, config.dump(recipe))
     write_plugins(out, recipe.plugins)
     remote.write_note(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
@@ -161,15 +162,12 @@ def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
     return training.pretrain(recipe, world.local(), tracking=tracking, command=time.time())
 
 
-def check_same(recipe: Recipe, folder: Path) -> None:
-    """Raises UserError when the folder holds a run of another recipe. The message names the keys that differ and the
-    two ways to go on."""
-    stored, begun = folder / layout.RECIPE, files.read_lines(folder / layout.METRICS)
-    if not stored.exists() or not begun:
-        return
+def check_same(recipe: Recipe, stored: Path) -> None:
+    """Raises UserError when a run has another recipe stored. The message names the keys that differ and the two ways
+    to go on."""
     differ = config.differences(recipes.identity(config.load(Recipe, stored)), recipes.identity(recipe))
     if differ:
         raise UserError(
-            f"out={folder}: holds another run: {differ}; give another out=, or continue that run with "
+            f"out={recipe.out}: holds another run: {differ}; give another out=, or continue that run with "
             f"`eagleray pretrain {stored}`"
         )

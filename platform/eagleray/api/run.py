@@ -117,7 +117,7 @@ class Run:
             f"results   {self.out}/{layout.SUMMARY}, {layout.METRICS}, {layout.LOG}\n"
             f"export    {self.out}/{layout.EXPORT}/backbone.safetensors\n"
             f"{load}"
-            f"history   {history(track.tracking_of(self.out).uri)}"
+            f"history   {history(track.tracking_of(self.folder).uri)}"
         )
 
 

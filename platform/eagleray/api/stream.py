@@ -10,11 +10,12 @@ import torch
 from eagleray import config
 from eagleray.base import dist, files
 from eagleray.base.errors import UserError
+from eagleray.config import plugins as loading
 from eagleray.config.view import View
 from eagleray.data import loader as stream_loader
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
-from eagleray.data.quarantine import BadSample
+from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.views.sampling import Views
@@ -24,8 +25,31 @@ WORKERS = 4  # loader processes, where there are lanes for them
 
 
 class Loader:
-    """The batches of this rank, as `eagleray.loader` describes them. Each `for` loop yields the batches up to the
-    end of an epoch, and the next loop continues with the next epoch."""
+    """The exact, resumable stream of batches for a training loop of your own: those of this rank.
+
+    `data` names shards, or a folder of images. `views` describe the crops of every image, as the `views` of a recipe
+    do. `batch` is the global batch over all ranks; under torchrun, or with torch.distributed, every rank gets its share
+    of it. The batches depend on data, views, `batch`, `seed` and `lanes` alone: any number of ranks and `workers`
+    (loader processes of each rank, 0 means this process) sees the same global batches. `start` is a step, counted over
+    all epochs.
+
+    Each `for` loop yields the batches up to the end of an epoch, and the next loop continues with the next epoch. A
+    batch has `views` (tensors of (B, 3, H, W), normalised, on `device`), `label` (B,), -1 where there is none, and
+    `index` (B,), the position in the data. `len(loader)` is the steps of an epoch, `state_dict()` and
+    `load_state_dict()` keep the position. Broken images are replaced and listed in `bad`, up to a share of `bad_limit`.
+    `cache` is a folder on this machine's disk that keeps what was fetched, up to `cache_size` bytes. `plugins` are
+    Python files and modules that register operations of the views.
+
+    Raises UserError for wrong settings or data, and Outage when a store stays away.
+
+    Example:
+
+        loader = eagleray.loader("shards/", views=[{"size": 32, "count": 2}], batch=16, start=3, workers=0)
+        for batch in loader:
+            first, second = batch.views
+            assert first.shape == (16, 3, 32, 32) and batch.label.shape == (16,)
+        checkpoint = {"data": loader.state_dict()}
+    """
 
     def __init__(
         self,
@@ -41,7 +65,10 @@ class Loader:
         bad_limit: float = 0.01,
         cache: str | Path | None = None,
         cache_size: int = 100 * 2**30,
+        plugins: Sequence[str | Path] = (),
     ) -> None:
+        loading.load_installed()
+        loading.resolve([str(name) for name in plugins])
         described = [v if isinstance(v, View) else config.check(View, v, f"views.{i}") for i, v in enumerate(views)]
         if not described:
             raise UserError("views: expected at least one, such as {'size': 224}")
@@ -60,9 +87,8 @@ class Loader:
         self.step = start
         self.samples = len(index)
         self.steps_per_epoch = self._stream.steps_per_epoch
-        self.bad_limit = bad_limit
-        self._bad = {(b.shard, b.key, b.offset): b for b in index.bad}
-        self._check()
+        self._quarantine = Quarantine(None, samples=len(index) + len(index.bad), limit=bad_limit)
+        self._quarantine.add(index.bad)
 
     @property
     def epoch(self) -> int:
@@ -72,7 +98,7 @@ class Loader:
     @property
     def bad(self) -> list[BadSample]:
         """Return the broken images that were replaced so far, each with shard, key, offset and reason."""
-        return list(self._bad.values())
+        return list(self._quarantine.bad.values())
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
@@ -83,8 +109,7 @@ class Loader:
         UserError when more than `bad_limit` of the images are broken, and Outage when the store stays away."""
         stop = (self.epoch + 1) * self.steps_per_epoch
         for batch, bad in self._loader.batches(self.step, stop):
-            self._bad |= {(b.shard, b.key, b.offset): b for b in bad}
-            self._check()
+            self._quarantine.add(bad)
             self.step += 1
             yield batch
 
@@ -96,15 +121,8 @@ class Loader:
         """Continue at a position. The batches that follow are the same on any number of ranks and workers."""
         self.step = state["step"]
 
-    def _check(self) -> None:
-        """Raises UserError when too many samples are broken."""
-        samples = self.samples + sum(b.key != "" for b in self._bad.values())
-        if len(self._bad) > self.bad_limit * samples:
-            first = self.bad[0]
-            raise UserError(
-                f"{len(self._bad)} of {samples} samples are broken, more than bad_limit={self.bad_limit:g} allows; the "
-                f"first is {first.key} in {first.shard}: {first.reason}"
-            )
+
+loader = Loader  # a call reads like that of a function
 
 
 def rank_of() -> tuple[int, int]:

@@ -15,8 +15,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import plugins as loading
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import check_sizes
-from eagleray.runs.plan import training_sources
+from eagleray.runs.build import check_method
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import is_remote, local_path, store
 
@@ -36,7 +35,7 @@ class JobPackage:
     def labels(self) -> dict[str, str]:
         """Return the labels that the cluster stores with the job."""
         digest = recipes.digest(self.recipe)
-        return {"eagleray": "pretrain", "recipe": self.name, "out": self.recipe.out or "", "digest": digest}
+        return {"eagleray": "pretrain", "recipe": self.name, "out": self.recipe.out, "digest": digest}
 
     def write(self, folder: Path) -> None:
         """Write everything that is sent into an empty folder."""
@@ -59,8 +58,8 @@ def pack(name: str, overrides: Sequence[str], gpus: int | None, plugins: Sequenc
         name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])], [str(p) for p in plugins]
     )
     check_places(recipe)
-    check_sizes(recipe)
-    return JobPackage(identify(recipe.out or ""), Path(name).stem, recipe)
+    check_method(recipe)
+    return JobPackage(identify(recipe.out), Path(name).stem, recipe)
 
 
 def identify(out: str) -> str:
@@ -72,10 +71,10 @@ def identify(out: str) -> str:
 
 def check_places(recipe: Recipe) -> None:
     """Raises UserError when the recipe has a path that other nodes of the cluster could not find."""
-    for key, sources in ("data.train", training_sources(recipe)), ("data.test", recipe.data.test or ()):
+    for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             _check(key, source.url)
-    _check("out", recipe.out or "")
+    _check("out", recipe.out)
     if recipe.data.cache:
         _check("data.cache", recipe.data.cache)
 

@@ -20,7 +20,7 @@ from eagleray.engine import checkpoint
 from eagleray.engine.precision import compute_dtype
 from eagleray.engine.world import World
 from eagleray.runs import layout, pretrain, remote
-from eagleray.runs.recipe import Recipe, span
+from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking
 
 RESIZE = 20.0  # seconds between two looks whether there is room for more workers
@@ -64,7 +64,7 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    least, most = span(recipe.workers)
+    least, most = recipe.ranks
     # Ray waits so long for workers before it makes do with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # until a dead worker is noticed
@@ -89,19 +89,25 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
         ),
         run_config=RunConfig(
             name=f"train-{began:.3f}",
-            storage_path=str(remote.view_dir(recipe.out or "") / ".ray"),
+            storage_path=str(remote.view_dir(recipe.out) / ".ray"),
             # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `_count`.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=list(callbacks),
         ),
     )
-    return _fit(trainer, recipe.out or "")
+    result = _fit(trainer)
+    if failure := remote.read_note(recipe.out, layout.FAILURE):
+        note = json.loads(failure)
+        raise (UserError if note["user"] else RuntimeError)(note["why"])
+    if isinstance(result, BaseException):
+        raise RuntimeError(f"Ray Train failed: {result}; see {recipe.out}/{layout.LOG}") from result
+    return result.return_value  # type: ignore[no-any-return]
 
 
 def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[bool, float]:
     """Return the resources of each worker: a GPU if the recipe or the cluster has GPUs, and a number of CPUs. Raises
     UserError when there are GPUs, but fewer than workers."""
-    least, most = span(recipe.workers)
+    least, most = recipe.ranks
     gpus = sum(n.get("GPU", 0) for n in nodes)
     if recipe.gpus is None and 0 < gpus < least:
         raise UserError(
@@ -120,28 +126,22 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
     return gpu, max(int(each), 1) if whole else each
 
 
-def _fit(trainer: Any, out: str) -> dict[str, Any] | None:
-    """Run the trainer in a thread of its own: in the main thread Ray would handle Ctrl-C itself, but the run has to
-    save first."""
-    box: dict[str, Any] = {}
+def _fit(trainer: Any) -> Any:
+    """Run the trainer in a thread of its own, and return Ray's result or the error: in the main thread Ray would handle
+    Ctrl-C itself, but the run has to save first."""
+    results: list[Any] = []
 
     def work() -> None:
         try:
-            box["result"] = trainer.fit()
+            results.append(trainer.fit())
         except BaseException as e:
-            box["error"] = e
+            results.append(e)
 
     thread = threading.Thread(target=work, name="ray-train", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    failure = remote.read_note(out, layout.FAILURE)
-    if failure:
-        told = json.loads(failure)
-        raise (UserError if told["user"] else RuntimeError)(told["why"])
-    if "error" in box:
-        raise RuntimeError(f"Ray Train failed: {box['error']}; see {out}/train.log") from box["error"]
-    return box["result"].return_value  # type: ignore[no-any-return]
+    return results[0]
 
 
 def _rank(given: dict[str, Any]) -> dict[str, Any] | None:

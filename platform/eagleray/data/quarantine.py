@@ -21,23 +21,31 @@ class BadSample:
 class Quarantine:
     """Records each broken sample of a run once, over all epochs and restarts."""
 
-    def __init__(self, path: Path, *, samples: int, limit: float) -> None:
-        """`limit` is the largest fraction of the `samples` that may be broken."""
+    def __init__(self, path: Path | None, *, samples: int, limit: float) -> None:
+        """`limit` is the largest fraction of the `samples` that may be broken. Without a `path` the records are in
+        memory alone."""
         self.path, self.samples, self.limit = path, samples, limit
-        self.seen = {(bad["shard"], bad["key"], bad["offset"]) for bad in read_lines(path)}
+        self.bad = {_identity(b): b for b in (BadSample(**line) for line in (read_lines(path) if path else ()))}
 
     def add(self, bad_samples: Iterable[BadSample], *, write: bool = True) -> None:
         """Record the samples that are new. Raises UserError when more samples are broken than the limit allows."""
-        new = {(b.shard, b.key, b.offset): b for b in bad_samples if (b.shard, b.key, b.offset) not in self.seen}
-        self.seen |= new.keys()
-        if write and new:
+        new = {_identity(b): b for b in bad_samples if _identity(b) not in self.bad}
+        self.bad |= new
+        if self.path and write and new:
             append_lines(self.path, map(asdict, new.values()))
         if len(self) > self.limit * self.samples:
+            first = next(iter(self.bad.values()))
+            key = f"{'data.' if self.path else ''}bad_limit={self.limit:g}"
+            where = f"the first is {first.key} in {first.shard}: {first.reason}"
             raise UserError(
-                f"{len(self)} of {self.samples} samples are broken, more than data.bad_limit={self.limit:g} allows; "
-                f"{self.path} lists them"
+                f"{len(self)} of {self.samples} samples are broken, more than {key} allows; "
+                + (f"{self.path} lists them" if self.path else where)
             )
 
     def __len__(self) -> int:
         """Return the number of broken samples; a broken shard counts as one."""
-        return len(self.seen)
+        return len(self.bad)
+
+
+def _identity(sample: BadSample) -> tuple[str, str, int]:
+    return sample.shard, sample.key, sample.offset

@@ -350,8 +350,8 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
     copy = remote.view_dir(report.folder) / results.NAME
     if is_remote(report.folder):
         copy.write_text(remote.read_note(report.folder, results.NAME) or "")
-    known = remote.view_dir(target.run) / layout.MLFLOW
-    if why := tracking.append(tracking.tracking_of(target.run), known, metrics, [copy]):
+    run = remote.view_dir(target.run)
+    if why := tracking.append(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy]):
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")
 
 

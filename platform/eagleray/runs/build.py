@@ -40,10 +40,18 @@ def build_backbone(recipe: Recipe) -> Backbone:
     return network
 
 
-def check_sizes(recipe: Recipe) -> None:
-    """Raises UserError when the method cannot be built, or its backbone cannot take a size that the recipe asks for."""
+def check_method(recipe: Recipe) -> Method:
+    """Build the method without memory for its weights, check that the recipe fits it, and return it.
+
+    Raises UserError when it cannot be built, when it works with another number of views, and when its backbone cannot
+    take a size that the recipe asks for.
+    """
     with torch.device("meta"):
         method = build_method(recipe)
+        views, (least, most) = sum(v.count for v in recipe.views), method.views
+        if not least <= views <= most:
+            count = f"{least}" if least == most else f"{least} to {most}"
+            raise UserError(f"views: got {views}, but {recipe.method.name} works with {count}")
         o = recipe.optim
         optim.param_groups(method, decay=o.decay, constant=o.constant_lr, layer_decay=o.layer_decay)
         backbone = method.export()
@@ -58,6 +66,7 @@ def check_sizes(recipe: Recipe) -> None:
                     f"channels, but the model states {backbone.dim}"
                 )
         method.check_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
+    return method
 
 
 def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:

@@ -11,8 +11,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Schedule
 from eagleray.config.view import View
-from eagleray.runs import recipe as recipes
-from eagleray.runs.recipe import Recipe
+from eagleray.runs.recipe import Recipe, flat
 
 IMAGENET = 1_281_167  # images that the length of the shipped recipes is meant for
 EPOCHS = (10, 100, 800)  # the fewest, those for as many images as ImageNet, and the most
@@ -37,7 +36,7 @@ class Value(NamedTuple):
 def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -> list[Value]:
     """Return the keys to change in a recipe for `images` images with a short side of `size` pixels. With 0 `gpus`
     the run is in one process on the CPU. Raises UserError when there are too few images."""
-    keys = config.flatten(config.to_plain(recipe))
+    keys = flat(recipe)
     batches = list(batch_for(recipe, images, ranks=max(gpus, 1)))
     changed = {v.key: v.value for v in batches}
     batch = changed.get("optim.batch", recipe.optim.batch)
@@ -57,7 +56,7 @@ def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -
 
 def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
     """Yield the batch, and the values that depend on it. Raises UserError when the images do not fill a batch."""
-    keys = config.flatten(config.to_plain(recipe))
+    keys = flat(recipe)
     old = recipe.optim.batch
     each = _power(min(old / ranks, images / STEPS / ranks, PER_GPU))
     each = max(each, 2 if ranks == 1 else 1)
@@ -92,8 +91,8 @@ def too_small(recipe: Recipe, images: int) -> UserError:
     """Return the error for a run whose images do not fill a batch, with the values that would suit them."""
     given = f"data.train: {images} images do not fill one batch of optim.batch={recipe.optim.batch}"
     try:
-        values = batch_for(recipe, images, ranks=max(recipes.span(recipe.workers)[1], 1))
-        keys = config.flatten(config.to_plain(recipe))
+        values = batch_for(recipe, images, ranks=recipe.ranks[1])
+        keys = flat(recipe)
         fitting = " ".join(str(v) for v in values if keys[v.key] != v.value)
     except UserError as e:
         return UserError(f"{given}: {e}")

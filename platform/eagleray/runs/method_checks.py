@@ -24,7 +24,7 @@ from eagleray.engine.loop import fit
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import build_method, build_optimizer, check_sizes
+from eagleray.runs.build import build_method, build_optimizer, check_method
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
 
@@ -84,8 +84,7 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
     method breaks, and UserError when the recipe is wrong."""
     recipe = recipes.check(dict(tree), "check_method")
     name = f"method {recipe.method.name!r}"
-    check_sizes(recipe)
-    unit = build_method(recipe).norm_group or 3
+    unit = check_method(recipe).norm_group or 3
     whole, splits = (8 * unit,), ((4 * unit, 4 * unit), (5 * unit, 3 * unit))
     try:
         check_no_wait(recipe, whole)

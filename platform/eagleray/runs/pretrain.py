@@ -31,7 +31,7 @@ from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
-from eagleray.runs.plan import Plan, make_plan
+from eagleray.runs.plan import Plan, open_plan
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import RunDir
@@ -73,19 +73,17 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     user's command started, in seconds since 1970. Raises UserError, Outage and Preempted.
     """
     precision = Precision.of(recipe.precision, world.device)
-    params = config.flatten(config.to_plain(recipe))
-    keep = recipe.checkpoint.keep
     with (
         numerics(precision, deterministic=recipe.deterministic),
-        RunDir(recipe.out or "", world.rank, tracking, params, keep=keep, command=command) as folder,
+        RunDir(recipe, world.rank, tracking, command=command) as folder,
     ):
         dist.gather_objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
-        plan = make_plan(recipe, patience=60 * recipe.data.patience)
-        state = newest_checkpoint(folder, recipe)
+        plan = open_plan(recipe, patience=60 * recipe.data.patience)
+        state = newest_checkpoint(folder)
         stateful = build_stateful(plan, world, precision, pretrained_weights=state is None)
         state = load_checkpoint(state, stateful)
         step = folder.begin(state["step"], world.size)
-        view = RunView(recipe, stateful.method, recipe.out or "", world.rank, world.size, world.device, plan.steps)
+        view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, Clock(time.monotonic() - state["seconds"], state["useful"]))
@@ -215,12 +213,12 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
         run.world.show(record, run.plan.steps)
 
 
-def newest_checkpoint(folder: RunDir, recipe: Recipe) -> dict[str, Any] | None:
+def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
-    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * recipe.data.patience)
+    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * folder.recipe.data.patience)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
-    if state and state["digest"] != recipes.digest(recipe):
+    if state and state["digest"] != recipes.digest(folder.recipe):
         raise UserError(f"{folder.out}: its checkpoints were made with another recipe")
     return state
 

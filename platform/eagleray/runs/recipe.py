@@ -18,8 +18,13 @@ from eagleray.config import STRICT, Part, bundled, part_of, register
 from eagleray.config import plugins as loading
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
+<<<<<<< HEAD
 from eagleray.config.source import Sources
 from eagleray.config.types import Bytes, Format, Share
+=======
+from eagleray.config.source import Source, Sources
+from eagleray.config.types import Bytes, Share
+>>>>>>> c947d40 (A run is checked once, at the door; ranks only open the data)
 from eagleray.config.view import View
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
@@ -61,6 +66,12 @@ class Data:
     patience: Annotated[float, Field(gt=0)] = (
         10.0  # minutes that the store may stay away before the run saves and stops
     )
+
+    def sources(self) -> tuple[Source, ...]:
+        """Return the sources of the training data. Raises UserError when the recipe names none."""
+        if self.train is None:
+            raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
+        return self.train
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -116,7 +127,7 @@ class Recipe:
     monitor: Watch = Watch()
     checkpoint: Checkpoint = Checkpoint()
     log_steps: PositiveInt = 10  # between lines of metrics.jsonl
-    out: str | None = None  # folder of the run, or s3:// URL; None: runs/<recipe name>
+    out: str = "runs/run"  # folder of the run, or s3:// URL; `load` sets runs/<recipe name> where it is not given
     # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
     # auto: bf16 on an accelerator that has it, fp16 on one that has not, fp32 on a CPU
@@ -127,6 +138,12 @@ class Recipe:
     # The user's own files and modules, with digests of their source; a recipe lists their names alone.
     plugins: Annotated[tuple[Plugin, ...], Field(exclude_if=lambda plugins: not plugins)] = ()
 
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Return the fewest and the most processes that may train. Without Ray it is this one."""
+        least, most = span(self.workers)
+        return max(least, 1), max(most, 1)
+
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
@@ -135,9 +152,14 @@ OPERATION += ("precision", "deterministic")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
 
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Return the dotted keys of a resolved recipe and their plain values."""
+    return config.flatten(config.to_plain(recipe))
+
+
 def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
-    keys = config.flatten(recipe if isinstance(recipe, Mapping) else config.to_plain(recipe))
+    keys = config.flatten(recipe) if isinstance(recipe, Mapping) else flat(recipe)
     free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
     return {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
 

@@ -16,6 +16,7 @@ from eagleray.runs import layout, remote
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.plots import draw
+from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.tracking import RESULTS, MLflow, Tracking
 from eagleray.storage.store import is_remote
 
@@ -31,19 +32,16 @@ class RunDir:
     working folder on this machine, which rank 0 uploads.
     """
 
-    def __init__(
-        self, out: str, rank: int, tracking: Tracking, params: Mapping[str, Any], *, keep: int, command: float
-    ) -> None:
-        """`keep` is the number of checkpoints to keep; `command` is the time at which the user's command started, in
-        seconds since 1970."""
-        self.out, self.path, self.rank, self.tracking, self.params = out, remote.work_dir(out), rank, tracking, params
-        self.command, self.keep = command, keep
+    def __init__(self, recipe: Recipe, rank: int, tracking: Tracking, *, command: float) -> None:
+        """`command` is the time at which the user's command started, in seconds since 1970."""
+        self.recipe, self.rank, self.tracking, self.command = recipe, rank, tracking, command
+        self.out, self.path = recipe.out, remote.work_dir(recipe.out)
         self.closing: list[Callable[[], None]] = []
         self.mlflow: MLflow | None = None
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
         self.mirror: remote.Mirror | None = None
-        self.checkpoints, self.scratch = f"{out}/checkpoints", self.path / "checkpoints"
+        self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
 
     def __enter__(self) -> "RunDir":
         self.path.mkdir(parents=True, exist_ok=True)
@@ -54,7 +52,10 @@ class RunDir:
             if is_remote(self.out):
                 self.mirror = remote.Mirror(self.out, str(self.command))
             self.writer = checkpoint.Writer(
-                self.checkpoints, keep=self.keep, scratch=self.scratch, first=self.mirror.copy if self.mirror else None
+                self.checkpoints,
+                keep=self.recipe.checkpoint.keep,
+                scratch=self.scratch,
+                first=self.mirror.copy if self.mirror else None,
             )
             self.closing.append(self.writer.wait)
         handler = logging.FileHandler(self.path / layout.LOG)
@@ -91,7 +92,7 @@ class RunDir:
             self.starts.add(step=step, ranks=ranks, reached=lines[-1]["step"] if lines else 0)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
-            self.mlflow = MLflow(self.path, self.tracking, self.params)
+            self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe))
             if step:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
         return step

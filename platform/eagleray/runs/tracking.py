@@ -20,7 +20,7 @@ from typing import Any
 
 from eagleray.base.errors import Outage, hide_secrets, one_line
 from eagleray.base.files import read_lines, write_atomic
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
 from eagleray.storage.retry import Transient, call_with_retries
@@ -39,12 +39,6 @@ RESULTS = (layout.RECIPE, layout.SUMMARY, "export", layout.HEALTH_PLOT)  # what 
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
-
-
-def tracking_uri(out: Path, uri: str | None) -> str:
-    """Return where MLflow stores its data: `uri`, or else an SQLite file beside the run's folder, which all runs
-    there share."""
-    return uri or f"sqlite:///{out.parent / 'mlflow.db'}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class MLflow:
 
     def __init__(self, out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
         self.out, self.uri = out, tracking.uri
-        self.run = Run(tracking, out / layout.MLFLOW, tracking.name or out.name, params)
+        self.run = MLflowRun(tracking, out / layout.MLFLOW, tracking.name or out.name, params)
         self.queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.records: deque[Job] = deque(maxlen=KEPT)  # not yet sent
         self.file = True  # whether metrics.jsonl may have lines that are neither sent nor in memory
@@ -158,7 +152,7 @@ class MLflow:
             self.looks.append((now(), {"step": self.step} | self.machine.look()))
 
 
-class Run:
+class MLflowRun:
     """A run on an MLflow server, which is created or found again. Any call may fail while the server is away, and
     may be repeated after `open`."""
 
@@ -319,7 +313,7 @@ def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, A
     """Return the id of the run under which MLflow shows other runs. It is created once; its id is then read from the
     file `note`. Raises Outage when the server stays away."""
     configure(REPLY)
-    run = Run(tracking, note, name, params)
+    run = MLflowRun(tracking, note, name, params)
     patiently(tracking, run.open)
     return run.id
 
@@ -327,7 +321,7 @@ def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, A
 def finish(tracking: Tracking, run_id: str, status: str, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
     """End a run that `parent_run` created, and send its results. A second call changes nothing. Raises Outage."""
     configure(STORED)
-    run = Run(tracking, None, "", {})
+    run = MLflowRun(tracking, None, "", {})
     run.id = run_id
 
     def send() -> None:
@@ -346,7 +340,7 @@ def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: 
     if "run_id" not in known:
         return f"the run was not tracked at {hide_secrets(tracking.uri)}"
     configure(REPLY)
-    run = Run(tracking, None, "", {})
+    run = MLflowRun(tracking, None, "", {})
     run.id = known["run_id"]
     try:
         run.find()
@@ -394,7 +388,7 @@ def name(metric: str) -> str:
     return re.sub(r"[^\w./ :-]", "_", metric)[:250]
 
 
-def tracking_of(out: str) -> Tracking:
-    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to a database beside the run's folder."""
-    uri = tracking_uri(remote.view_dir(out), os.environ.get("MLFLOW_TRACKING_URI"))
-    return Tracking(uri, name=out.rpartition("/")[2])
+def tracking_of(folder: Path, name: str | None = None) -> Tracking:
+    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to an SQLite file beside its folder, which
+    all runs there share."""
+    return Tracking(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}", name=name)

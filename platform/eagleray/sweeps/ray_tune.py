@@ -18,7 +18,6 @@ from eagleray.cluster.session import session
 from eagleray.config import plugins
 from eagleray.runs import layout
 from eagleray.runs.plan import resolve_paths
-from eagleray.runs.recipe import span
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.study import Study
@@ -127,7 +126,7 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str,
     wanted = [
         recipe_of(sweep, n, {k: v.given[0] for k, v in b.space.items()}, n) for n, b in sweep.alternatives.items()
     ]
-    workers = max(span(r.workers)[1] for r in wanted)
+    workers = max(r.ranks[1] for r in wanted)
     gpus = sum(n.get("GPU", 0) for n in nodes)
     if workers > 1:
         for r in wanted:

@@ -18,12 +18,10 @@ from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
 from eagleray.runs import layout, metrics, remote
 from eagleray.runs import tracking as track
-from eagleray.runs.build import check_sizes
 from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
-from eagleray.runs.recipe import span
-from eagleray.runs.tracking import Tracking, tracking_uri
+from eagleray.runs.tracking import Tracking, tracking_of
 from eagleray.sweeps import plots
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, write_best, write_table
@@ -99,7 +97,7 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
     best = study.best()
     if best:
         recipe = recipe_of(study.sweep, best["alternative"], best["values"], "best")
-        workers = recipe.workers if span(recipe.workers)[1] > 1 else 0
+        workers = recipe.workers if recipe.ranks[1] > 1 else 0
         written.append(write_best(study, resolve_paths(recipe), best, workers=workers))
     try:
         written += plots.draw(study)
@@ -120,16 +118,16 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
 def parent(study: Study) -> Tracking:
     """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached, else each on
     its own."""
-    uri = tracking_uri(study.folder, os.environ.get("MLFLOW_TRACKING_URI"))
+    tracking = tracking_of(study.folder)
     params = {
         k: v for k, v in config.flatten(config.to_plain(study.sweep)).items() if not k.startswith("alternatives.")
     }
     try:
-        made = track.parent_run(Tracking(uri), study.folder / layout.MLFLOW, study.folder.name, params)
-        return Tracking(uri, parent=made)
+        own = track.parent_run(tracking, study.folder / layout.MLFLOW, study.folder.name, params)
+        return replace(tracking, parent=own)
     except Exception as e:
-        out.print(f"warning: MLflow at {hide_secrets(uri)}: {one_line(e)}", markup=False)
-        return Tracking(uri)
+        out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
+        return tracking
 
 
 def check_objective(sweep: Sweep) -> None:
@@ -174,7 +172,6 @@ def check_data(sweep: Sweep, folder: Path) -> None:
         plan = make_plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))
         if labelled and not plan.index.labelled:
             raise UserError(f"objective.key={sweep.objective.key}: needs labels, which data.train does not have")
-        check_sizes(recipe)
 
 
 @contextmanager

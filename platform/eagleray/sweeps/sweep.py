@@ -19,7 +19,7 @@ from eagleray.config.types import Share
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
 from eagleray.runs.metrics import KNN_TOP1
-from eagleray.runs.recipe import Recipe, span
+from eagleray.runs.recipe import Recipe
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
@@ -221,7 +221,7 @@ def check(sweep: Sweep, source: str) -> None:
                 raise UserError(
                     f"{where}with {told}: optim.batch={r.optim.batch} is not a multiple of data.lanes={r.data.lanes}"
                 )
-            shares(r.data.lanes, r.optim.batch, ranks=max(span(r.workers)[1], 1), workers=r.data.workers)
+            shares(r.data.lanes, r.optim.batch, ranks=r.ranks[1], workers=r.data.workers)
 
 
 def corners(space: Space) -> list[dict[str, Any]]:

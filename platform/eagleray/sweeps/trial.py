@@ -21,7 +21,7 @@ from eagleray.runs import layout, pretrain
 from eagleray.runs import recipe as recipes
 from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
-from eagleray.runs.recipe import Recipe, span
+from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.sweep import put
@@ -70,7 +70,7 @@ class Trial:
             self.steps = make_plan(self.recipe).steps
             if done := finished(self.out, self.steps):
                 self.outcome["summary"] = done
-            elif span(self.recipe.workers)[1] > 1:
+            elif self.recipe.ranks[1] > 1:
                 import ray
 
                 callbacks = [placements(self.out)]
