@@ -58,19 +58,19 @@ def states(runs: Mapping[str, Run]) -> Table:
 def results(runs: Mapping[str, Run]) -> list[Table]:
     """Return tables with a row per score or time and a column per run. Scores that were measured with different
     settings are in separate tables, as they cannot be compared."""
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    tables: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, run in runs.items():
         for m in all_scores(run):
-            table = found.setdefault(m.key, {})
+            table = tables.setdefault(m.key, {})
             for key, value, before, _ in m.rows:
                 table.setdefault(key, {})[name] = value
                 if before is not None:
                     table.setdefault(f"{key}, untrained", {})[name] = before
     times = {k: {n: r.summary[k] for n, r in runs.items() if k in r.summary} for k in TIMES}
-    found["Time", ""] = {k: values for k, values in times.items() if values}
+    tables["Time", ""] = {k: values for k, values in times.items() if values}
     return [
-        Table(said, ["Number", *runs], [[key, *map(values.get, runs)] for key, values in table.items()])
-        for (said, _), table in found.items()
+        Table(title, ["Number", *runs], [[key, *map(values.get, runs)] for key, values in table.items()])
+        for (title, _), table in tables.items()
         if table
     ]
 

@@ -47,25 +47,25 @@ COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared
 
 def curves(run: Run, folder: Path) -> list[Picture]:
     """Return one picture per panel of a run, and write each as a PNG into the folder."""
-    found = {key: thin(x, y, POINTS) for key, (x, y) in run.curves.items()}
-    panels = [*TOP, gradients(found), *BOTTOM, SPEED, *[GOODPUT] * (len(run.starts) > 1)]
-    shown = [p for p in panels if any(line.key in found for line in p.lines)]
-    return [draw_panel(p, found, EXPLAINED[p.title], folder, findings=run.findings) for p in shown]
+    points = {key: thin(x, y, POINTS) for key, (x, y) in run.curves.items()}
+    panels = [*TOP, gradients(points), *BOTTOM, SPEED, *[GOODPUT] * (len(run.starts) > 1)]
+    shown = [p for p in panels if any(line.key in points for line in p.lines)]
+    return [draw_panel(p, points, EXPLAINED[p.title], folder, findings=run.findings) for p in shown]
 
 
 def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
     """Return one picture per metric, in which every run is a curve over steps, or over epochs if `epochs`."""
     pictures = []
     for key, title, log in COMPARED:
-        found, lines = {}, []
+        points, lines = {}, []
         for i, (name, run) in enumerate(runs.items()):
             if key in run.curves:
                 x, y = thin(*run.curves[key], POINTS)
-                found[name] = (x * _epochs(run) if epochs else x, y)
+                points[name] = (x * _epochs(run) if epochs else x, y)
                 lines.append(Line(name, name.replace("$", r"\$"), COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS)]))
         if lines:
             panel = Panel(title, SIZE[1], lines, log=log)
-            pictures.append(draw_panel(panel, found, "", folder, x="epoch" if epochs else "step"))
+            pictures.append(draw_panel(panel, points, "", folder, x="epoch" if epochs else "step"))
     return pictures
 
 
@@ -77,7 +77,7 @@ def _epochs(run: Run) -> float:
 
 def draw_panel(
     panel: Panel,
-    found: Mapping[str, Curve],
+    curves: Mapping[str, Curve],
     caption: str,
     folder: Path,
     *,
@@ -92,8 +92,8 @@ def draw_panel(
 
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    handles = fill(axes, panel, found)
-    mark(axes, panel, found, findings)
+    handles = fill(axes, panel, curves)
+    mark(axes, panel, curves, findings)
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(panel.title, fontsize=9)
     for right in figure.axes[1:]:
@@ -109,10 +109,10 @@ def draw_panel(
     name = re.sub(r"\W+", "-", panel.title).strip("-")
     # Figure.savefig would draw everything twice: once to see how large it is.
     FigureCanvasAgg(figure).print_png(folder / f"{name}.png")
-    figure.set_layout_engine("none")  # found already
+    figure.set_layout_engine("none")  # the layout is computed already
     with rc_context({"svg.hashsalt": "eagleray"}):
         FigureCanvasSVG(figure).print_svg(buffer := io.BytesIO(), metadata={"Date": None})
-    return Picture(uri(buffer.getvalue(), "svg+xml"), in_words(panel, found, x), caption)
+    return Picture(uri(buffer.getvalue(), "svg+xml"), in_words(panel, curves, x), caption)
 
 
 def _columns(handles: Sequence[Any]) -> int:
@@ -121,11 +121,11 @@ def _columns(handles: Sequence[Any]) -> int:
     return max(1, min(len(handles), 56 // (longest + 6)))
 
 
-def in_words(panel: Panel, found: Mapping[str, Curve], x: str) -> str:
+def in_words(panel: Panel, curves: Mapping[str, Curve], x: str) -> str:
     """Return the first and the last value of every curve as text, for readers who cannot see the picture."""
-    told = []
+    sentences = []
     for line in (*panel.lines, *panel.right):
-        if line.label and line.key in found:
-            xs, ys = found[line.key]
-            told.append(f"{line.label} from {ys[0]:.4g} at {x} {xs[0]:.4g} to {ys[-1]:.4g} at {x} {xs[-1]:.4g}")
-    return f"{panel.title}: " + "; ".join(told)
+        if line.label and line.key in curves:
+            xs, ys = curves[line.key]
+            sentences.append(f"{line.label} from {ys[0]:.4g} at {x} {xs[0]:.4g} to {ys[-1]:.4g} at {x} {xs[-1]:.4g}")
+    return f"{panel.title}: " + "; ".join(sentences)

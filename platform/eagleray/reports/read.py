@@ -69,16 +69,16 @@ class Run:
         return plots.read(self.folder) if self.records else {}
 
 
-def read(given: str) -> Run:
+def read(url: str) -> Run:
     """Read a run from its folder or s3:// URL. Raises UserError, and Outage when the store does not answer."""
-    out = store.absolute(given.rstrip("/") or "/")
+    out = store.absolute(url.rstrip("/") or "/")
     folder = remote.view_dir(out)
     if is_remote(out):
         remote.Copy(out, folder, "pictures").fetch()
     elif not folder.is_dir():
-        raise UserError(f"{given}: no such folder; expected the folder or s3:// URL of a run")
+        raise UserError(f"{url}: no such folder; expected the folder or s3:// URL of a run")
     if not any((folder / name).exists() for name in LEAVES):
-        raise UserError(f"{given}: not the folder of a run: it has none of {', '.join(LEAVES)}")
+        raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_lines(folder / layout.METRICS)
     summary, starts = _json(folder / layout.SUMMARY, {}), read_lines(folder / layout.STARTS)
     log = _lines(folder / layout.LOG)
@@ -139,20 +139,20 @@ def names(outs: Sequence[str]) -> list[str]:
     UserError when a run is given twice."""
     parts = [out.rstrip("/").split("/") for out in outs]
     for n in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(p[-n:]) for p in parts]
-        if len(set(found)) == len(found):
-            return found
+        short = ["/".join(p[-n:]) for p in parts]
+        if len(set(short)) == len(short):
+            return short
     raise UserError(f"{outs[0]}: given twice")
 
 
 def _json(path: Path, missing: Any) -> Any:
     try:
-        found = json.loads(path.read_text()) if path.exists() else missing
+        content = json.loads(path.read_text()) if path.exists() else missing
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise UserError(f"{path}: not valid JSON") from None
-    if not isinstance(found, type(missing)):
-        raise UserError(f"{path}: expected a JSON object, got a {type(found).__name__}")
-    return found
+    if not isinstance(content, type(missing)):
+        raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    return content
 
 
 def _yaml(path: Path) -> dict[str, Any]:

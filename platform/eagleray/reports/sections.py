@@ -126,8 +126,8 @@ def results(run: Run) -> list[Table]:
     tables = []
     for m in all_scores(run):
         columns = ["Number", "This run", "Untrained", "Published"]
-        kept = [i for i in range(len(columns)) if i < 2 or any(row[i] is not None for row in m.rows)]
-        tables.append(Table(m.heading, [columns[i] for i in kept], [[row[i] for i in kept] for row in m.rows]))
+        shown = [i for i in range(len(columns)) if i < 2 or any(row[i] is not None for row in m.rows)]
+        tables.append(Table(m.heading, [columns[i] for i in shown], [[row[i] for i in shown] for row in m.rows]))
     return tables
 
 
@@ -146,9 +146,9 @@ def all_scores(run: Run) -> Iterator[Scores]:
         k for k in s if k not in SHOWN_ELSEWHERE and not k.endswith(metrics.UNTRAINED) and isinstance(s[k], int | float)
     ]
     if ends:
-        said = final_settings(run, ends)
+        settings = final_settings(run, ends)
         same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")])
-        yield Scores((said, same), said, [[k, s[k], s.get(k + metrics.UNTRAINED), paper.get(k)] for k in ends])
+        yield Scores((settings, same), settings, [[k, s[k], s.get(k + metrics.UNTRAINED), paper.get(k)] for k in ends])
     for result in latest_results(run):
         before, name = result.before(run.results), ", untrained" * result.untrained
         there = {} if result.untrained else paper
@@ -170,9 +170,9 @@ def latest_results(run: Run) -> list[Result]:
 def protocol_text(result: Result, *, asked: bool = False) -> str:
     """Return the protocol, the data and the settings of an evaluation as text. With `asked`, settings that the
     evaluation itself selected, such as a learning rate, are left out."""
-    said = format_settings({k: v for k, v in result.settings.items() if k in result.asked or not asked})
+    settings = format_settings({k: v for k, v in result.settings.items() if k in result.asked or not asked})
     at = " and ".join("/".join(place.rstrip("/").split("/")[-2:]) for place in result.data.values())
-    return result.protocol + (f" on {at}" if at else "") + (f": {said}" if said else "")
+    return result.protocol + (f" on {at}" if at else "") + (f": {settings}" if settings else "")
 
 
 def backbone_suffix(run: Run, result: Result) -> str:
@@ -184,11 +184,11 @@ def backbone_suffix(run: Run, result: Result) -> str:
 def final_settings(run: Run, keys: Sequence[str]) -> str:
     """Return the settings of the evaluation at the end of the run as text."""
     e, of = run.recipe.get("evaluate", {}), {key.partition("/")[0] for key in keys}
-    said = {
+    sentences = {
         "knn": f"kNN of k {e.get('k')}, T {e.get('temperature')}",
         "linear": f"probe of {e.get('probe_epochs')} epochs",
     }
-    parts = [words for protocol, words in said.items() if protocol in of] + [f"{e.get('size')} pixels"]
+    parts = [words for protocol, words in sentences.items() if protocol in of] + [f"{e.get('size')} pixels"]
     return END + (f": {', '.join(parts)}" if e else "")
 
 
@@ -217,15 +217,15 @@ def evaluation_pictures(run: Run) -> list[Pictures]:
     """Return the pictures that evaluations drew, as large as the page has room for."""
     paths = sorted((run.folder / "pictures").rglob("*.png"))
     share = max(BUDGET // max(len(paths), 1), LEAST)
-    found = []
+    pictures = []
     for path in paths[: BUDGET // LEAST]:
         try:
             source = picture_uri(path, share)
         except (OSError, SyntaxError):  # PIL's, of a picture that is half written, and of what is none
             continue
         text = caption(run, path)
-        found.append(Picture(source, text, text))
-    return [Pictures(found, large=True)] if found else []
+        pictures.append(Picture(source, text, text))
+    return [Pictures(pictures, large=True)] if pictures else []
 
 
 def caption(run: Run, path: Path) -> str:
@@ -279,8 +279,8 @@ def bad_samples(run: Run) -> list[Table]:
 
 def examples(run: Run, reason: str) -> str:
     """Return up to three bad samples with this reason, each as shard/key; a shard that is bad as a whole has no key."""
-    found = [b for b in run.quarantine if b["reason"] == reason][:3]
-    return ", ".join("/".join(filter(None, (b["shard"].rpartition("/")[2], b["key"]))) for b in found)
+    samples = [b for b in run.quarantine if b["reason"] == reason][:3]
+    return ", ".join("/".join(filter(None, (b["shard"].rpartition("/")[2], b["key"]))) for b in samples)
 
 
 def shows_log(run: Run) -> bool:

@@ -15,7 +15,7 @@ from eagleray.runs.spikes import Spikes
 LOOKS = 3  # in a row before what may pass is called a problem
 LATE = 6  # in a row before features that were never spread are called collapsed
 SETTLED = 0.2  # of the highest learning rate: below, nothing may have been learnt yet, or nothing more is
-GRACE = 2  # looks at the start at which features may still be as the random weights made them
+GRACE = 2  # measurements at the start at which features may still be as the random weights made them
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Health:
         run."""
         self.lr = lr
         self.spikes = Spikes(layers)
-        self.rows: dict[str, int] = {}  # looks in a row at which a condition held
+        self.rows: dict[str, int] = {}  # measurements in a row at which a condition held
         self.told: set[str] = set()
         self.looks = 0
         self.curve: list[float] = []  # of the kNN monitor
         self.low = False  # in a dip
-        self.spread = False  # projections were not all alike at some look
+        self.spread = False  # projections were not all alike at some measurement
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
         """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on."""
@@ -131,7 +131,9 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
     if r["update"] > 0.05:
         found.append(("too large steps", f"one step moves the encoder by {100 * r['update']:.0f} % of its weights"))
     if r["growth"] > 2:
-        found.append(("too large steps", f"the encoder's weights grew {r['growth']:.1f} times since the last look"))
+        found.append(
+            ("too large steps", f"the encoder's weights grew {r['growth']:.1f} times since the last measurement")
+        )
     if r["update"] < 1e-9 and r["lr"] > 0:
         found.append(("frozen encoder", "the encoder's weights do not move"))
     if "ema_distance" in r and r["update"] > 0 and r["ema_distance"] < 1.5 * r["update"]:

@@ -18,13 +18,8 @@ from eagleray.config import STRICT, Part, bundled, part_of, register
 from eagleray.config import plugins as loading
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
-<<<<<<< HEAD
-from eagleray.config.source import Sources
-from eagleray.config.types import Bytes, Format, Share
-=======
 from eagleray.config.source import Source, Sources
-from eagleray.config.types import Bytes, Share
->>>>>>> c947d40 (A run is checked once, at the door; ranks only open the data)
+from eagleray.config.types import Bytes, Format, Share
 from eagleray.config.view import View
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
@@ -100,7 +95,7 @@ class Optim:
 class Watch:
     """The settings with which a run monitors itself, described in docs/health.md."""
 
-    every: PositiveInt = 50  # steps between looks
+    every: PositiveInt = 50  # steps between measurements
     bank: PositiveInt | None = (
         None  # newest training crops that the kNN monitor votes with; None: a tenth of the images, 131072 at most
     )

@@ -26,7 +26,7 @@ from eagleray.runs.system_metrics import Machine
 from eagleray.storage.retry import Transient, call_with_retries
 
 log = logging.getLogger(__name__)
-KEPT = 10_000  # records in memory while MLflow is away; metrics.jsonl has the older ones
+BUFFER = 10_000  # records in memory while MLflow is away; metrics.jsonl has the older ones
 GATHER = 1.0  # seconds of records that go into one request
 PAUSE = 20.0  # seconds between two attempts, at most
 PATIENCE = 60.0  # seconds without an answer for which the end of a finished run waits
@@ -34,7 +34,7 @@ BRIEF = 5.0  # and that of one that was stopped, and is to be continued
 LONGEST = 600.0  # and with answers, as files are sent
 REPLY = 10  # seconds that a server may take for one answer
 STORED = 120  # and for one file, which it may have to hand on to a store
-LOOK = 30.0  # seconds between looks at the machine
+LOAD = 30.0  # seconds between two measurements of the machine's load
 RESULTS = (layout.RECIPE, layout.SUMMARY, "export", layout.HEALTH_PLOT)  # what MLflow gets of a finished run
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
@@ -63,11 +63,11 @@ class MLflow:
         self.out, self.uri = out, tracking.uri
         self.run = MLflowRun(tracking, out / layout.MLFLOW, tracking.name or out.name, params)
         self.queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.records: deque[Job] = deque(maxlen=KEPT)  # not yet sent
+        self.records: deque[Job] = deque(maxlen=BUFFER)  # not yet sent
         self.file = True  # whether metrics.jsonl may have lines that are neither sent nor in memory
         self.began = now()  # the time of such lines, the same in every attempt: MLflow keeps what differs twice
-        self.machine, self.looked = Machine(out), time.monotonic()
-        self.looks: deque[Job] = deque(maxlen=1000)
+        self.machine, self.load_time = Machine(out), time.monotonic()
+        self.loads: deque[Job] = deque(maxlen=1000)
         self.step = 0
         self.end: tuple[str, Sequence[Path]] | None = None
         self.ending, self.given_up = threading.Event(), threading.Event()
@@ -132,9 +132,9 @@ class MLflow:
                 first = self.records[0][1]["step"] if self.records else float("inf")
                 self.run.send([(self.began, r) for r in read_lines(self.out / layout.METRICS) if r["step"] < first])
                 self.file = False
-            self.run.send([*self.records, *self.looks])
+            self.run.send([*self.records, *self.loads])
             self.records.clear()
-            self.looks.clear()
+            self.loads.clear()
             if self.end and self.queue.empty():
                 return self.run.end(*self.end)
             self._take(GATHER)
@@ -147,9 +147,9 @@ class MLflow:
             self.file = self.file or len(self.records) == self.records.maxlen
             self.records.append(self.queue.get())
             self.step = self.records[-1][1]["step"]
-        if time.monotonic() - self.looked > LOOK:
-            self.looked = time.monotonic()
-            self.looks.append((now(), {"step": self.step} | self.machine.look()))
+        if time.monotonic() - self.load_time > LOAD:
+            self.load_time = time.monotonic()
+            self.loads.append((now(), {"step": self.step} | self.machine.look()))
 
 
 class MLflowRun:
@@ -185,8 +185,8 @@ class MLflowRun:
         make_database(self.tracking.uri)
         self.client = MlflowClient(self.tracking.uri)
         if self.note:
-            self.id = self._found() or self._made()
-            self._remember({"run_id": self.id})
+            self.id = self._existing_id() or self._create()
+            self._write_note({"run_id": self.id})
         data = self.client.get_run(self.id).data
         self.latest = {m.key: m.step for m in data._metric_objs}  # the public way is to fetch the whole history
         self.values = data.metrics
@@ -216,7 +216,7 @@ class MLflowRun:
         for path in files:
             self._store(path)
         if self.note:
-            self._remember({"run_id": self.id, "ended": status})
+            self._write_note({"run_id": self.id, "ended": status})
 
     def _store(self, path: Path) -> None:
         """Send a file, or a folder with its content. Does nothing when it is missing."""
@@ -230,78 +230,78 @@ class MLflowRun:
         finally:
             self.storing = False
 
-    def _found(self) -> str | None:
+    def _existing_id(self) -> str | None:
         """Return the id of the run that an earlier process created, or None. The run is found even when that process
         ended before it could store the id."""
         from mlflow.exceptions import MlflowException
 
-        known = self._noted()
-        if "run_id" in known:
+        note = self._read_note()
+        if "run_id" in note:
             try:
-                run = self.client.get_run(known["run_id"])
+                run = self.client.get_run(note["run_id"])
             except MlflowException as e:
                 # Something else than MLflow, as a proxy before it, may not know the page, but does not name the run.
-                if e.error_code != "RESOURCE_DOES_NOT_EXIST" or known["run_id"] not in str(e):
+                if e.error_code != "RESOURCE_DOES_NOT_EXIST" or note["run_id"] not in str(e):
                     raise
             else:
                 if run.info.lifecycle_stage == "active":
-                    return known["run_id"]  # type: ignore[no-any-return]
-            log.warning("MLflow run %s no longer exists; a new one is created", known["run_id"])
-            self._remember({})
-        elif "key" in known:
-            there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{known['key']}'")
+                    return note["run_id"]  # type: ignore[no-any-return]
+            log.warning("MLflow run %s no longer exists; a new one is created", note["run_id"])
+            self._write_note({})
+        elif "key" in note:
+            there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{note['key']}'")
             return there[0].info.run_id if there else None
         return None
 
-    def _made(self) -> str:
+    def _create(self) -> str:
         """Create the run, with a key by which it can be found, and return its id."""
         experiment = self._experiment()
-        key = self._noted().get("key") or uuid.uuid4().hex
-        self._remember({"key": key})
+        key = self._read_note().get("key") or uuid.uuid4().hex
+        self._write_note({"key": key})
         by = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL"}
         with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
             by["mlflow.user"] = getpass.getuser()
         tags = by | self.tracking.labels | {"eagleray.key": key}
         return self.client.create_run(experiment, run_name=self.name, tags=tags).info.run_id  # type: ignore[no-any-return]
 
-    def _noted(self) -> dict[str, str]:
+    def _read_note(self) -> dict[str, str]:
         assert self.note is not None
-        return noted(self.note, self.tracking.uri)
+        return read_note(self.note, self.tracking.uri)
 
-    def _remember(self, known: Mapping[str, str]) -> None:
+    def _write_note(self, fields: Mapping[str, str]) -> None:
         assert self.note is not None
-        write_atomic(self.note, json.dumps({"uri": hide_secrets(self.tracking.uri), **known}))
+        write_atomic(self.note, json.dumps({"uri": hide_secrets(self.tracking.uri), **fields}))
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is created if it is missing. With an SQLite file its artifacts lie
         beside that file, not in the working folder."""
         client, title, uri = self.client, self.tracking.experiment, self.tracking.uri
-        found = client.get_experiment_by_name(title)
-        if found:
-            return found.experiment_id  # type: ignore[no-any-return]
+        existing = client.get_experiment_by_name(title)
+        if existing:
+            return existing.experiment_id  # type: ignore[no-any-return]
         own = uri.removeprefix("sqlite:///")
         place = None if own == uri else (Path(own).absolute().parent / "mlflow-artifacts").as_uri()
         try:
             return client.create_experiment(title, artifact_location=place, tags=KIND)  # type: ignore[no-any-return]
         except Exception:
-            found = client.get_experiment_by_name(title)  # two runs begin at once
-            if found is None:
+            existing = client.get_experiment_by_name(title)  # two runs begin at once
+            if existing is None:
                 raise
-            return found.experiment_id  # type: ignore[no-any-return]
+            return existing.experiment_id  # type: ignore[no-any-return]
 
 
-def noted(note: Path, uri: str) -> dict[str, str]:
+def read_note(note: Path, uri: str) -> dict[str, str]:
     """Return what the note file says about the run on this server; nothing when the run is on another server."""
-    known = json.loads(note.read_text()) if note.exists() else {}
-    return known if hide_secrets(known.get("uri", "")) == hide_secrets(uri) else {}
+    fields = json.loads(note.read_text()) if note.exists() else {}
+    return fields if hide_secrets(fields.get("uri", "")) == hide_secrets(uri) else {}
 
 
 def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> None:
     """Send what MLflow lacks of a finished run. Does not contact the server when everything was sent before, or when
     the run is tracked on another server."""
     note = out / layout.MLFLOW
-    known = noted(note, tracking.uri)
-    if known.get("ended") == "FINISHED" or (note.exists() and not known):
+    fields = read_note(note, tracking.uri)
+    if fields.get("ended") == "FINISHED" or (note.exists() and not fields):
         return
     summary = json.loads((out / layout.SUMMARY).read_text())
     history = MLflow(out, tracking, params)
@@ -336,12 +336,12 @@ def finish(tracking: Tracking, run_id: str, status: str, metrics: Mapping[str, f
 def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Sequence[Path]) -> str:
     """Add numbers and files to the run of a note file, without changing its status. Returns the reason as text when
     that fails, else an empty text. The server is asked once, without retries."""
-    known = noted(note, tracking.uri)
-    if "run_id" not in known:
+    fields = read_note(note, tracking.uri)
+    if "run_id" not in fields:
         return f"the run was not tracked at {hide_secrets(tracking.uri)}"
     configure(REPLY)
     run = MLflowRun(tracking, None, "", {})
-    run.id = known["run_id"]
+    run.id = fields["run_id"]
     try:
         run.find()
         step = max((run.latest.get(name(k), -1) for k in metrics), default=-1) + 1

@@ -80,19 +80,19 @@ class Show:
 def short(keys: list[str]) -> list[str]:
     """Return column titles for dotted keys: as many last parts of each key as it takes for all to differ, without a
     final `.value`."""
-    found = []
+    titles = []
     for key in keys:
         parts = key.removesuffix(".value").split(".")
         others = [k.removesuffix(".value").split(".") for k in keys if k != key]
         n = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
-        found.append(".".join(parts[-n:]))
-    return found
+        titles.append(".".join(parts[-n:]))
+    return titles
 
 
 def states(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return in words how many trials are in each state."""
-    found = Counter(r["state"] for r in rows)
-    return ", ".join(f"{found[s]} {s}" for s in ORDER if found[s])
+    counts = Counter(r["state"] for r in rows)
+    return ", ".join(f"{counts[s]} {s}" for s in ORDER if counts[s])
 
 
 def conclude(study: Study, files: list[Path]) -> None:

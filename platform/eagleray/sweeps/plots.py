@@ -130,8 +130,8 @@ def curves(study: Study, colours: Mapping[str, str]) -> Path:
 def kinds(study: Study) -> dict[str, str]:
     """Return the kind of each key, such as log or choice. A key that one alternative draws from a range and another
     from a list counts as a list."""
-    found = [(k, v.kind) for b in study.sweep.alternatives.values() for k, v in b.space.items()]
-    return dict(sorted(found, key=lambda kind: kind[1] not in RANGES))
+    kinds = [(k, v.kind) for b in study.sweep.alternatives.values() for k, v in b.space.items()]
+    return dict(sorted(kinds, key=lambda kind: kind[1] not in RANGES))
 
 
 class Scale:
@@ -142,32 +142,32 @@ class Scale:
         """`kind` is the kind of the key in the sweep file, such as log or choice."""
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         self.range = numbers and kind in RANGES
-        self.known: list[Any] = sorted(set(values)) if numbers else sorted(set(values), key=str)
+        self.values: list[Any] = sorted(set(values)) if numbers else sorted(set(values), key=str)
         self.log = self.range and kind == "log"
 
     def at(self, value: Any) -> float:
         """Return the coordinate of a value on the axis of matplotlib."""
-        return value if self.range else self.known.index(value)  # type: ignore[no-any-return]
+        return value if self.range else self.values.index(value)  # type: ignore[no-any-return]
 
     def share(self, value: Any) -> float:
         """Return the position of a value from 0, the lowest, to 1, the highest."""
-        low, high, x = (float(self.at(v)) for v in (self.known[0], self.known[-1], value))
+        low, high, x = (float(self.at(v)) for v in (self.values[0], self.values[-1], value))
         if self.log:
             low, high, x = math.log(low), math.log(high), math.log(x)
         return (x - low) / (high - low) if high > low else 0.5
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return positions from 0 to 1, with the text at each."""
-        known = [self.known[0], self.known[-1]] if self.range else self.known
-        return [(self.share(v), in_words(v)) for v in dict.fromkeys(known)]
+        ends = [self.values[0], self.values[-1]] if self.range else self.values
+        return [(self.share(v), in_words(v)) for v in dict.fromkeys(ends)]
 
     def label(self, axes: Any) -> None:
         """Set scale and ticks of the horizontal axis."""
         if self.log:
             axes.set_xscale("log")
         elif not self.range:
-            axes.set_xticks(range(len(self.known)), [in_words(v) for v in self.known])
-            axes.set_xlim(-0.5, len(self.known) - 0.5)
+            axes.set_xticks(range(len(self.values)), [in_words(v) for v in self.values])
+            axes.set_xlim(-0.5, len(self.values) - 0.5)
 
 
 def legend(figure: Any, study: Study, colours: Mapping[str, str]) -> None:

@@ -41,8 +41,8 @@ class LocalState:
     """Objects that exist in this process alone. They are pickled as nothing, as Tune would otherwise write them into
     a file that nobody reads."""
 
-    def __init__(self, study: Study, asked: threading.Event) -> None:
-        self.study, self.asked = study, asked
+    def __init__(self, study: Study, stop: threading.Event) -> None:
+        self.study, self.stop = study, stop
 
     def __reduce__(self) -> Any:
         return object, ()
@@ -51,8 +51,8 @@ class LocalState:
         return self
 
 
-def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threading.Event, screen: Screen) -> None:
-    """Run the trials that are not done, at most `most` at once, until all are done or the event `asked` is set.
+def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threading.Event, screen: Screen) -> None:
+    """Run the trials that are not done, at most `most` at once, until all are done or the event `stop` is set.
     `screen` shows their progress. Raises UserError."""
     os.environ.update(VARIABLES)
     # The journal says in a line what a trial ended with.
@@ -68,7 +68,7 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threadi
                 f"--max-concurrent {most}: too few for "
                 f"scheduler={study.sweep.scheduler}, which pauses and resumes trials; expected {width} or more"
             )
-        local, pbt = LocalState(study, asked), study.sweep.scheduler == "pbt"
+        local, pbt = LocalState(study, stop), study.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
             trainable(tracking, each),
             param_space=population(study) if pbt else None,
@@ -92,11 +92,11 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, asked: threadi
                 failure_config=tune.FailureConfig(max_failures=DEATHS),
             ),
         )
-        _fit(tuner, study, asked, show)
+        _fit(tuner, study, stop, show)
 
 
-def _fit(tuner: Any, study: Study, asked: threading.Event, show: Callable[[], None]) -> None:
-    """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `asked` is set,
+def _fit(tuner: Any, study: Study, stop: threading.Event, show: Callable[[], None]) -> None:
+    """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `stop` is set,
     every running trial is asked to save and stop."""
     problem: list[BaseException] = []
 
@@ -111,7 +111,7 @@ def _fit(tuner: Any, study: Study, asked: threading.Event, show: Callable[[], No
     while thread.is_alive():
         thread.join(POLL)
         show()
-        if asked.is_set():
+        if stop.is_set():
             for row in list(study.rows.values()):
                 if row["state"] == "running":
                     (trial_dir(study.folder, row["id"]) / layout.STOP).touch()
@@ -124,7 +124,7 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str,
     """Return the resources that one trial asks Ray for, and how many trials fit at once. Raises UserError when no
     machine has room for a trial."""
     wanted = [
-        recipe_of(sweep, n, {k: v.given[0] for k, v in b.space.items()}, n) for n, b in sweep.alternatives.items()
+        recipe_of(sweep, n, {k: v.options[0] for k, v in b.space.items()}, n) for n, b in sweep.alternatives.items()
     ]
     workers = max(r.ranks[1] for r in wanted)
     gpus = sum(n.get("GPU", 0) for n in nodes)
@@ -152,11 +152,11 @@ def scheduler(local: LocalState) -> Any:
         class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
             """ASHA that also knows the results of trials from earlier processes."""
 
-            seen = False
+            complete = False
 
             def on_trial_add(self, controller: Any, trial: Any) -> None:
-                if not self.seen:
-                    self.seen = True
+                if not self.complete:
+                    self.complete = True
                     for name, row in local.study.rows.items():
                         if row["state"] in ("finished", "stopped"):
                             self.remember(controller, _Gone(name), name)
@@ -195,16 +195,16 @@ def scheduler(local: LocalState) -> Any:
     return schedulers.FIFOScheduler()
 
 
-def within(space: Space, given: dict[str, Any]) -> dict[str, Any]:
+def within(space: Space, settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings whose values are inside their ranges: PBT multiplies a value by 0.8 or 1.2 without regard to
     its range."""
-    values = dict(given["row"]["values"])
+    values = dict(settings["row"]["values"])
     for key, v in space.items():
         if v.kind in RANGES:
-            low, high = v.given
+            low, high = v.options
             x = min(max(values[key], low), high)
             values[key] = round(x) if v.kind == "integer" else tidy(x, low, high)
-    return given | {"row": given["row"] | {"values": values}}
+    return settings | {"row": settings["row"] | {"values": values}}
 
 
 class _Gone:
@@ -219,16 +219,16 @@ def _domain(v: Any) -> Any:
     from ray import tune
 
     if v.kind == "integer":
-        return tune.randint(v.given[0], v.given[1] + 1)
+        return tune.randint(v.options[0], v.options[1] + 1)
     if v.kind in ("uniform", "log"):
-        return (tune.loguniform if v.kind == "log" else tune.uniform)(*v.given)
-    return list(v.given)
+        return (tune.loguniform if v.kind == "log" else tune.uniform)(*v.options)
+    return list(v.options)
 
 
 def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are sent to the process of a trial."""
     recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
-    told = study.reports.get(row["id"], [])
+    reports = study.reports.get(row["id"], [])
     return {
         "id": row["id"],
         "folder": str(study.folder),
@@ -236,7 +236,7 @@ def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
         "plugins": plugins.pack(recipe.plugins),
         "values": row["values"],
         "objective": study.sweep.objective.key,
-        "after": told[-1]["percent"] if told else 0.0,
+        "after": reports[-1]["percent"] if reports else 0.0,
         "pause": 100 * study.sweep.interval if study.sweep.scheduler == "pbt" else None,
         "threads": study.sweep.cpus,
     }
@@ -280,7 +280,7 @@ def searcher(local: LocalState) -> Any:
 
 
 def stopper(local: LocalState) -> Any:
-    """Return the object that Tune asks whether to stop: when `asked` is set, or after the sweep's `hours`."""
+    """Return the object that Tune asks whether to stop: when `stop` is set, or after the sweep's `hours`."""
     from ray.tune import Stopper
 
     end = time.monotonic() + 3600 * (local.study.sweep.hours or math.inf)
@@ -291,8 +291,8 @@ def stopper(local: LocalState) -> Any:
 
         def stop_all(self) -> bool:
             if time.monotonic() > end:
-                local.asked.set()
-            return local.asked.is_set()
+                local.stop.set()
+            return local.stop.is_set()
 
     return Asked()
 
@@ -306,9 +306,9 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = local.study.rows[str(trial)]
-            known = row["step"] or (trial_dir(local.study.folder, row["id"]) / layout.METRICS).exists()
+            begun = row["step"] or (trial_dir(local.study.folder, row["id"]) / layout.METRICS).exists()
             local.study.set(row["id"], state="running")
-            local.study.note(f"trial {row['id']} {'continues' if known else 'starts'}: {words(row)}")
+            local.study.note(f"trial {row['id']} {'continues' if begun else 'starts'}: {words(row)}")
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
@@ -322,7 +322,7 @@ def journal(local: LocalState) -> Any:
             if (trial_dir(local.study.folder, name) / layout.FAILED).exists():
                 return self.on_trial_error(iteration, trials, trial)
             through = finished(trial_dir(local.study.folder, name))
-            state = "finished" if through else "waiting" if local.asked.is_set() else "stopped"
+            state = "finished" if through else "waiting" if local.stop.is_set() else "stopped"
             row = local.study.rows[name]
             local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
             if state != "waiting":
@@ -357,13 +357,13 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
     from ray import tune
 
     class TuneTrial(tune.Trainable):  # type: ignore[misc]
-        def setup(self, given: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
+        def setup(self, config: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
             self.tracking = tracking
-            self.pretraining = Trial(self.trial_name, given["row"], tracking)
+            self.pretraining = Trial(self.trial_name, config["row"], tracking)
 
-        def reset_config(self, given: dict[str, Any]) -> bool:
+        def reset_config(self, config: dict[str, Any]) -> bool:
             self.pretraining.end()
-            self.pretraining = Trial(self.trial_name, given["row"], self.tracking)
+            self.pretraining = Trial(self.trial_name, config["row"], self.tracking)
             return True
 
         def step(self) -> dict[str, Any]:
@@ -385,6 +385,6 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             if mark["trial"] != self.trial_name:
                 self.pretraining.adopt(mark["trial"])
 
-    given = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
-    given.__qualname__ = "Trial"  # what processes and Ray's pages show
-    return given
+    trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
+    trial.__qualname__ = "Trial"  # what processes and Ray's pages show
+    return trial

@@ -69,13 +69,13 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
 
     tracking = parent(study)
     out.print(describe(study), markup=False)
-    asked = threading.Event()
-    ray_tune.launch(study, tracking, most=most, asked=asked, screen=screen(study, asked))
+    stop = threading.Event()
+    ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
     study.wait_again()
-    told = end(study, tracking, done=not study.open_trials())
+    results = end(study, tracking, done=not study.open_trials())
     if study.open_trials():
         out.print(f"{study.open_trials()} trials are left; the same command with --resume continues", markup=False)
-    return told
+    return results
 
 
 def describe(study: Study) -> str:
@@ -104,10 +104,10 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
     except Exception as e:  # no picture is worth a sweep
         out.print(f"warning: no plots: {one_line(e)}", markup=False)
     if tracking and tracking.parent:
-        told = {"best": best["metric"]} if best else {}
-        told |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
+        numbers = {"best": best["metric"]} if best else {}
+        numbers |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
         try:
-            track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", told, written)
+            track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", numbers, written)
         except Exception as e:
             out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
     conclude(study, written)
@@ -175,10 +175,10 @@ def check_data(sweep: Sweep, folder: Path) -> None:
 
 
 @contextmanager
-def screen(study: Study, asked: threading.Event) -> Iterator[Show]:
+def screen(study: Study, stop: threading.Event) -> Iterator[Show]:
     """Show the trials. The first signal, such as Ctrl-C, asks all of them to save and stop."""
     with (
-        stop_on_signal(asked.set, "stopping: every trial saves a checkpoint after its current step"),
+        stop_on_signal(stop.set, "stopping: every trial saves a checkpoint after its current step"),
         Show(study) as show,
     ):
         yield show

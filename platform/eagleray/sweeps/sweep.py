@@ -31,13 +31,13 @@ class Values:
     integer)."""
 
     kind: str
-    given: tuple[Any, ...]
+    options: tuple[Any, ...]
 
     def draw(self, rng: random.Random) -> Any:
         """Draw a random value."""
         if self.kind not in RANGES:
-            return rng.choice(self.given)
-        low, high = self.given
+            return rng.choice(self.options)
+        low, high = self.options
         if self.kind == "integer":
             return rng.randint(low, high)
         if self.kind == "log":
@@ -61,13 +61,13 @@ def _values(spec: Any) -> Values:
         return spec
     if not isinstance(spec, dict) or len(spec) != 1 or next(iter(spec)) not in KINDS:
         raise ValueError(f"expected one of {', '.join(KINDS)}, such as {{log: [1.0e-4, 1.0e-2]}}")
-    [(kind, given)] = spec.items()
-    if not isinstance(given, list) or not given:
+    [(kind, options)] = spec.items()
+    if not isinstance(options, list) or not options:
         raise ValueError(f"{kind}: expected a list with at least one value")
     if kind not in RANGES:
-        return Values(kind, tuple(given))
+        return Values(kind, tuple(options))
     try:
-        low, high = (int(x) if kind == "integer" else float(x) for x in given)
+        low, high = (int(x) if kind == "integer" else float(x) for x in options)
     except (TypeError, ValueError):
         raise ValueError(f"{kind}: expected a list of two numbers, low and high") from None
     if low > high:
@@ -78,7 +78,8 @@ def _values(spec: Any) -> Values:
 
 
 Space = dict[
-    str, Annotated[Values, BeforeValidator(_values), PlainSerializer(lambda v: {v.kind: list(v.given)}, dict[str, Any])]
+    str,
+    Annotated[Values, BeforeValidator(_values), PlainSerializer(lambda v: {v.kind: list(v.options)}, dict[str, Any])],
 ]
 
 
@@ -146,11 +147,11 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
             tree = config.merge(tree, config.override(f"{key.removeprefix('sweep.')}={text}"))
         else:
             pinned |= config.flatten(config.override(item))
-    given = config.check(Sweep, tree, path.name)
-    branches = given.alternatives or {"": Branch()}
-    whole = {n: _join(given, b, pinned, path, f"alternatives.{n}: " * bool(n), plugins) for n, b in branches.items()}
-    fields = {k: getattr(given, k) for k in given.__dataclass_fields__ if k not in ("recipe", "fixed", "space")}
-    fields |= {"alternatives": whole, "out": given.out or f"runs/{path.stem}"}
+    own = config.check(Sweep, tree, path.name)
+    branches = own.alternatives or {"": Branch()}
+    whole = {n: _join(own, b, pinned, path, f"alternatives.{n}: " * bool(n), plugins) for n, b in branches.items()}
+    fields = {k: getattr(own, k) for k in own.__dataclass_fields__ if k not in ("recipe", "fixed", "space")}
+    fields |= {"alternatives": whole, "out": own.out or f"runs/{path.stem}"}
     sweep = Sweep(**fields)
     check(sweep, path.name)
     return sweep
@@ -198,7 +199,7 @@ def recipe_of(sweep: Sweep, branch: str, values: Mapping[str, Any], where: str) 
 def count_trials(sweep: Sweep) -> int:
     """Return the number of trials of a sweep."""
     if sweep.search == "grid":
-        return sum(math.prod(len(v.given) for v in b.space.values()) for b in sweep.alternatives.values())
+        return sum(math.prod(len(v.options) for v in b.space.values()) for b in sweep.alternatives.values())
     return sweep.trials or 16
 
 
@@ -215,11 +216,11 @@ def check(sweep: Sweep, source: str) -> None:
             if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
                 raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
         for values in corners(branch.space):
-            told = ", ".join(f"{k}={v}" for k, v in values.items())
-            r = recipe_of(sweep, name, values, f"{where}with {told}")
+            setting = ", ".join(f"{k}={v}" for k, v in values.items())
+            r = recipe_of(sweep, name, values, f"{where}with {setting}")
             if r.optim.batch % r.data.lanes:
                 raise UserError(
-                    f"{where}with {told}: optim.batch={r.optim.batch} is not a multiple of data.lanes={r.data.lanes}"
+                    f"{where}with {setting}: optim.batch={r.optim.batch} is not a multiple of data.lanes={r.data.lanes}"
                 )
             shares(r.data.lanes, r.optim.batch, ranks=r.ranks[1], workers=r.data.workers)
 
@@ -227,29 +228,29 @@ def check(sweep: Sweep, source: str) -> None:
 def corners(space: Space) -> list[dict[str, Any]]:
     """Return combinations of extreme values: each value of every list and each end of every range, once with the
     first value of all other keys and once with the last."""
-    first = {k: v.given[0] for k, v in space.items()}
-    last = {k: v.given[-1] for k, v in space.items()}
-    return [first, last] + [{**base, k: x} for k, v in space.items() for x in v.given for base in (first, last)]
+    first = {k: v.options[0] for k, v in space.items()}
+    last = {k: v.options[-1] for k, v in space.items()}
+    return [first, last] + [{**base, k: x} for k, v in space.items() for x in v.options for base in (first, last)]
 
 
-def suggest(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Return the alternative and the values of trial `number`, counted from 0. A search that learns uses the rows of
     the other trials."""
     if sweep.search == "grid":
         points = (
             (name, dict(zip(b.space, point, strict=True)))
             for name, b in sweep.alternatives.items()
-            for point in itertools.product(*(v.given for v in b.space.values()))
+            for point in itertools.product(*(v.options for v in b.space.values()))
         )
         return next(itertools.islice(points, number, None))
     if sweep.search == "optuna":
-        return _ask(sweep, number, told)
+        return _ask(sweep, number, rows)
     rng = random.Random(f"{sweep.seed}/{number}")
     name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # each in turn: none is left out by chance
     return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
 
 
-def _ask(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Suggest a trial with Optuna, whose state is rebuilt from the rows of the other trials each time, so that
     nothing has to be saved."""
     try:
@@ -262,7 +263,7 @@ def _ask(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[
         sampler=optuna.samplers.TPESampler(seed=sweep.seed + number),
     )
     names = list(sweep.alternatives)
-    for row in told:
+    for row in rows:
         if row["metric"] is None or row["state"] not in ("finished", "stopped"):
             continue
         at: dict[str, Any] = {"alternative": optuna.distributions.CategoricalDistribution(names)}
@@ -284,7 +285,7 @@ def _ask(sweep: Sweep, number: int, told: Sequence[Mapping[str, Any]]) -> tuple[
     values = {}
     for key, v in sweep.alternatives[name].space.items():
         x = trial._suggest(f"{name}/{key}", _distribution(v))
-        values[key] = tidy(x, *v.given) if v.kind in ("uniform", "log") else x
+        values[key] = tidy(x, *v.options) if v.kind in ("uniform", "log") else x
     return name, values
 
 
@@ -298,6 +299,6 @@ def _distribution(v: Values) -> Any:
     from optuna import distributions as d
 
     if v.kind not in RANGES:
-        return d.CategoricalDistribution(v.given)
-    low, high = v.given
+        return d.CategoricalDistribution(v.options)
+    low, high = v.options
     return d.IntDistribution(low, high) if v.kind == "integer" else d.FloatDistribution(low, high, log=v.kind == "log")

@@ -112,8 +112,8 @@ class Trial:
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
         """Return a value of the objective in the form that Tune expects."""
-        told = {"step": step, "steps": self.steps, "percent": percent, "value": float(value)}
-        return told | {"seconds": round(time.monotonic() - self.began, 1)}
+        result = {"step": step, "steps": self.steps, "percent": percent, "value": float(value)}
+        return result | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
         """Return the result that ends the trial: its final value, its failure, or that it was asked to stop."""
@@ -122,8 +122,8 @@ class Trial:
         summary, key = self.outcome.get("summary"), self.settings["objective"]
         if summary is None:  # asked to stop
             return {"done": True, "percent": self.reported}
-        seen = [r[key] for r in self.records()]
-        value = summary.get(key, seen[-1] if seen else None)
+        values = [r[key] for r in self.records()]
+        value = summary.get(key, values[-1] if values else None)
         if value is None:
             return self.fail(UserError(f"objective.key={key}: the run never reported this metric"))
         return self.result(self.steps, 100.0, value) | {"done": True}
