@@ -105,7 +105,7 @@ class Client:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr("mlflow.MlflowClient", memory.client)
-    for name, value in {"GATHER": 0.01, "PAUSE": 0.02, "PATIENCE": 1.0, "BRIEF": 0.5, "LOOK": 0.05}.items():
+    for name, value in {"GATHER": 0.01, "PAUSE": 0.02, "PATIENCE": 1.0, "BRIEF": 0.5, "LOAD": 0.05}.items():
         monkeypatch.setattr(track, name, value)
     return memory
 
@@ -116,7 +116,7 @@ def test_every_step_once_through_any_sequence_of_failures(
 ):
     """The server fails one call in three, there is little memory, and the run is killed and goes back to a
     checkpoint."""
-    monkeypatch.setattr(track, "KEPT", 5)
+    monkeypatch.setattr(track, "BUFFER", 5)
     monkeypatch.setattr(track, "PATIENCE", 60.0)
     chance = random.Random(seed)
     memory.failing = lambda: chance.random() < 0.18
@@ -151,7 +151,7 @@ def test_every_step_once_through_any_sequence_of_failures(
 @pytest.mark.parametrize("away", [3, 20])
 def test_nothing_is_missed_in_the_middle(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int):
     """As much as memory holds, and more."""
-    monkeypatch.setattr(track, "KEPT", 5)
+    monkeypatch.setattr(track, "BUFFER", 5)
     monkeypatch.setattr(track, "PATIENCE", 60.0)
     lines = JsonLines(tmp_path / "metrics.jsonl", step=0)
     history = MLflow(tmp_path, Tracking("http://server"), {})
