@@ -17,6 +17,7 @@ from eagleray.engine.loop import fit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
 from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.method_checks import check_resume, difference, rehearse
 from eagleray.runs.recipe import Recipe
 
 BATCH, IMAGES = 12, 40
@@ -53,13 +54,6 @@ def build(recipe: Recipe) -> Method:
     return method
 
 
-def gradient(recipe: Recipe, at: Progress) -> dict[str, torch.Tensor]:
-    method = build(recipe)
-    torch.manual_seed(1)
-    method(batch_of(recipe), at)["loss"].backward()
-    return {n: p.grad for n, p in method.named_parameters() if p.grad is not None}
-
-
 def test_every_method_is_tested():
     assert sorted(METHODS) == config.parts("eagleray.methods")
 
@@ -83,12 +77,9 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_give_the_gradient_of_the_whole(method: str, tmp_path: Path, table: Table):
     recipe = recipe_of(method, tmp_path)
-    at = Progress(5, 4, 2)
-    want = gradient(recipe, at)
-    ours = gradient(replace(recipe, optim=replace(recipe.optim, micro_batch=5)), at)
-    assert ours.keys() == want.keys()
-    away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
-    error = float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())
+    parts = replace(recipe, optim=replace(recipe.optim, micro_batch=5))
+    ours, want = (rehearse(r, (BATCH,), steps=range(5, 6)).gradient for r in (parts, recipe))
+    error = difference(ours, want)
     table.add(method, "micro-batches of 5 of 12", error)
     assert error < 1e-5
 
@@ -115,18 +106,4 @@ def test_micro_batches_are_refused_where_they_are_not_exact(backbone: str, tmp_p
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_holds_all_there_is(method: str, tmp_path: Path):
-    """Two steps after loading a checkpoint equal two steps without a stop."""
-    recipe = recipe_of(method, tmp_path)
-    steps = [(Progress(s, 4, 2), batch_of(recipe, s)) for s in range(4)]
-    settings = {"lr": lambda _: 1e-2, "weight_decay": lambda _: 0.0}
-    whole = build(recipe)
-    list(fit(whole, steps, build_optimizer(recipe, whole), **settings))
-    first = build(recipe)
-    list(fit(first, steps[:2], optimizer := build_optimizer(recipe, first), **settings))
-    second = build(replace(recipe, seed=7))
-    second.load_state_dict(first.state_dict())
-    again = build_optimizer(recipe, second)
-    again.load_state_dict(optimizer.state_dict())
-    list(fit(second, steps[2:], again, **settings))
-    for name, want in whole.state_dict().items():
-        assert torch.equal(second.state_dict()[name], want), name
+    check_resume(method, recipe_of(method, tmp_path), (BATCH,))

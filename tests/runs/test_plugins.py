@@ -156,6 +156,9 @@ def test_a_protocol_evaluates_a_run(run: Path, shards: Path):
     numbers = {name: value for r in report.results for name, value in r.numbers.items()}
     assert numbers["norms/mean"] > 0
     assert "knn/top1" in numbers
+    [own, built_in] = [r.plugin for r in report.results]
+    assert own
+    assert (own["name"], len(own["sha256"]), built_in) == ("my_method.py", 64, None)
 
 
 def test_a_run_of_somebody_else_does_not_load_its_plugin(run: Path):

@@ -11,18 +11,10 @@ from eagleray.cluster.jobs import Cluster
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(cluster_jobs.Job):
     """A run that was submitted to a cluster, with its state at the time of the request."""
 
-    id: str
     address: str  # of the cluster's dashboard
-    state: str  # pending, running, succeeded, failed or stopped
-    recipe: str
-    out: str
-    since: float  # seconds since 1970
-    seconds: float
-    status: int | None  # exit status; None while it runs, or where Ray has none
-    message: str
 
     def follow(self) -> int:
         """Print the run's output until it ends, and return its exit status. Ctrl-C stops the printing, not the run.
@@ -86,7 +78,7 @@ def jobs(address: str | None = None) -> list[Job]:
             print(job.id, job.state, job.out)
     """
     cluster = Cluster(address)
-    return [_job(cluster, found) for found in cluster.jobs()]
+    return [Job(**vars(job), address=cluster.address) for job in cluster.jobs()]
 
 
 def job(id: str, *, address: str | None = None) -> Job:
@@ -98,21 +90,7 @@ def job(id: str, *, address: str | None = None) -> Job:
             print(eagleray.job(known.id).logs())
     """
     cluster = Cluster(address)
-    return _job(cluster, cluster.job(id))
-
-
-def _job(cluster: Cluster, job: cluster_jobs.Job) -> Job:
-    return Job(
-        id=job.id,
-        address=cluster.address,
-        state=job.state,
-        recipe=job.recipe,
-        out=job.out,
-        since=job.since,
-        seconds=job.seconds,
-        status=job.status,
-        message=job.message,
-    )
+    return Job(**vars(cluster.job(id)), address=cluster.address)
 
 
 def _print(line: str) -> None:

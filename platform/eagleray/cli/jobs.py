@@ -61,12 +61,12 @@ def jobs(
     """List the runs that were submitted to a cluster, with their state and exit status."""
     from eagleray.api import jobs as api
 
-    found = api.jobs(address)
+    runs = api.jobs(address)
     if as_json:
-        print(json.dumps([{k: v for k, v in asdict(j).items() if k != "address"} for j in found]))
+        print(json.dumps([{k: v for k, v in asdict(j).items() if k not in ("address", "digest")} for j in runs]))
         return
     rows = [("ID", "STATE", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
-    for j in found:
+    for j in runs:
         since = datetime.fromtimestamp(j.since).strftime("%Y-%m-%d %H:%M")
         length = str(timedelta(seconds=round(j.seconds)))
         rows.append((j.id, j.state, j.recipe, j.out, since, length, "" if j.status is None else str(j.status)))

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from eagleray import config
 from eagleray.base.console import out, print_error
 from eagleray.base.errors import UserError
+from eagleray.config import plugins
 from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import results
@@ -168,8 +169,10 @@ class Evaluation:
             outcome, data = self.run_on_features(protocol, settings, arguments)
         else:
             outcome, data = self.run_on_backbone(protocol, arguments)
+        plugin = plugins.plugin_of(name, "protocol")
         result = Result(
             protocol=name,
+            plugin=asdict(plugin) if plugin else None,
             numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
             settings=outcome.settings,
             asked=settings,

@@ -53,10 +53,11 @@ class Result:
     seconds: float
     pictures: Sequence[str] = field(default_factory=tuple)  # relative to the folder of results.json
     asked: Mapping[str, Any] = field(default_factory=dict)  # its settings before it ran
+    plugin: Mapping[str, str] | None = None  # that registered the protocol: its name and the sha256 of its source
 
     def twin(self, other: "Result") -> bool:
         """Return whether two results differ in nothing but the weights of the backbone."""
-        names = ("protocol", "architecture", "data_digest")
+        names = ("protocol", "plugin", "architecture", "data_digest")
         same = all(getattr(self, n) == getattr(other, n) for n in names)
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 

@@ -90,7 +90,7 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
         check_no_wait(recipe, whole)
         one = rehearse(recipe, whole)
         _check_learning(name, recipe, one)
-        _check_resume(name, recipe, whole)
+        check_resume(name, recipe, whole)
         parts = _check_micro_batches(name, recipe, one, unit, tolerance)
     except UserError:
         raise
@@ -292,7 +292,7 @@ def _check_learning(name: str, recipe: Recipe, one: Rehearsal) -> None:
         )
 
 
-def _check_resume(name: str, recipe: Recipe, rows: tuple[int, ...]) -> None:
+def check_resume(name: str, recipe: Recipe, rows: tuple[int, ...]) -> None:
     """Raises PluginError when a resumed run ends with other weights than an uninterrupted run."""
     whole = rehearse(recipe, rows, own_optimizer=True)
     half = rehearse(recipe, rows, steps=range(STEPS // 2), own_optimizer=True)
