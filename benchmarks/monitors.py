@@ -94,7 +94,7 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
     method.allocate(IMAGES)
     method.to(device)
     optimizer = build_optimizer(r, method)
-    monitor = Monitor(method, optimizer, every=r.monitor.every, bank=IMAGES // 10, labelled=True) if watch else None
+    monitor = Monitor(method, optimizer, r.monitor, images=IMAGES, labelled=True) if watch else None
     health = Health(monitor.layers if monitor else [], scaled_lr(r).value)
     batch = replace(made_up(r, device), label=torch.randint(1000, (r.optim.batch,), device=device))
 

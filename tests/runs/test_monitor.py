@@ -18,7 +18,7 @@ from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.monitor import ROWS, Bank, Monitor
-from eagleray.runs.recipe import Recipe
+from eagleray.runs.recipe import Recipe, Watch
 
 BATCH = 64
 ONE_VIEW = ("instdisc", "densecl")  # reaches the encoder that is exported
@@ -29,7 +29,7 @@ def train(recipe: Recipe, steps: int, **settings: Any) -> tuple[Method, Monitor,
     method = build_method(recipe)
     method.allocate(BATCH * steps)
     optimizer = build_optimizer(recipe, method)
-    monitor = Monitor(method, optimizer, **settings)
+    monitor = Monitor(method, optimizer, Watch(**settings))
     taken = []
     for step in fit(method, batches(recipe, steps), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
         monitor.watch(step)
@@ -97,7 +97,7 @@ def test_no_forward_is_added(recipe: Recipe):
     before = model.forward_features
     model.forward_features = lambda x: calls.append(len(x)) or before(x)
     optimizer = build_optimizer(recipe, method)
-    monitor = Monitor(method, optimizer, every=1, labelled=True)
+    monitor = Monitor(method, optimizer, Watch(every=1), labelled=True)
     for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
         monitor.watch(step)
     assert calls == [BATCH] * 4  # two views, two steps
@@ -119,7 +119,7 @@ def test_first_in_first_out():
 
 def filled(recipe: Recipe, rows: int, labels: torch.Tensor, images: torch.Tensor) -> Monitor:
     method = build_method(recipe)
-    monitor = Monitor(method, build_optimizer(recipe, method), bank=rows, labelled=True, k=20)
+    monitor = Monitor(method, build_optimizer(recipe, method), Watch(bank=rows, k=20), labelled=True)
     g = torch.Generator().manual_seed(0)
     x = torch.nn.functional.one_hot(labels, 24).float() + 0.4 * torch.randn(rows, 24, generator=g)
     monitor.bank.push(torch.nn.functional.normalize(x, dim=1), labels, images)
@@ -176,7 +176,7 @@ def test_norms_by_layer_are_those_of_the_gradient(recipe: Recipe):
 def test_update_is_what_the_optimiser_did(recipe: Recipe):
     method = build_method(recipe)
     optimizer = build_optimizer(recipe, method)
-    monitor = Monitor(method, optimizer, every=1)
+    monitor = Monitor(method, optimizer, Watch(every=1))
     trunk = [p for n, p in method.base_encoder.backbone.named_parameters() if p.requires_grad and p.ndim > 1]
     before = torch.cat([p.detach().flatten() for p in trunk])
     for step in fit(method, batches(recipe, 1), optimizer, lr=lambda _: 1e-2, weight_decay=lambda _: 0.0):
@@ -190,7 +190,7 @@ def test_update_is_what_the_optimiser_did(recipe: Recipe):
 def test_what_overflows_stays_out_of_the_bank(recipe: Recipe):
     method = build_method(recipe)
     optimizer = build_optimizer(recipe, method)
-    monitor = Monitor(method, optimizer, every=1)
+    monitor = Monitor(method, optimizer, Watch(every=1))
 
     def spoilt():
         for at, batch in batches(recipe, 2):

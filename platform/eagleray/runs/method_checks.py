@@ -26,7 +26,7 @@ from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer, check_method
 from eagleray.runs.monitor import Monitor
-from eagleray.runs.recipe import Recipe
+from eagleray.runs.recipe import Recipe, Watch
 
 STEPS = 4  # of a rehearsal; ten are an epoch, of two
 IMAGES = 100  # of the training set that there is not
@@ -161,7 +161,7 @@ def rehearse(
         own(at)
 
     method.before_step = before_step  # type: ignore[method-assign]
-    monitor = Monitor(method, optimizer, every=len(steps))
+    monitor = Monitor(method, optimizer, Watch(every=len(steps)))
     rate = 1e-2 if own_optimizer else 0.02
     losses = []
     for taken in fit(method, batches, optimizer, lr=lambda _: rate, weight_decay=lambda _: 0.1, wrap=world.wrap):

@@ -20,7 +20,9 @@ from eagleray.models.layer_names import in_backbone, layers_of
 from eagleray.protocols.knn import vote
 from eagleray.runs.feature_metrics import alignment, distance, effective_rank, input_moments, size, spread, uniformity
 from eagleray.runs.metrics import MONITOR_KNN
+from eagleray.runs.recipe import Watch
 
+BANK = 2**17  # features of the bank at most, unless a recipe says so: a tenth of ImageNet-1k, the paper's
 ROWS = 512  # features that are measured: more of them would cost more and tell no more
 
 
@@ -35,18 +37,15 @@ class Monitor:
         self,
         method: Method,
         optimizer: torch.optim.Optimizer,
+        settings: Watch,
         *,
-        step: int = 0,
-        every: int = 50,
-        bank: int = ROWS,
+        images: int = 0,
         labelled: bool = False,
-        k: int = 200,
-        temperature: float = 0.07,
     ) -> None:
-        """`step` is the number of steps that were taken before. `bank` is the number of features to keep, the
-        neighbours of the kNN curve; that curve needs labels (`labelled`)."""
-        self.method, self.step, self.every = method, step, every
-        self.labelled, self.k, self.temperature = labelled, k, temperature
+        """`images` is the size of the training set, from which the bank of the kNN curve gets its size if the settings
+        state none. That curve needs labels (`labelled`)."""
+        self.method, self.settings, self.every = method, settings, settings.every
+        self.labelled, self.step = labelled, 0
         named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
         device = next(method.parameters()).device
         self.layers, positions = layers_of([n for n, _ in named])
@@ -54,7 +53,7 @@ class Monitor:
         self.trunk = [p for n, p in named if in_backbone(n) and p.ndim > 1]
         self.copies = momentum_copies(method)
         encoder = encoder_with(method, method.monitored_backbone())
-        self.bank = Bank(max(bank, ROWS), encoder.backbone.dim, device)
+        self.bank = Bank(max(settings.bank or min(images // 10, BANK), ROWS), encoder.backbone.dim, device)
         head = encoder.head
         projector = head.projector if isinstance(head, PrototypeHead) else head
         projector.register_forward_hook(self._collect_features)
@@ -138,7 +137,7 @@ class Monitor:
             old.labels.clamp(min=0),
             int(torch.maximum(old.labels.max(), new.labels.max()).clamp(min=0)) + 1,
         )
-        votes = vote(cosine, labels, classes=classes, k=self.k, temperature=self.temperature)
+        votes = vote(cosine, labels, classes=classes, k=self.settings.k, temperature=self.settings.temperature)
         return 100 * (votes.argmax(1) == new.labels).sum() / (new.labels >= 0).sum().clamp(min=1)
 
     def flush(self) -> tuple[dict[str, float], list[list[float]]]:

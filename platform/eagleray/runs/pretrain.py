@@ -40,8 +40,6 @@ from eagleray.runs.tracking import Tracking
 
 log = logging.getLogger(__name__)
 
-BANK = 2**17  # features of the kNN monitor at most, unless a recipe says so: a tenth of ImageNet-1k, the paper's
-
 
 class Stateful(NamedTuple):
     """The objects whose state a checkpoint holds. A field's name is the key in the checkpoint."""
@@ -106,21 +104,9 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained
     method.to(world.device)
     world.synchronise(method)
     optimizer = build_optimizer(plan.recipe, method)
-    return Stateful(method, optimizer, build_monitor(plan, method, optimizer), precision)
-
-
-def build_monitor(plan: Plan, method: Method, optimizer: torch.optim.Optimizer) -> Monitor:
-    """Return the monitor of a method, with the recipe's settings."""
-    settings = plan.recipe.monitor
-    return Monitor(
-        method,
-        optimizer,
-        every=settings.every,
-        bank=settings.bank or min(len(plan.index) // 10, BANK),
-        labelled=plan.index.labelled and not method.supervised,  # its images are mixed, and so are their labels
-        k=settings.k,
-        temperature=settings.temperature,
-    )
+    labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
+    monitor = Monitor(method, optimizer, plan.recipe.monitor, images=len(plan.index), labelled=labelled)
+    return Stateful(method, optimizer, monitor, precision)
 
 
 def train(run: RankRun, start: int) -> int:
