@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results}
-NEEDS="torch torchvision timm numpy PIL pyarrow pydantic yaml platformdirs braceexpand pytest"
+NEEDS="torch torchvision timm numpy PIL cv2 pyarrow pydantic yaml platformdirs braceexpand pytest"
 END=465 # seconds after which nothing is started any more
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
