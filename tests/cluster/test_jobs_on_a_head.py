@@ -108,7 +108,7 @@ def test_a_job_of_a_real_head_ends_as_its_run(real: Head, small: Path, shards: P
     # The package that ran is the one that was sent, alone with the recipe, and not what is installed there.
     ran = Path(json.loads((out / "environment.json").read_text())["command"][0])
     assert "_ray_pkg_" in str(ran)
-    assert {p.name for p in ran.parents[1].iterdir()} == {"eagleray", "recipe.yaml"}
+    assert {p.name for p in ran.parents[2].iterdir()} == {"eagleray", "recipe.yaml"}
 
     code, text = real(*args)
     assert code == 0, text
