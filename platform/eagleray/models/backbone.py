@@ -269,6 +269,16 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
     return self.pos_drop(tokens + table)
 
 
+def bicubic(grid: Tensor, scale: list[float]) -> Tensor:
+    """Resample a grid (1, D, h, w) by these factors."""
+    if grid.is_cpu or not torch.are_deterministic_algorithms_enabled():
+        return F.interpolate(grid, scale_factor=scale, mode="bicubic")
+    # Its gradient has no fixed order on a GPU, that of the same product with a matrix has.
+    h, w = grid.shape[2:]
+    each = F.interpolate(torch.eye(h * w, device=grid.device).view(-1, 1, h, w), scale_factor=scale, mode="bicubic")
+    return (grid.flatten(2) @ each.flatten(1).to(grid.dtype)).unflatten(2, each.shape[2:])
+
+
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Resample a position table (1, P + N, D) to another grid, bicubic without antialiasing; the first P rows stay.
 
@@ -280,5 +290,5 @@ def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tenso
     prefix = table.shape[1] - old[0] * old[1]
     grid = table[:, prefix:].unflatten(1, old).permute(0, 3, 1, 2)
     scale = [(n + 0.1) / o for n, o in zip(new, old, strict=True)]
-    grid = F.interpolate(grid, scale_factor=scale, mode="bicubic")
+    grid = bicubic(grid, scale)
     return torch.cat([table[:, :prefix], grid.permute(0, 2, 3, 1).flatten(1, 2)], 1)
