@@ -47,13 +47,13 @@ def fit(
     device = next(method.parameters()).device
     precision = precision or Precision.of("auto", device)
     params = [p for p in method.parameters() if p.requires_grad]
-    buffers = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
+    guard = BufferGuard([b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)])
     for at, batch in batches:
         method.train()
         for group in optimizer.param_groups:
             group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
-        before = [b.clone() for b in buffers]  # such as centres and batch norm statistics
+        before = guard.copies()
         torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path must be the same after a restart
 
         with precision.autocast():
@@ -76,15 +76,39 @@ def fit(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         method.after_step(at)
-        for buffer, old in zip(buffers, before, strict=True):
-            buffer.copy_(torch.where(skipped, old, buffer))
+        guard.restore(before, skipped)
 
         values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": overflow}
         values |= precision.values()
         precision.update(overflow)
         if len(live) < len(params):
-            norms = norms.new_zeros(len(params)).index_copy(0, torch.tensor(live, device=device), norms)
+            each = dict(zip(live, norms.unbind(), strict=True))
+            none = torch.zeros_like(norm)
+            norms = torch.stack([each.get(i, none) for i in range(len(params))])
         yield Step(at, batch, values, norms)
+
+
+class BufferGuard:
+    """Copies buffers, such as centres and batch norm's statistics, before a step, and restores them if it is skipped.
+
+    The buffers of a dtype are handled as one vector, in a handful of operations however many they are.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for b in buffers:
+            by_dtype.setdefault(b.dtype, []).append(b.detach().view(-1))
+        self.groups = list(by_dtype.values())
+
+    def copies(self) -> list[Tensor]:
+        """Return the values of all buffers, one vector for each dtype."""
+        return [torch.cat(group) for group in self.groups]
+
+    def restore(self, copies: list[Tensor], skipped: Tensor) -> None:
+        """Give the buffers the values of `copies` where `skipped` () is true, without asking the device for it."""
+        for group, old in zip(self.groups, copies, strict=True):
+            values = torch.where(skipped, old, torch.cat(group))
+            torch._foreach_copy_(group, list(values.split([len(b) for b in group])))
 
 
 @torch.no_grad()

@@ -41,8 +41,8 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
 def average(target: nn.Module, online: nn.Module, decay: float) -> None:
     """Average parameters and batch norm's buffers, for a copy that does not run while training."""
     ema_update(target, online, decay)
-    for old, new in zip(target.buffers(), online.buffers(), strict=True):
-        if old.is_floating_point():
-            old.lerp_(new, 1.0 - decay)
-        else:
-            old.copy_(new)
+    pairs = list(zip(target.buffers(), online.buffers(), strict=True))
+    if floats := [pair for pair in pairs if pair[0].is_floating_point()]:
+        torch._foreach_lerp_(*map(list, zip(*floats, strict=True)), 1.0 - decay)  # type: ignore[arg-type]
+    if counts := [pair for pair in pairs if not pair[0].is_floating_point()]:
+        torch._foreach_copy_(*map(list, zip(*counts, strict=True)))  # type: ignore[arg-type]
