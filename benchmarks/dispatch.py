@@ -5,17 +5,18 @@ that are not finite, and what the monitor collects. It is the fourth step, and i
 have the depth and the views of the methods' recipes and little width, as depth alone makes the number of operations.
 
 operations   what reaches PyTorch's dispatcher after autograd: kernels and views; a foreach operation counts once
-waits        how often the host would wait for a device: it reads a value, or a shape depends on values
+waits        how often the host waits for the device, on the tests' simulated accelerator (which needs pytest)
 """
 
 import collections
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import common
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagleray.config.schedule import Progress
@@ -23,12 +24,12 @@ from eagleray.data.batch import Batch
 from eagleray.engine.world import World
 from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer
-from eagleray.runs.method_checks import READS, WAITS
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.pretrain import optimizer_steps
 from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
 
+sys.path.insert(0, str(common.ROOT / "tests"))  # for the simulated accelerator
 STEPS = 4  # the last one is counted
 IMAGES = 200  # of the training set that there is not
 BATCH = 4
@@ -64,34 +65,14 @@ FEW |= {"patch_prototypes": 32, "queue": 64, "negatives": 16, "norm_group": 2, "
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations by name, and those among them that wait."""
+    """Counts the operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: collections.Counter[str] = collections.Counter()
-        self.waits: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        self.operations[name] += 1
-        indexed = name in ("aten::index", "aten::index_put_")
-        masks = [x for x in (args[1] or ()) if x is not None and x.dtype is torch.bool] if indexed else [True]
-        if name in WAITS and masks:
-            self.waits[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Reads(TorchFunctionMode):
-    """Counts the methods of a tensor that read its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: collections.Counter[str] = collections.Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in READS and args and isinstance(args[0], torch.Tensor):
-            self.waits[name] += 1
+        self.operations[func._schema.name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -102,10 +83,12 @@ def main() -> None:
     args = parser.parse_args()
     result = {}
     for name in args.methods:
-        counted, reads = count(narrow(name))
-        waits = counted.waits + reads.waits
-        result[name] = {"operations": counted.operations.total(), "waits": waits.total()}
-        common.note(f"{name:<16}{result[name]['operations']:>8}{result[name]['waits']:>6}  {dict(waits) or ''}")
+        r = narrow(name)
+        waits = count_waits(r)  # first, as autograd counts devices in its first backward pass
+        with Counter() as counted:
+            take_steps(r, torch.device("cpu"), counted.operations.clear)
+        result[name] = {"operations": counted.operations.total(), "waits": len(waits)}
+        common.note(f"{name:<16}{result[name]['operations']:>8}{len(waits):>6}  {'; '.join(sorted(set(waits)))}")
         for operation, n in counted.operations.most_common(args.top):
             common.note(f"    {operation:<50}{n:>6}")
     if args.json:
@@ -121,28 +104,36 @@ def narrow(method: str) -> Recipe:
     return replace(r, backbone=network, method=replace(r.method, args=r.method.args | few))
 
 
-def count(r: Recipe) -> tuple[Counter, Reads]:
-    """Take steps, and return what was counted in the last one."""
+def count_waits(r: Recipe) -> list[str]:
+    """Return what made the host wait in the last step on the tests' simulated accelerator."""
+    from helpers.simulated_device import DEVICE, simulated
+
+    with simulated() as waits:
+        take_steps(r, DEVICE, waits.clear)
+        return list(waits)
+
+
+def take_steps(r: Recipe, device: torch.device, last: Callable[[], None]) -> None:
+    """Take the steps of a run, and call `last` before the last one."""
     torch.manual_seed(0)
-    world = World(torch.device("cpu"))
     method = build_method(r)
     method.allocate(IMAGES)
+    method.to(device)
     optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, labelled=True)
-    batches = ((Progress(10 + step, 10, r.optim.epochs), random_batch(r, method.classes)) for step in range(STEPS))
-    steps = optimizer_steps(r, world, method, optimizer, batches)
-    for _ in range(STEPS - 1):
+    batches = [(Progress(10 + i, 10, r.optim.epochs), random_batch(r, method.classes, device)) for i in range(STEPS)]
+    steps = optimizer_steps(r, World(device), method, optimizer, batches)
+    for i in range(STEPS):
+        if i == STEPS - 1:
+            last()
         monitor.watch(next(steps))
-    with Reads() as reads, Counter() as counted:
-        monitor.watch(next(steps))
-    return counted, reads
 
 
-def random_batch(r: Recipe, classes: int | None) -> Batch:
+def random_batch(r: Recipe, classes: int | None, device: torch.device) -> Batch:
     """Return normal pixels, with labels below the number of classes."""
-    with torch.utils._python_dispatch._disable_current_modes():  # the input is not part of the step
-        views = [torch.randn(BATCH, 3, v.size, v.size) for v in Views.of(r.views).views]
-        return Batch(views, torch.arange(BATCH), torch.arange(BATCH) % min(classes or 10, 10), (BATCH,))
+    views = [torch.randn(BATCH, 3, v.size, v.size).to(device) for v in Views.of(r.views).views]
+    index = torch.arange(BATCH)
+    return Batch(views, index.to(device), (index % min(classes or 10, 10)).to(device), (BATCH,))
 
 
 if __name__ == "__main__":

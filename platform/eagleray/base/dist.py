@@ -31,11 +31,24 @@ def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...), without a gradient."""
     if size() == 1:
         return x.detach()
-    padded = x.new_zeros(max(rows), *x.shape[1:])
-    padded[: len(x)] = x.detach()
-    parts = [torch.empty_like(padded) for _ in rows]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
+    x, most = x.detach(), max(rows)
+    if len(x) < most:
+        x = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+    out = x.new_empty(len(rows) * most, *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous())
+    if min(rows) == most:
+        return out
+    return torch.cat([part[:n] for part, n in zip(out.split(most), rows, strict=True)])
+
+
+def gather_together(columns: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """Return what `gather` returns for each of several tensors (B, ...), in one exchange of their bytes."""
+    if size() == 1:
+        return [x.detach() for x in columns]
+    flat = [x.detach().contiguous().view(len(x), -1).view(torch.uint8) for x in columns]
+    parts = gather(torch.cat(flat, 1), rows).split([x.shape[1] for x in flat], 1)
+    pairs = zip(columns, parts, strict=True)
+    return [part.contiguous().view(x.dtype).view(-1, *x.shape[1:]) for x, part in pairs]
 
 
 def total(x: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Backbone(nn.Module):
 
     model: Any  # the timm model
     micro_batch: int | None = None  # images in one forward while training; None: all
+    compiled = False  # whether the model's layers run through torch.compile while training
 
     def __init__(
         self,
@@ -97,14 +98,14 @@ class Backbone(nn.Module):
         """Return the features of images (B, 3, S, S) of several sizes, in one forward where the model can do that."""
         if not self._packs(images):
             return [self(x) for x in images]
-        outs = packed_features(self.model, images)
+        outs = self._run(images)
         return [self._split(out, x) for out, x in zip(outs, images, strict=True)]
 
     def pooled_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
         """Return the pooled vectors (B, D) of images of several sizes, as `sizes` does."""
         if not self._packs(images):
             return [self.pooled(x) for x in images]
-        return [self.model.forward_head(out, pre_logits=True) for out in packed_features(self.model, images)]
+        return [self.model.forward_head(out, pre_logits=True) for out in self._run(images)]
 
     def _packs(self, images: Sequence[Tensor]) -> bool:
         return len(images) > 1 and not (self.micro_batch and self.training) and packable(self.model)
@@ -115,11 +116,16 @@ class Backbone(nn.Module):
         return any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.modules())
 
     def _pooled(self, images: Tensor) -> Tensor:
-        out: Tensor = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
+        out: Tensor = self.model.forward_head(self._run([images])[0], pre_logits=True)
         return out
 
     def _features(self, images: Tensor) -> Features:
-        return self._split(self.model.forward_features(images), images)
+        return self._split(self._run([images])[0], images)
+
+    def _run(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output of the model's `forward_features` for images of one size or, where it packs, of several."""
+        run = compiled_outputs if self.compiled and self.training else outputs
+        return run(self.model, list(images))
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
         """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`."""
@@ -151,7 +157,7 @@ class Backbone(nn.Module):
     def _grids(self, images: Tensor, *, every: bool) -> tuple[Tensor, ...]:
         parts = stages(self.model)
         with stage_outputs(parts if every else parts[-1:]) as seen:
-            out = self._features(images)
+            out = self._split(self.model.forward_features(images), images)  # not compiled: its hooks are new each time
         h, w = out.grid
         if seen[-1].ndim == 3:  # a ViT's, all on one grid
             tokens = [x[:, -h * w :] for x in seen[:-1]] + [out.patches]
@@ -171,6 +177,15 @@ class Backbone(nn.Module):
         b, n, _ = seen[0].shape
         q, k, _ = attn.qkv(seen[0]).view(b, n, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
         return (attn.q_norm(q) @ attn.k_norm(k).mT * attn.scale).softmax(-1)
+
+
+def outputs(model: Any, images: list[Tensor]) -> list[Tensor]:
+    """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several."""
+    return [model.forward_features(images[0])] if len(images) == 1 else packed_features(model, images)
+
+
+# One function for all backbones, compiled for each model and each list of sizes.
+compiled_outputs = torch.compile(outputs, dynamic=False)
 
 
 class Encoder(nn.Module, Generic[Head]):

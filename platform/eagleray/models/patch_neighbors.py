@@ -7,21 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OFFSETS = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1) if (dy, dx) != (0, 0)]
 
-
-def neighbours(grid: tuple[int, int], *, wrap: bool) -> Tensor:
+def neighbours(grid: tuple[int, int], *, wrap: bool, device: torch.device | None = None) -> Tensor:
     """Return the row-major indices (N, 8) of the patches around each patch of a grid (h, w), ascending; -1 for none.
 
     `wrap` joins opposite borders. No patch is its own neighbour, or a neighbour twice, however small the grid.
     """
     h, w = grid
-    own = torch.arange(h * w).unsqueeze(1)  # (N, 1)
-    dy, dx = torch.tensor(OFFSETS).unbind(1)
-    y, x = own // w + dy, own % w + dx  # (N, 8)
+    own = torch.arange(h * w, device=device).unsqueeze(1)  # (N, 1)
+    # Counted on the device, as a table from the host would make it wait: 0 to 8 without the middle of 3 x 3.
+    around = torch.arange(8, device=device)
+    around = around + (around >= 4)
+    y, x = own // w + around // 3 - 1, own % w + around % 3 - 1  # (N, 8)
     index = y % h * w + x % w
     if not wrap:
-        index[(y < 0) | (y >= h) | (x < 0) | (x >= w)] = -1
+        index = index.masked_fill((y < 0) | (y >= h) | (x < 0) | (x >= w), -1)
     index = index.sort(1).values
     repeated = F.pad(index[:, 1:] == index[:, :-1], (1, 0))
     return index.masked_fill(repeated | (index == own), -1)
@@ -32,7 +32,7 @@ def most_similar_neighbours(x: Tensor, grid: tuple[int, int], k: int, *, wrap: b
 
     Similarity is the cosine, most similar first. The mask is false where a patch at a border has fewer neighbours.
     """
-    candidates = neighbours(grid, wrap=wrap).to(x.device)
+    candidates = neighbours(grid, wrap=wrap, device=x.device)
     unit = F.normalize(x.float(), dim=-1)
     # One neighbour at a time: all eight at once would take eight times the memory of the patches. Not a matrix product,
     # which autocast would round: neighbours differ by little.

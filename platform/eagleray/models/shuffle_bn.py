@@ -81,6 +81,7 @@ def shuffle(
     if any(n % group for n in rows):
         counts = ", ".join(map(str, sorted(set(rows))))
         raise UserError(f"method.norm_group={group}: expected a divisor of the images per rank: {counts}")
-    order = torch.randperm(sum(rows), generator=torch.Generator().manual_seed(seed)).to(x.device)
+    generator = torch.Generator(x.device).manual_seed(seed)  # on the device, which would wait for a copy from the host
+    order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

@@ -83,8 +83,8 @@ class Monitor:
         )
         self._features.clear()
         self._norms.append(step.norms)
-        newest = dist.gather(F.normalize(pooled[:b], dim=1), rows)
-        self.bank.push(newest, dist.gather(step.batch.label, rows), dist.gather(step.batch.index, rows))
+        newest = F.normalize(pooled[:b], dim=1)
+        self.bank.push(*dist.gather_together([newest, step.batch.label, step.batch.index], rows))
         if self.step % self.every == 0:
             z = [dist.gather(v, rows)[:ROWS] for v in F.normalize(projected, dim=1).split(b)]
             self._look = {f"health/{name}": value for name, value in self.look(step, z).items()}

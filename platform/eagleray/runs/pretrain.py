@@ -15,6 +15,7 @@ from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint
+from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.engine.export import to_timm
 from eagleray.engine.loop import Step, fit
 from eagleray.engine.numerics import numerics
@@ -71,6 +72,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     user's command started, in seconds since 1970. Raises UserError, Outage and Preempted.
     """
     precision = Precision.of(recipe.precision, world.device)
+    compiles(recipe.compile, world.device)  # before anything starts
     with (
         numerics(precision, deterministic=recipe.deterministic),
         RunDir(recipe, world.rank, tracking, command=command) as folder,
@@ -103,6 +105,8 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained
     method.allocate(len(plan.index))
     method.to(world.device)
     world.synchronise(method)
+    if compiles(plan.recipe.compile, world.device):
+        compile_backbones(method)
     optimizer = build_optimizer(plan.recipe, method)
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
     monitor = Monitor(method, optimizer, plan.recipe.monitor, images=len(plan.index), labelled=labelled)

@@ -79,6 +79,8 @@ class Optim:
     )
     # Each block of the backbone keeps only its input and computes the rest again in the backward pass.
     checkpointing: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
+    # The format in which ranks average gradients; bf16 sends half as many bytes.
+    reduce: Annotated[Literal["fp32", "bf16"], Field(exclude_if=lambda name: name == "fp32")] = "fp32"
     epochs: PositiveInt = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
     lr_images: PositiveInt | None = None  # lr.value is for a batch of this size and scales linearly; None: as it is
@@ -127,6 +129,8 @@ class Recipe:
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
     # auto: bf16 on an accelerator that has it, fp16 on one that has not, fp32 on a CPU
     precision: Annotated[Format, Field(exclude_if=lambda name: name == "auto")] = "auto"
+    # The backbones run through torch.compile. auto: on accelerators that have a compiler
+    compile: Annotated[Literal["auto"] | bool, Field(exclude_if=lambda choice: choice == "auto")] = "auto"
     deterministic: Annotated[bool, Field(exclude_if=lambda on: not on)] = False  # bit-equal continuation on a GPU
     gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
     max_steps: PositiveInt | None = None  # stop early, without changing any schedule
@@ -143,7 +147,7 @@ class Recipe:
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
-OPERATION += ("precision", "deterministic")
+OPERATION += ("precision", "compile", "deterministic", "optim.reduce")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
 

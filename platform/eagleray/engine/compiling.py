@@ -1,0 +1,43 @@
+"""Compile the backbones of a method with torch.compile, where a compiler is at hand."""
+
+import importlib.util
+import os
+import shutil
+from typing import Literal
+
+import torch
+from torch import nn
+
+from eagleray.base.devices import is_accelerator
+from eagleray.base.errors import UserError
+from eagleray.models.backbone import Backbone
+
+
+def compiles(choice: Literal["auto"] | bool, device: torch.device) -> bool:
+    """Return whether the backbones of a run on this device are compiled.
+
+    `auto` compiles on an accelerator that has a compiler, never on a CPU. Raises UserError for `compile=true` without a
+    compiler.
+    """
+    lacks = missing_compiler(device)
+    if choice is True and lacks:
+        raise UserError(f"compile=true: torch.compile needs {lacks} on this machine; expected compile=auto or false")
+    return choice is True or (choice == "auto" and is_accelerator(device) and not lacks)
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Return what torch.compile lacks for a device: a C++ compiler for a CPU, Triton and a C compiler for others."""
+    if not is_accelerator(device):
+        compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+        return None if any(map(shutil.which, compilers)) else "a C++ compiler (" + " or ".join(compilers) + ")"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton (the package triton)"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return None if any(map(shutil.which, compilers)) else "a C compiler (" + " or ".join(compilers) + ")"
+
+
+def compile_backbones(method: nn.Module) -> None:
+    """Let every backbone of a method run compiled while it trains; parameters and buffers keep their names."""
+    for part in method.modules():
+        if isinstance(part, Backbone):
+            part.compiled = True
