@@ -12,6 +12,7 @@ from helpers.recipes import METHODS, small_recipe
 from helpers.table import Table
 
 from eagleray import config
+from eagleray.engine.world import World
 from eagleray.runs.method_checks import difference, rehearse, rehearse_on_ranks
 from eagleray.runs.recipe import Recipe
 
@@ -69,6 +70,19 @@ def _gather(rank: int, port: int, out: Path) -> None:
     (dist.gather_with_grad(z, rows).sum(1) * torch.arange(4.0) * (rank + 1)).sum().backward()
     y = torch.tensor([rank + 1.0], requires_grad=True)
     (dist.total_with_grad(y) * (rank + 1)).sum().backward()  # losses of weight 1 and 2
+    columns = [x.detach().bfloat16().view(-1, 1, 2), torch.arange(rows[rank]) + rank, torch.ones(rows[rank], 1) * rank]
+    for column, together in zip(columns, dist.gather_together(columns, rows), strict=True):
+        assert torch.equal(together, dist.gather(column, rows))
+        assert together.dtype == column.dtype
+    gradients = []
+    for reduce in ("fp32", "bf16"):
+        network = torch.nn.Linear(3, 2, bias=False)
+        torch.nn.init.constant_(network.weight, 1.0)
+        model = World(torch.device("cpu")).wrap(network, reduce)  # type: ignore[arg-type]
+        model(torch.full((1, 3), 1 / 3 + rank)).sum().backward()
+        gradients.append(network.weight.grad)
+    assert gradients[0][0, 0] == pytest.approx(1 / 3 + 0.5, abs=1e-6)
+    assert 0 < (gradients[0] - gradients[1]).abs().max() < 0.01  # rounded to eight bits
     torch.save((whole, dist.offset(rows), dist.total(torch.ones(1)), y.grad, z.grad), out / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

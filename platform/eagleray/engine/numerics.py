@@ -28,10 +28,11 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
             tf32 = precision.dtype != torch.float32
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
             cudnn.allow_tf32 = tf32
+            cudnn.benchmark = True  # picks a convolution's algorithm by a measurement, once for each shape
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
             torch.use_deterministic_algorithms(True)
-            cudnn.benchmark = False  # which picks the algorithm by a measurement
+            cudnn.benchmark = False
         yield
     except RuntimeError as e:
         operation, separator, _ = str(e).partition(" does not have a deterministic implementation")
@@ -44,4 +45,4 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
             cudnn.allow_tf32 = convolution
         if deterministic:
             torch.use_deterministic_algorithms(repeatable, warn_only=warn_only)
-            cudnn.benchmark = benchmark
+        cudnn.benchmark = benchmark

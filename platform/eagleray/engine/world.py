@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as td
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from eagleray.base import dist
@@ -27,14 +28,18 @@ class World:
         """Turn the batch norms of a module, in place, into ones over all ranks."""
         return sync_batch_norms(module, self.device) if self.size > 1 else module
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """Return a module that averages its gradients over ranks."""
+    def wrap(self, module: nn.Module, reduce: Literal["fp32", "bf16"] = "fp32") -> nn.Module:
+        """Return a module that averages its gradients over ranks, sent in the format `reduce`."""
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
-            return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+            # Gradients lie in the buffers that are sent, which saves a copy of them.
+            out = DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        if reduce == "bf16":
+            out.register_comm_hook(None, bf16_compress_hook)
+        return out
 
     def warned(self) -> bool:
         """Return whether one of the run's machines is about to be taken away. Called by all ranks together."""

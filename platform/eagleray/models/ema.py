@@ -43,6 +43,6 @@ def average(target: nn.Module, online: nn.Module, decay: float) -> None:
     ema_update(target, online, decay)
     pairs = list(zip(target.buffers(), online.buffers(), strict=True))
     if floats := [pair for pair in pairs if pair[0].is_floating_point()]:
-        torch._foreach_lerp_(*map(list, zip(*floats, strict=True)), 1.0 - decay)  # type: ignore[arg-type]
+        torch._foreach_lerp_([old for old, _ in floats], [new for _, new in floats], 1.0 - decay)
     if counts := [pair for pair in pairs if not pair[0].is_floating_point()]:
-        torch._foreach_copy_(*map(list, zip(*counts, strict=True)))  # type: ignore[arg-type]
+        torch._foreach_copy_([old for old, _ in counts], [new for _, new in counts])

@@ -3,12 +3,15 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from eagleray import config
 from eagleray.base import dist
+from eagleray.base.allocator import keep_freed_memory
+from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
@@ -73,6 +76,8 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
     """
     precision = Precision.of(recipe.precision, world.device)
     compiles(recipe.compile, world.device)  # before anything starts
+    if not is_accelerator(world.device):
+        keep_freed_memory()
     with (
         numerics(precision, deterministic=recipe.deterministic),
         RunDir(recipe, world.rank, tracking, command=command) as folder,
@@ -104,6 +109,8 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained
     method = build_method(plan.recipe, pretrained(source) if source else None)
     method.allocate(len(plan.index))
     method.to(world.device)
+    if is_accelerator(world.device) and method.export().batch_norm:
+        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
     world.synchronise(method)
     if compiles(plan.recipe.compile, world.device):
         compile_backbones(method)
@@ -182,7 +189,7 @@ def optimizer_steps(
         clip=o.clip,
         clip_each=o.clip_each,
         seed=recipe.seed,
-        wrap=world.wrap,
+        wrap=partial(world.wrap, reduce=o.reduce),
         precision=precision or Precision.of(recipe.precision, world.device),
     )
 

@@ -1,0 +1,19 @@
+"""Settings of the C library's allocator for a process that trains on a CPU."""
+
+import ctypes
+import sys
+
+# glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, with the most that it accepts for the first.
+MMAP, TRIM = (-3, 32 * 2**20), (-1, 2**30)  # bytes
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep the memory of freed tensors for the next ones instead of giving it back to the system.
+
+    By default it gives back each block above a size, so every step takes the same pages again, zeroed by the system.
+    Returns whether this system's C library is glibc and has taken the settings.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(*setting) == 1 for setting in (MMAP, TRIM))

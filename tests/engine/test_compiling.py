@@ -1,0 +1,73 @@
+"""A compiled backbone computes what it does otherwise, and what a machine lacks for it is said in one line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.networks import VIT, network
+from helpers.recipes import small_recipe
+from torch import nn
+from torch._dynamo.utils import counters
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.engine.compiling import compile_backbones, compiles
+from eagleray.models.backbone import Encoder
+from eagleray.models.ema import ema_copy
+from eagleray.runs import recipe as recipes
+from eagleray.runs.recipe import Recipe
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"^compile=true: torch.compile needs a C\+\+ compiler \(no-such-compiler\)"):
+        compiles(True, CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"^compile=true: torch.compile needs Triton"):
+        compiles(True, GPU)
+    assert not compiles("auto", GPU)
+    assert not compiles(False, GPU)
+
+
+def test_only_accelerators_compile_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagleray.engine.compiling.missing_compiler", lambda _: None)
+    assert [compiles(choice, CPU) for choice in ("auto", True, False)] == [False, True, False]
+    assert [compiles(choice, GPU) for choice in ("auto", True, False)] == [True, True, False]
+
+
+def test_a_run_may_continue_compiled_and_the_key_is_no_part_of_old_recipes(tmp_path: Path) -> None:
+    (path := tmp_path / "small.yaml").write_text(small_recipe("mocov3"))
+    plain, own = (config.load(Recipe, path, keys) for keys in ([], ["compile=true", "optim.reduce=bf16"]))
+    assert "compile" not in config.to_plain(plain)
+    assert (own.compile, own.optim.reduce) == (True, "bf16")
+    assert recipes.digest(plain) == recipes.digest(own)
+
+
+@pytest.mark.slow
+def test_the_same_loss_without_a_graph_break_or_a_second_compilation() -> None:
+    torch.manual_seed(0)
+    student = Encoder(network(options=VIT | {"dynamic_img_size": True}), nn.Identity())
+    teacher, views = ema_copy(student), [torch.randn(3, 3, s, s) for s in (16, 16, 8, 8)]
+
+    def step() -> tuple[float, list[torch.Tensor]]:
+        student.zero_grad()
+        with torch.no_grad():
+            target = teacher(views[:2]).mean()
+        loss = (student(views) - target).square().mean()
+        loss.backward()
+        return float(loss.detach()), [p.grad.clone() for p in student.parameters() if p.grad is not None]
+
+    want, keys = step(), list(student.state_dict())
+    counters.clear()
+    compile_backbones(nn.ModuleList([student, teacher]))
+    graphs = []
+    for _ in range(3):
+        loss, grads = step()
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert loss == pytest.approx(want[0], rel=1e-5)
+        torch.testing.assert_close(grads, want[1], atol=1e-5, rtol=1e-4)
+    assert graphs == [2, 2, 2]  # the student's two sizes together, the teacher's one
+    assert not counters["graph_break"]
+    assert list(student.state_dict()) == keys
