@@ -74,6 +74,27 @@ def total_with_grad(x: Tensor) -> Tensor:
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
+class _TotalOfSameLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.share, None
+
+
+def total_of_same_loss(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Sum a tensor over all ranks, each of which computes the same loss from the sum.
+
+    The gradient is that of `total_with_grad`, without an exchange: the gradients of all ranks are the same but for the
+    weights of their losses, which are proportional to their rows.
+    """
+    share = rows[rank()] / sum(rows)
+    return _TotalOfSameLoss.apply(x, share) if size() > 1 else x  # type: ignore[no-any-return]
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: tuple[int, ...]) -> Tensor:

@@ -66,7 +66,12 @@ def variance_hinge(z: Tensor, eps: float) -> Tensor:
 
 
 def covariance_penalty(z: Tensor) -> Tensor:
-    """Return the sum of the squared covariances of every two channels of z (N, C), divided by C."""
+    """Return the sum of the squared covariances of every two channels of z (N, C), divided by C.
+
+    z is the same on all ranks, and each computes the covariances of its share of the channels with all others.
+    """
     z = z - z.mean(0)
-    cov = z.T @ z / (len(z) - 1)  # (C, C)
-    return (cov.square().sum() - cov.diagonal().square().sum()) / z.shape[1]
+    own = range(z.shape[1])[dist.rank() :: dist.size()]
+    cov = z[:, own.start :: own.step].T @ z / (len(z) - 1)  # (C / ranks, C)
+    diagonal = cov[:, own.start :: own.step].diagonal()
+    return dist.total_with_grad(cov.square().sum() - diagonal.square().sum()) / z.shape[1]
