@@ -120,7 +120,7 @@ def take_steps(r: Recipe, device: torch.device, last: Callable[[], None]) -> Non
     method.allocate(IMAGES)
     method.to(device)
     optimizer = build_optimizer(r, method)
-    monitor = Monitor(method, optimizer, labelled=True)
+    monitor = Monitor(method, optimizer, r.monitor, images=IMAGES, labelled=True)
     batches = [(Progress(10 + i, 10, r.optim.epochs), random_batch(r, method.classes, device)) for i in range(STEPS)]
     steps = optimizer_steps(r, World(device), method, optimizer, batches)
     for i in range(STEPS):
