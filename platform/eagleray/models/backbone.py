@@ -291,7 +291,8 @@ def bicubic(grid: Tensor, scale: list[float]) -> Tensor:
     # Its gradient has no fixed order on a GPU, that of the same product with a matrix has.
     h, w = grid.shape[2:]
     each = F.interpolate(torch.eye(h * w, device=grid.device).view(-1, 1, h, w), scale_factor=scale, mode="bicubic")
-    return (grid.flatten(2) @ each.flatten(1).to(grid.dtype)).unflatten(2, each.shape[2:])
+    with torch.autocast(grid.device.type, enabled=False):
+        return (grid.flatten(2) @ each.flatten(1).to(grid.dtype)).unflatten(2, each.shape[2:])
 
 
 def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
