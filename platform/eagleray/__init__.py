@@ -16,6 +16,7 @@ _MODULES = {
     "api.evaluate": ("Refused", "Scores", "evaluate"),
     "api.export": ("export", "load"),
     "api.jobs": ("Job", "job", "jobs", "submit"),
+    "api.plan": ("Planned", "plan"),
     "api.pretrain": ("finetune", "pretrain"),
     "api.report": ("report",),
     "api.run": ("Run",),

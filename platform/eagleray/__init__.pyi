@@ -11,6 +11,8 @@ from eagleray.api.jobs import Job as Job
 from eagleray.api.jobs import job as job
 from eagleray.api.jobs import jobs as jobs
 from eagleray.api.jobs import submit as submit
+from eagleray.api.plan import Planned as Planned
+from eagleray.api.plan import plan as plan
 from eagleray.api.pretrain import finetune as finetune
 from eagleray.api.pretrain import pretrain as pretrain
 from eagleray.api.report import report as report

@@ -229,3 +229,12 @@ def test_survive(shards: Path) -> None:
     assert out["same_weights"]
     assert out["steps_repeated"] <= out["kills"] * (out["interval"] + 2)
     assert 0 < out["goodput"] <= out["goodput_unharmed"]
+
+
+def test_plan(environment: dict[str, str]) -> None:
+    small = ("method.hidden=16", "views=[{size: 16, count: 2}]", TINY)
+    out = result(environment, "plan.py", "--only", "vit_xs", "--keys", *small)
+    for row in (out["vit_xs"], out["vit_xs_checkpointing"], out["vit_xs_micro_batch"]):
+        assert abs(row["memory_error"]) < 0.1
+        assert row["seconds_predicted"] > 0
+    assert out["worst_memory"] < 0.1

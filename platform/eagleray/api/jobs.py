@@ -39,6 +39,8 @@ def submit(
     workers: int | str | None = None,
     plugins: Sequence[str | Path] = (),
     gpus: int | None = None,
+    gpu: str | None = None,
+    insist: bool = False,
     address: str | None = None,
     join: bool = False,
 ) -> Job:
@@ -58,11 +60,14 @@ def submit(
         )
         job.id, job.state
     """
-    from eagleray.cluster import job_package  # which builds the model, and so imports PyTorch
+    from eagleray.api.plan import check_named
+    from eagleray.cluster import job_package  # both build the model, and so import PyTorch
 
     cluster_jobs.locate(address)
     variables, stays = job_package.environment()
     package = job_package.pack(str(recipe), overrides_of(overrides, out=out, workers=workers), gpus, plugins)
+    if gpu:
+        check_named(package.recipe, package.name, gpu, insist=insist)
     cluster = Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
         _print(line)

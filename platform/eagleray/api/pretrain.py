@@ -18,13 +18,14 @@ from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
 from eagleray.engine import world
 from eagleray.models import weights as pretrained_weights
-from eagleray.runs import layout, remote
+from eagleray.runs import layout, profile, remote
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs import tracking as track
 from eagleray.runs.build import build_backbone
 from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.follow import FollowRun
+from eagleray.runs.local_forecast import check_fit
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
@@ -39,6 +40,7 @@ def pretrain(
     out: str | Path | None = None,
     workers: int | str | None = None,
     plugins: Sequence[str | Path] = (),
+    insist: bool = False,
     **keys: Any,
 ) -> Run:
     """Pretrain a backbone, or continue the run that is in `out`, and return the run.
@@ -46,7 +48,8 @@ def pretrain(
     `recipe` is a name of `eagleray list recipes` or a YAML file. `overrides` change its keys, by their dotted names or
     as a list of `key=value`; `out`, `workers` and further keywords, such as `seed` or `max_steps`, are keys of the
     recipe too. `data.train` may name shards or a folder of images. With `workers=0` the run is in this process.
-    `plugins` are Python files and modules to load beside those that the recipe lists: docs/plugins.md.
+    `plugins` are Python files and modules to load beside those that the recipe lists: docs/plugins.md. A run that
+    cannot fit into the memory of this machine's accelerator is not begun, unless you `insist`: docs/plan.md.
 
     Ctrl-C, SIGTERM or the notebook's interrupt ends the run after its step with a checkpoint: the run that is returned
     is not `finished`, and the same call continues it. A second interrupt raises KeyboardInterrupt at once.
@@ -66,7 +69,8 @@ def pretrain(
         assert run.finished
         run.summary["knn/top1"]
     """
-    return see_through(str(recipe), overrides_of(overrides, out=out, workers=workers, **keys), plugins)
+    lines = overrides_of(overrides, out=out, workers=workers, **keys)
+    return see_through(str(recipe), lines, plugins, insist=insist)
 
 
 def finetune(
@@ -100,8 +104,11 @@ def finetune(
     return see_through(str(recipe), [*lines, *overrides_of({"backbone.weights": source})], plugins)
 
 
-def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Path] = ()) -> Run:
-    """Start or continue a run, show its progress, and return it when it ends or was asked to stop."""
+def see_through(
+    name: str, overrides: Sequence[str], plugins: Sequence[str | Path] = (), *, insist: bool = False
+) -> Run:
+    """Start or continue a run, show its progress, and return it when it ends or was asked to stop. `insist` is as in
+    `pretrain`."""
     recipe = resolve_paths(recipes.load(name, overrides, [str(p) for p in plugins]))
     out = recipe.out
     remote.check_writable(out)
@@ -119,6 +126,7 @@ def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Pat
         if (folder / layout.MLFLOW).exists():
             remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
     else:
+        check_fit(plan, lambda line: console.print(line, markup=False), insist=insist)
         if recipe.backbone.weights and not begun:
             check_weights(recipe, recipe.backbone.weights)
         # From Python, the program's own arguments say nothing about the run.
@@ -128,6 +136,9 @@ def see_through(name: str, overrides: Sequence[str], plugins: Sequence[str | Pat
         ask = threading.Thread(target=remote.write_note, args=(out, layout.STOP, "")).start
         with FollowRun(folder, plan.steps), following, stop_on_signal(ask, "stopping after this step"):
             run_in_world(recipe, tracking)
+        table = folder / layout.PROFILE / profile.TABLE
+        if recipe.profile and table.exists():
+            console.print(f"{table.parent}:\n{table.read_text()}", markup=False, highlight=False, soft_wrap=True)
     return Run(out, steps=plan.steps)
 
 

@@ -43,6 +43,15 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def memory_peak(device: torch.device) -> float | None:
+    """Return the most memory in GiB that tensors of this process took on an accelerator so far, or None where the
+    accelerator does not count it."""
+    try:
+        return torch.accelerator.max_memory_allocated(device) / 2**30
+    except (AttributeError, RuntimeError, NotImplementedError):  # of a device, or a PyTorch before 2.9, that cannot
+        return None
+
+
 def keep(tensor: Tensor, stream: torch.Stream) -> None:
     """Keep the memory of a tensor that another stream made until the work now queued on `stream` is done."""
     tensor.record_stream(stream)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import out
-from eagleray.cli.options import Overrides, Plugins, RecipeName
+from eagleray.cli.options import Insist, Overrides, Plugins, RecipeName
 
 Address = Annotated[
     str | None,
@@ -39,6 +39,11 @@ def submit(
     gpus: Annotated[
         int | None, typer.Option(help="Number of workers, one GPU each. Short for workers=N gpus=true.", min=1)
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Kind of the cluster's GPUs, such as h100, to plan the run for: docs/plan.md lists all."),
+    ] = None,
+    insist: Insist = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Print the log until the run ends, and exit with its status.")
     ] = False,
@@ -48,7 +53,9 @@ def submit(
     The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
     from eagleray.api import jobs as api
 
-    job = api.submit(name, overrides, plugins=plugin or (), gpus=gpus, address=address, join=follow)
+    job = api.submit(
+        name, overrides, plugins=plugin or (), gpus=gpus, gpu=gpu, insist=insist, address=address, join=follow
+    )
     if follow:
         with leaving(job.id):
             sys.exit(job.follow())

@@ -11,9 +11,9 @@ import typer
 import eagleray
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import UserError
-from eagleray.cli import catalogue, evaluate, finetune, init, jobs, tune
+from eagleray.cli import catalogue, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import report as report_cli
-from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
+from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName
 from eagleray.cli.outcome import show_card, show_run
 
 app = typer.Typer(
@@ -41,14 +41,22 @@ def options(
 
 
 @app.command()
-def pretrain(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None, as_json: Json = False) -> None:
+def pretrain(
+    name: RecipeName,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    profile: Profile = None,
+    insist: Insist = False,
+    as_json: Json = False,
+) -> None:
     """Pretrain a backbone, or continue an interrupted run: the same command goes on where the last one stopped.
 
     Most runs set data.train=SHARDS, out=FOLDER and workers=N (Ray workers, one GPU each; 0 runs without Ray)."""
     from eagleray.api import pretrain as api
 
     with silence(as_json):
-        run = api.pretrain(name, overrides, plugins=plugin or ())
+        keys = {"profile": profile} if profile else {}
+        run = api.pretrain(name, overrides, plugins=plugin or (), insist=insist, **keys)
     show_run(run, as_json)
 
 
@@ -232,6 +240,7 @@ evaluate.register(app)
 finetune.register(app)
 init.register(app)
 jobs.register(app)
+plan.register(app)
 report_cli.register(app)
 tune.register(app)
 

@@ -43,3 +43,13 @@ Plugins = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Insist = Annotated[
+    bool, typer.Option("--insist", help="Begin even a run that cannot fit into memory, by its plan (docs/plan.md).")
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        help="Steps to profile, such as 10..12: a trace and a table of their ten dearest operations in out/profile.",
+        metavar="STEP..STEP",
+    ),
+]

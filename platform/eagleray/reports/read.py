@@ -43,6 +43,7 @@ class Run:
     state: str  # finished, running, stopped, failed, broken off or not begun
     why: str  # more about the state, in a sentence
     log: Sequence[str]  # its last lines
+    forecast: dict[str, Any]  # what was expected of its memory and speed
 
     @property
     def last(self) -> int:
@@ -98,6 +99,7 @@ def read(url: str) -> Run:
         state=state,
         why=why,
         log=log[-LAST:],
+        forecast=_json(folder / layout.FORECAST, {}),
     )
 
 

@@ -55,6 +55,7 @@ def page(run: Run, folder: Path) -> Page:
         Section("Health", findings(run)),
         Section("Pictures", evaluation_pictures(run)),
         Section("Time", times(run)),
+        Section("Plan", plan_and_fact(run), narrow=True),
         Section("Bad samples", bad_samples(run)),
         Section("Log", [Texts([("the last lines of train.log", "\n".join(run.log))])] if shows_log(run) else []),
         Section("Recipe", recipe(run), ["Resolved: every default is written out."]),
@@ -258,6 +259,24 @@ def times(run: Run) -> list[Table]:
     }
     spent = [[label, ends[key]] for key, label in labels.items() if key in ends]
     return tables + ([Table("Where the time went", ["What", "How much"], spent)] if spent else [])
+
+
+def plan_and_fact(run: Run) -> list[Table]:
+    """Return a table of what the plan of the run expected, beside what was measured."""
+    plan = run.forecast
+    if not plan or not run.records:
+        return []
+
+    def median(key: str) -> float | None:
+        values = [r[key] for r in run.records if key in r]
+        return statistics.median(values) if values else None
+
+    rows = [
+        ["images/s", plan.get("images_per_s"), median(metrics.IMAGES_PER_S)],
+        ["memory of tensors, GiB", sum(plan["memory"].values()) / 2**30, median(metrics.MEMORY_PEAK)],
+        ["model FLOP utilisation", plan.get("mfu"), median(metrics.MFU)],
+    ]
+    return [Table(plan["line"], ["", "Expected", "Measured"], [row for row in rows if row[1:] != [None, None]])]
 
 
 def bad_samples(run: Run) -> list[Table]:

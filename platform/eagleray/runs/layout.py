@@ -2,6 +2,8 @@
 
 RECIPE = "recipe.yaml"  # the resolved recipe
 ENVIRONMENT = "environment.json"  # packages, machine and command
+FORECAST = "plan.json"  # what was expected of the run's memory and speed
+PROFILE = "profile"  # a folder: a trace of some steps, and a table of their dearest operations
 METRICS = "metrics.jsonl"  # a line every `log_steps` steps
 HEALTH = "health.jsonl"  # a line for each finding
 HEALTH_PLOT = "health.png"

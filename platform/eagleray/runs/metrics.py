@@ -24,6 +24,7 @@ LOSS, LR, GRAD_NORM, LOSS_SCALE = "loss", "lr", "grad_norm", "loss_scale"
 IMAGES_PER_S, DATA_WAIT, GOODPUT = "images_per_s", "data_wait", "goodput"
 BAD_SAMPLES, SKIPPED_STEPS, RESTARTS, SECONDS_LOST = "bad_samples", "skipped_steps", "restarts", "seconds_lost"
 STEPS_REPEATED, WALL_SECONDS = "steps_repeated", "wall_seconds"
+MFU, MEMORY_PEAK = "mfu", "memory/peak"
 MONITOR_KNN = "monitor/knn"
 KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
 CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
@@ -68,6 +69,10 @@ METRICS = {
                gauge="images_per_second"),
         Metric(DATA_WAIT, "share of time waiting for data", "Share of the time for which data was waited for", "lower",
                compared=True, gauge="data_wait_ratio"),
+        Metric(MFU, "model FLOP utilisation", "FLOPs of the model as a share of the device's peak", "higher",
+               compared=True, gauge="model_flop_utilisation_ratio"),
+        Metric(MEMORY_PEAK, "peak memory, GiB", "Most memory of an accelerator that tensors have taken so far", "lower",
+               gauge="memory_peak_gib"),
         Metric(BAD_SAMPLES, "bad samples", "Bad samples so far", "lower", gauge="bad_samples"),
         Metric(SKIPPED_STEPS, "skipped steps", "Steps without a finite gradient since the last line", "lower"),
         Metric(GOODPUT, "goodput", "Share of the time that went into steps that count", "higher",

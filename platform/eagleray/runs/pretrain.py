@@ -36,6 +36,7 @@ from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan, open_plan
+from eagleray.runs.profile import profiled
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import RunDir
@@ -134,6 +135,8 @@ def train(run: RankRun, start: int) -> int:
     step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
     cadence = Cadence(plan, start)
     batches = step_log.feed(loader, start)
+    if plan.recipe.profile and world.rank == 0:
+        batches = profiled(batches, plan.recipe.profile, folder.path, world.device)
     for taken in optimizer_steps(plan.recipe, world, stateful.method, stateful.optimizer, batches, stateful.precision):
         step = taken.at.step + 1
         step_log.add(taken)

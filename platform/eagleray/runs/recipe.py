@@ -45,6 +45,20 @@ def _workers(value: int | str) -> int | str:
     return most if least == most else f"{least}..{most}"
 
 
+def _steps(value: str | None) -> str | None:
+    if value is not None:
+        steps(value)
+    return value
+
+
+def steps(text: str) -> tuple[int, int]:
+    """Return the first and the last of the steps in a text such as `10..12`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    if not match or not 0 < int(match[1]) <= int(match[2]):
+        raise ValueError("expected the first and the last step, such as 10..12")
+    return int(match[1]), int(match[2])
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
     train: Sources | None = (
@@ -134,6 +148,8 @@ class Recipe:
     deterministic: Annotated[bool, Field(exclude_if=lambda on: not on)] = False  # bit-equal continuation on a GPU
     gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
     max_steps: PositiveInt | None = None  # stop early, without changing any schedule
+    # First and last step to profile, such as 10..12: a trace and a table of operations in the run folder.
+    profile: Annotated[str | None, AfterValidator(_steps), Field(exclude_if=lambda steps: steps is None)] = None
     # The user's own files and modules, with digests of their source; a recipe lists their names alone.
     plugins: Annotated[tuple[Plugin, ...], Field(exclude_if=lambda plugins: not plugins)] = ()
 
@@ -147,7 +163,7 @@ class Recipe:
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
-OPERATION += ("precision", "compile", "deterministic", "optim.reduce")
+OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
 

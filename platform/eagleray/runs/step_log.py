@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagleray.base import dist
+from eagleray.base import devices, dist
 from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
@@ -17,7 +17,7 @@ from eagleray.data.loader import Loader
 from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
-from eagleray.runs import metrics
+from eagleray.runs import local_forecast, metrics
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
@@ -49,6 +49,7 @@ class StepLog:
         self.health = Health(monitor.layers, p.lr.value)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
+        self.forecast = local_forecast.read_forecast(folder.out)
         self.rows: tuple[int, ...] = ()  # images per step of every rank
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
@@ -118,6 +119,7 @@ class StepLog:
         seconds = time.perf_counter() - self.since
         record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
         record[metrics.IMAGES_PER_S] = round(len(self.values) * self.p.stream.batch / seconds, 2)
+        record |= self._of_device(record[metrics.IMAGES_PER_S])
         record[metrics.DATA_WAIT] = round(self.waited / seconds, 4)
         record[metrics.BAD_SAMPLES] = len(self.quarantine)
         record[metrics.SKIPPED_STEPS] = len(table) - len(good)
@@ -134,6 +136,13 @@ class StepLog:
         self._check(at, failed.tolist())
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
         return record
+
+    def _of_device(self, images_per_s: float) -> dict[str, float]:
+        """Return how well the accelerator's peak is used, where it is known, and how much memory this rank took."""
+        found = {metrics.MFU: local_forecast.utilisation(self.forecast, images_per_s, self.world.size)}
+        if devices.is_accelerator(self.world.device):
+            found[metrics.MEMORY_PEAK] = devices.memory_peak(self.world.device)
+        return {key: float(f"{value:.4g}") for key, value in found.items() if value is not None}
 
     def _check(self, at: Progress, skipped: list[float]) -> None:
         """Write the images of steps without a finite gradient to skipped.jsonl. Raises UserError when there

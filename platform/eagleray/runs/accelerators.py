@@ -1,0 +1,132 @@
+"""The accelerators that a plan knows, with the numbers of their makers' data sheets and a cloud's usual network."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eagleray.base.errors import UserError
+from eagleray.config import nearest
+from eagleray.runs.step_trace import ATTENTION, CONV, FUNCTION, MATMUL, MOVE, NORM, StepTrace, Work
+
+PER_NODE = 8  # accelerators that a machine holds at most
+
+
+class Accelerator(NamedTuple):
+    """One accelerator. Rates are peaks, without sparsity."""
+
+    title: str
+    half: float  # TFLOP/s of matrix products in bfloat16, or in float16 where there is no bfloat16
+    bfloat16: bool
+    wide: float  # TFLOP/s of float32 products, in TF32 where there is TF32
+    memory: float  # GiB that the driver reports
+    bandwidth: float  # GB/s of its memory
+    link: float  # GB/s to the others of its machine, in one direction
+    network: float  # GB/s of its share of the machine's network, in one direction
+    source: str
+
+
+NVIDIA = "nvidia.com/en-us/data-center"
+ACCELERATORS = {
+    "t4": Accelerator("NVIDIA T4", 65, False, 8.1, 15.0, 320, 12, 1.5, f"{NVIDIA}/tesla-t4; AWS g4dn.12xlarge"),
+    "v100": Accelerator("NVIDIA V100 SXM2 32 GB", 125, False, 15.7, 31.7, 900, 150, 1.5,
+                        f"{NVIDIA}/v100; AWS p3dn.24xlarge"),
+    "a10g": Accelerator("NVIDIA A10G", 70, True, 35, 22.5, 600, 25, 1.5, "NVIDIA A10G data sheet; AWS g5.48xlarge"),
+    "l4": Accelerator("NVIDIA L4", 121, True, 60, 22.5, 300, 25, 1.5, f"{NVIDIA}/l4; AWS g6.48xlarge"),
+    "l40s": Accelerator("NVIDIA L40S", 362, True, 183, 45.0, 864, 25, 6, f"{NVIDIA}/l40s; AWS g6e.48xlarge"),
+    "a100-40": Accelerator("NVIDIA A100 SXM 40 GB", 312, True, 156, 39.6, 1555, 300, 6,
+                           f"{NVIDIA}/a100; AWS p4d.24xlarge"),
+    "a100-80": Accelerator("NVIDIA A100 SXM 80 GB", 312, True, 156, 79.3, 2039, 300, 6,
+                           f"{NVIDIA}/a100; AWS p4de.24xlarge"),
+    "h100": Accelerator("NVIDIA H100 SXM", 989, True, 494, 79.6, 3350, 450, 50, f"{NVIDIA}/h100; AWS p5.48xlarge"),
+    "h200": Accelerator("NVIDIA H200 SXM", 989, True, 494, 140.4, 4800, 450, 50, f"{NVIDIA}/h200; AWS p5en.48xlarge"),
+    "b200": Accelerator("NVIDIA B200", 2250, True, 1125, 179.0, 8000, 900, 50,
+                        f"{NVIDIA}/dgx-b200; AWS p6-b200.48xlarge"),
+    "mi300x": Accelerator("AMD Instinct MI300X", 1307, True, 653, 191.7, 5300, 448, 50,
+                          "amd.com/en/products/accelerators/instinct/mi300/mi300x; Azure ND MI300X v5"),
+}  # fmt: skip
+
+# Shares of the peaks that large operations are assumed to reach; docs/plan.md says on what this rests.
+REACHED = {MATMUL: 0.65, CONV: 0.4, ATTENTION: 0.35}
+REACHED_BANDWIDTH = 0.8
+LAUNCH = 2e-6  # seconds between two operations, on any device
+# Of a CPU core: only how they compare with each other matters, as `calibrate` measures the speed of the whole.
+CORE = {MATMUL: 80e9, CONV: 60e9, ATTENTION: 60e9}  # FLOP/s
+CORE_BANDWIDTH = {FUNCTION: 9e9, NORM: 12e9}  # B/s; of all other operations:
+CORE_COPY = 30e9
+DISPATCH = 8e-6  # seconds that the host takes for an operation: less work than this leaves the device idle
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches, by the kind of an operation (`step_trace.Work`)."""
+
+    flops: dict[tuple[str, bool], float]  # FLOP/s by kind and whether it is in float32
+    bytes: dict[str, float]  # B/s by kind
+    launch: float  # seconds of an operation beside its work
+    dispatch: float = 0.0  # seconds of the host for an operation, while the device works
+
+    def seconds(self, trace: StepTrace) -> float:
+        """Return the time of a step on the device, without its input and its exchange of gradients.
+
+        Each operation takes the time of its FLOPs or of its bytes, whichever is longer (Williams et al. 2009, the
+        roofline model).
+        """
+
+        def one(w: Work) -> float:
+            computing = w.flops / self.flops[w.kind, w.wide] if w.flops else 0.0
+            return max(computing, w.bytes / self.bytes[w.kind]) + self.launch
+
+        return sum(times * one(w) for w, times in trace.work.items())
+
+    def slowed(self, factor: float) -> "Rates":
+        """Return the rates of a device on which everything takes `factor` times as long."""
+        return Rates(
+            {k: v / factor for k, v in self.flops.items()},
+            {k: v / factor for k, v in self.bytes.items()},
+            self.launch * factor,
+            self.dispatch * factor,
+        )
+
+
+def find(name: str) -> Accelerator:
+    """Return an accelerator by its name in the table. Raises UserError."""
+    if name.lower() not in ACCELERATORS:
+        raise UserError(f"--gpu {name}: unknown{nearest(name.lower(), list(ACCELERATORS))}")
+    return ACCELERATORS[name.lower()]
+
+
+def recognise(reported: str, memory: float) -> Accelerator | None:
+    """Return the accelerator that a driver reports by its name and memory in GiB, or None for an unknown one."""
+    words = set(reported.lower().replace("-", " ").split())
+    return next(
+        (
+            one
+            for name, one in ACCELERATORS.items()
+            if name.partition("-")[0] in words and abs(one.memory - memory) < 0.1 * one.memory
+        ),
+        None,
+    )
+
+
+def stated_rates(device: Accelerator) -> Rates:
+    """Return the rates to expect of an accelerator: the stated shares of its peaks."""
+    flops = {
+        (kind, wide): share * 1e12 * (device.wide if wide else device.half)
+        for kind, share in REACHED.items()
+        for wide in (False, True)
+    }
+    moved = REACHED_BANDWIDTH * 1e9 * device.bandwidth
+    return Rates(flops, dict.fromkeys((MATMUL, CONV, ATTENTION, NORM, FUNCTION, MOVE), moved), LAUNCH, DISPATCH)
+
+
+def cpu_rates() -> Rates:
+    """Return the rates of a CPU before they are calibrated."""
+    flops = {(kind, wide): rate for kind, rate in CORE.items() for wide in (False, True)}
+    return Rates(flops, dict.fromkeys((*CORE, MOVE), CORE_COPY) | CORE_BANDWIDTH, LAUNCH)
+
+
+def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
+    """Return the time in which ranks sum up `size` bytes in a ring (Patarasuk and Yuan 2009), over the slowest link."""
+    if ranks == 1:
+        return 0.0
+    speed = device.link if ranks <= PER_NODE else min(device.link, device.network * PER_NODE)
+    return 2 * size * (ranks - 1) / ranks / (speed * 1e9)

@@ -1,0 +1,89 @@
+"""Measure on this machine, in seconds, what a plan needs: how fast a short step is, and how fast images are decoded."""
+
+import io
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from PIL import Image
+
+from eagleray.base import devices
+from eagleray.data.decode import decode
+from eagleray.engine.precision import Precision
+from eagleray.runs.accelerators import Rates
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.step_trace import made_up, steps, trace_images
+from eagleray.views import sampling
+from eagleray.views.crop import crop
+from eagleray.views.sampling import Views
+
+IMAGES = 4  # of the step that is measured
+LEAST = 1.0  # seconds in which steps are measured, two of them at least, after one to warm up; the fastest counts
+SECONDS = 0.4  # in which images are decoded
+IMAGE_BYTES = 115_000  # of an image of ImageNet-1k, on average: 147 GB for 1.28 M
+
+
+def calibrated(
+    rates: Rates,
+    recipe: Recipe,
+    device: torch.device,
+    images: int = IMAGES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rates:
+    """Return rates with which a short step of the recipe takes as long as it does on this machine's device.
+
+    The step has few `images`, or as many as the method normalises together, in one piece and with nothing computed
+    twice. Raises UserError as `build_method` does.
+    """
+    precision = Precision.of(recipe.precision, device)
+    whole = replace(recipe, optim=replace(recipe.optim, micro_batch=None, checkpointing=False))
+    method = build_method(whole)
+    images = max(images, method.norm_group or 0)
+    method.allocate(images)
+    method.to(device)
+    optimizer = build_optimizer(whole, method)
+    batch, times = made_up(whole, images, device=device), []
+    began = clock()
+    for _ in steps(whole, method, optimizer, itertools.repeat(batch), precision):
+        devices.synchronize(device)
+        times.append(clock() - began)
+        if len(times) > 2 and sum(times[1:]) > LEAST:
+            break
+        began = clock()
+    trace = trace_images(whole, images, ranks=1, dataset=images, dtype=precision.dtype)
+    return rates.slowed(min(times[1:]) / rates.seconds(trace))
+
+
+def input_rate(views: Views, files: Sequence[bytes] = (), seconds: float = SECONDS) -> float:
+    """Return how many images a second one core of this machine decodes and crops into the views.
+
+    `files` are image files; without any, one of ImageNet's usual size is made.
+    """
+    files = files or [photograph()]
+    out = [torch.empty(3, v.size, v.size, dtype=torch.uint8) for v in views.views]
+    threads, images = torch.get_num_threads(), 0
+    torch.set_num_threads(1)
+    try:
+        began = time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            image = decode(files[images % len(files)])
+            u = sampling.uniforms(len(views.views), seed=0, epoch=0, sample=images)
+            crop(image, sampling.crops(views, u, *image.shape[1:]), views.views, out)
+            images += 1
+        return images / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def photograph(width: int = 500, height: int = 375) -> bytes:
+    """Return a JPEG file of a made-up picture with about as many bytes as ImageNet's have."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (math.ceil(height / 4), math.ceil(width / 4), 3), dtype=np.uint8))
+    file = io.BytesIO()
+    coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
+    return file.getvalue()

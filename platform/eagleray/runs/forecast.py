@@ -1,0 +1,263 @@
+"""Forecast a run before it begins: whether it fits into memory, how fast it is, what limits it and what it costs."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagleray.base.errors import UserError
+from eagleray.engine.precision import DTYPES
+from eagleray.runs.accelerators import Accelerator, Rates, reduce_seconds, stated_rates
+from eagleray.runs.build import build_backbone
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.step_trace import StepTrace, trace_step
+
+GIB = 2**30
+CONTEXT = 1.5 * GIB  # of each accelerator: its context, libraries' work space, buffers of exchanges
+SPLIT = 1.05  # by which freed memory in unfit pieces raises what the allocator takes
+HIDDEN = 0.5  # share of a step, its backward pass, behind which gradients are exchanged
+MODEL, INPUT, STORE, EXCHANGE, HOST = "model", "decoding", "store", "exchange of gradients", "host"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a run is planned for."""
+
+    name: str  # of the device
+    ranks: int
+    rates: Rates | None  # None: the speed is not known
+    memory: float  # bytes of each device
+    accelerator: Accelerator | None = None  # None: a CPU, or an unknown one
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training set, as far as a plan must know it, and how fast it comes."""
+
+    images: int
+    image_bytes: float  # of an image file, on average
+    core_rate: float | None = None  # images/s that one loader process decodes and crops
+    store_rate: float | None = None  # B/s that the store gives to the whole run
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of a run. Rates are of all ranks together."""
+
+    device: str
+    ranks: int
+    precision: str
+    batch: int
+    images_per_rank: int
+    memory: dict[str, int]  # bytes of each rank at the peak, by kind
+    memory_needed: int  # bytes, with what the device needs beside tensors
+    memory_of_device: int  # bytes
+    flops_per_image: float  # of training on it, without what is computed twice
+    peak_flops: float | None  # FLOP/s of one device in this precision, the base of `mfu`
+    step_seconds: float | None
+    mfu: float | None  # model FLOP utilisation
+    rates: dict[str, float]  # images/s that each part could do alone
+    steps: int
+    data_bytes: float  # read from the store
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_needed <= self.memory_of_device
+
+    @property
+    def limit(self) -> str | None:
+        """Return the part that limits the speed."""
+        return min(self.rates, key=lambda part: self.rates[part]) if MODEL in self.rates else None
+
+    @property
+    def images_per_s(self) -> float | None:
+        return self.rates[self.limit] if self.limit else None
+
+    @property
+    def hours(self) -> float | None:
+        """Return the hours of all steps, without evaluations."""
+        return self.steps * self.batch / self.images_per_s / 3600 if self.images_per_s else None
+
+    def json(self, price: float | None = None) -> dict[str, Any]:
+        """Return the forecast as plain values. `price` is that of one device for an hour."""
+        derived: dict[str, Any] = {"fits": self.fits, "limit": self.limit, "images_per_s": self.images_per_s}
+        derived |= {"hours": self.hours, "device_hours": self.hours and self.hours * self.ranks}
+        return asdict(self) | derived | {"cost": self.cost(price)}
+
+    def cost(self, price: float | None) -> float | None:
+        """Return the price of all devices for all hours."""
+        return self.hours * self.ranks * price if self.hours and price else None
+
+    def line(self) -> str:
+        """Return the forecast in one line."""
+        place = f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device
+        text = f"plan: {self.memory_needed / GIB:.1f} of {self.memory_of_device / GIB:.1f} GiB on {place}"
+        text += f", {self.flops_per_image / 1e9:.4g} GFLOP per image"
+        if self.images_per_s and self.hours:
+            text += f", {self.images_per_s:.0f} images/s, {duration(self.hours)}; the {self.limit} limits it"
+        return text
+
+
+def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None = None) -> Forecast:
+    """Forecast a run. Raises UserError when the recipe cannot be built, or not in this precision."""
+    form = precision_of(recipe, target)
+    trace = trace or trace_step(recipe, ranks=target.ranks, dataset=data.images, dtype=DTYPES[form])
+    batch, peak = recipe.optim.batch, trace.peak
+    needed = peak if target.is_cpu else round(peak * SPLIT + CONTEXT)
+    steps = recipe.optim.epochs * (data.images // batch)
+    rates: dict[str, float] = {}
+    seconds = mfu = None
+    if target.rates:
+        seconds = target.rates.seconds(trace)
+        exchange = reduce_seconds(target.accelerator, target.ranks, trace.gradients) if target.accelerator else 0.0
+        rates[MODEL] = batch / seconds
+        if target.rates.dispatch:
+            rates[HOST] = batch / (trace.operations * target.rates.dispatch)
+        if target.ranks > 1:
+            rates[EXCHANGE] = batch / (seconds + max(exchange - HIDDEN * seconds, 0.0))
+    if data.core_rate:
+        rates[INPUT] = data.core_rate * target.ranks * max(recipe.data.workers, 1)
+    if data.store_rate:
+        rates[STORE] = data.store_rate / data.image_bytes
+    top = target.accelerator and 1e12 * (target.accelerator.wide if form == "fp32" else target.accelerator.half)
+    if top and seconds:
+        mfu = trace.flops / (batch / min(rates.values()) * top)
+    return Forecast(
+        target.name,
+        target.ranks,
+        form,
+        batch,
+        trace.images,
+        trace.memory,
+        needed,
+        round(target.memory),
+        trace.flops / trace.images,
+        top,
+        seconds,
+        mfu,
+        rates,
+        min(steps, recipe.max_steps or steps),
+        recipe.optim.epochs * data.images * data.image_bytes,
+    )
+
+
+def precision_of(recipe: Recipe, target: Target) -> str:
+    """Return the number format of a recipe on a target. Raises UserError when the target does not have it."""
+    half = "bf16" if target.accelerator is None or target.accelerator.bfloat16 else "fp16"
+    form = recipe.precision
+    if form == "auto":
+        return "fp32" if target.is_cpu else half
+    if form == "bf16" and half != "bf16":
+        raise UserError(f"precision=bf16: {target.name} has no bfloat16; expected auto, fp16 or fp32")
+    if form == "fp16" and target.is_cpu:
+        raise UserError("precision=fp16: a CPU trains in fp32 or bf16; expected one of these or auto")
+    return form
+
+
+def target_of(name: str, device: Accelerator, ranks: int) -> Target:
+    """Return the target of so many accelerators of a kind, at the speed that is stated for them."""
+    return Target(name, ranks, stated_rates(device), device.memory * GIB, device)
+
+
+def remedies(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[dict[str, Any], Forecast]]:
+    """Yield changes of keys with which a run that does not fit would fit, each with its forecast."""
+
+    def attempt(changed: Recipe) -> Forecast | None:
+        found = forecast(changed, target, data)
+        return found if found.fits else None
+
+    o = recipe.optim
+    if not o.checkpointing and (found := attempt(replace(recipe, optim=replace(o, checkpointing=True)))):
+        yield {"optim.checkpointing": "true"}, found
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _meta_backbone(recipe).modules()):
+        size = min(o.micro_batch or o.batch, -(-o.batch // target.ranks))
+        for smaller in (size // 4, size // 16, size // 64):
+            if smaller and (found := attempt(replace(recipe, optim=replace(o, micro_batch=smaller)))):
+                yield {"optim.micro_batch": smaller}, found
+                break
+    for ranks in (2 * target.ranks, 4 * target.ranks):
+        wider = replace(target, ranks=ranks)
+        if ranks <= recipe.data.lanes and (found := forecast(recipe, wider, data)).fits:
+            yield {"workers": ranks}, found
+            break
+
+
+def _meta_backbone(recipe: Recipe) -> nn.Module:
+    with torch.device("meta"):
+        return build_backbone(replace(recipe, optim=replace(recipe.optim, micro_batch=None)))
+
+
+def refusal(recipe: Recipe, found: Forecast, target: Target, data: Data) -> UserError:
+    """Return the error for a run that does not fit, with the keys that would make it fit."""
+    need, have = found.memory_needed / GIB, found.memory_of_device / GIB
+    cures = [" ".join(f"{k}={v}" for k, v in keys.items()) + f" ({f.memory_needed / GIB:.1f} GiB)"
+             for keys, f in remedies(recipe, target, data)]  # fmt: skip
+    cure = f"; {' or '.join(cures)} would fit" if cures else "; it needs a device with more memory, or a smaller model"
+    return UserError(
+        f"{recipe.backbone.name}: a step of {found.images_per_rank} images needs {need:.1f} GiB on each {target.name}, "
+        f"which has {have:.1f} GiB{cure}"
+    )
+
+
+def advice(recipe: Recipe, found: Forecast, data: Data) -> Iterator[str]:
+    """Yield what to change about a run that fits, each as a sentence that names the key."""
+    model, used = found.rates.get(MODEL), found.memory_needed / found.memory_of_device
+    if model and found.limit == INPUT and data.core_rate:
+        workers = math.ceil(model / data.core_rate / found.ranks)
+        lanes = found.ranks * workers
+        more = f" data.lanes={_lanes(found.batch, lanes)}" if lanes > recipe.data.lanes else ""
+        yield f"data.workers={workers}{more}: as many loader processes on each rank would keep up with the model"
+    if found.limit == STORE:
+        yield f"data.cache=FOLDER: the store gives less than the {model or 0:.0f} images/s that the model takes"
+    if found.limit == EXCHANGE:
+        yield f"workers={max(found.ranks // 2, 1)}: gradients are exchanged for longer than the backward pass lasts"
+    if found.limit == HOST:
+        yield f"workers={max(found.ranks // 2, 1)}: the host dispatches operations more slowly than they are done"
+    o = recipe.optim
+    if (o.micro_batch or o.checkpointing) and used < 0.5:
+        keys = ["optim.micro_batch=null"] * bool(o.micro_batch) + ["optim.checkpointing=false"] * o.checkpointing
+        yield f"{' '.join(keys)}: memory is there to compute nothing twice"
+    if recipe.precision == "fp32" and found.peak_flops:
+        yield "precision=auto: half precision is several times as fast"
+
+
+def _lanes(batch: int, least: int) -> int:
+    """Return the smallest divisor of the batch that is at least `least`, or the batch."""
+    return next((n for n in range(least, batch) if batch % n == 0), batch)
+
+
+def duration(hours: float) -> str:
+    """Return hours as text, in minutes or days where these read better."""
+    return (
+        f"{60 * hours:.0f} minutes" if hours < 1 else f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
+    )
+
+
+def report(recipe: Recipe, found: Forecast, data: Data, price: float | None = None) -> Iterator[str]:
+    """Yield the lines that `eagleray plan` prints."""
+    place = f"{found.ranks} x {found.device}" if found.ranks > 1 else found.device
+    yield f"{recipe.method.name} on {recipe.backbone.name}, {place}, {found.precision}"
+    parts = ", ".join(f"{k} {n / GIB:.2f}" for k, n in sorted(found.memory.items(), key=lambda kn: -kn[1]))
+    yield f"memory    {found.memory_needed / GIB:.1f} of {found.memory_of_device / GIB:.1f} GiB on each device: {parts}"
+    yield f"work      {found.flops_per_image / 1e9:.4g} GFLOP per image, {found.images_per_rank} images on each device"
+    if found.step_seconds is not None and found.images_per_s:
+        mfu = f", {found.mfu:.0%} of the device's peak" if found.mfu else ""
+        yield f"speed     {found.images_per_s:.0f} images/s{mfu}; a step takes {1000 * found.step_seconds:.4g} ms"
+        ways = ", ".join(f"{part} {rate:.0f}" for part, rate in sorted(found.rates.items(), key=lambda pr: pr[1]))
+        yield f"limit     {found.limit}; images/s of each part alone: {ways}"
+    yield f"data      {data.images} images, {found.steps} steps of {found.batch}, {found.data_bytes / 1e12:.3g} TB read"
+    if found.images_per_s:
+        yield f"          {found.images_per_s * data.image_bytes / 1e6:.0f} MB/s from the store"
+    if found.hours:
+        cost, money = found.cost(price), ""
+        if cost:
+            money = f", {cost:,.0f} at {price:g} an hour"
+        yield f"duration  {duration(found.hours)}, {found.hours * found.ranks:,.0f} device-hours{money}"
+    yield from (f"advice    {line}" for line in advice(recipe, found, data))

@@ -1,0 +1,135 @@
+"""The forecast of a run: what limits it, what it costs, and what to change when it does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from helpers.recipes import small_recipe
+
+from eagleray.base.errors import UserError
+from eagleray.runs import accelerators
+from eagleray.runs import recipe as recipes
+from eagleray.runs.accelerators import ATTENTION, CONV, MATMUL, MOVE, Rates
+from eagleray.runs.forecast import (
+    EXCHANGE,
+    INPUT,
+    MODEL,
+    STORE,
+    Data,
+    advice,
+    duration,
+    forecast,
+    precision_of,
+    refusal,
+    report,
+    target_of,
+)
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.step_trace import StepTrace, Work
+
+GIB = 2**30
+H100 = accelerators.find("h100")
+DATA = Data(1_000_000, 100_000.0, core_rate=1000.0)
+
+
+@pytest.fixture
+def small() -> Recipe:
+    return recipes.check(yaml.safe_load(small_recipe("mocov3")), "small")
+
+
+def traced(seconds: float = 0.1, gradients: int = 10**6, memory: int = GIB) -> StepTrace:
+    """A step of matrix products that take an H100 so long."""
+    flops = int(seconds * accelerators.REACHED[MATMUL] * H100.half * 1e12)
+    work = {Work(MATMUL, False, flops, 0): 1.0}
+    return StepTrace(8, {"activations": memory}, gradients, flops, 0.0, work, 1.0)
+
+
+def test_an_operation_takes_the_time_of_its_flops_or_its_bytes():
+    rates = Rates({(MATMUL, False): 100.0}, {MATMUL: 10.0, MOVE: 20.0}, launch=1.0)
+    work = {Work(MATMUL, False, 1000, 10): 1.0, Work(MATMUL, False, 10, 50): 2.0, Work(MOVE, True, 0, 40): 3.0}
+    assert rates.seconds(replace(traced(), work=work)) == (10 + 1) + 2 * (5 + 1) + 3 * (2 + 1)
+    assert rates.slowed(2.0).seconds(replace(traced(), work=work)) == 2 * 32
+
+
+@pytest.mark.parametrize(
+    ("data", "gradients", "limit", "key"),
+    [
+        (replace(DATA, core_rate=1e6), 10**6, MODEL, ""),
+        (DATA, 10**6, INPUT, "data.workers=2"),
+        (replace(DATA, core_rate=1e6, store_rate=1e6), 10**6, STORE, "data.cache"),
+        (replace(DATA, core_rate=1e6), 10**12, EXCHANGE, "workers=8"),
+    ],
+)
+def test_the_slowest_part_limits_a_run_and_its_key_is_named(
+    small: Recipe, data: Data, gradients: int, limit: str, key: str
+):
+    batch = replace(small, optim=replace(small.optim, batch=160), data=replace(small.data, workers=1))
+    found = forecast(batch, target_of("h100", H100, 16), data, traced(0.005, gradients))
+    assert found.limit == limit
+    assert found.images_per_s == min(found.rates.values())
+    assert " ".join(advice(batch, found, data)).startswith(key)
+
+
+def test_hours_bytes_and_money_follow_from_the_rate(small: Recipe):
+    data = replace(DATA, core_rate=None)
+    found = forecast(small, target_of("h100", H100, 2), data, traced())
+    assert found.images_per_s == pytest.approx(32 / 0.1, rel=1e-3)
+    assert found.steps == 2 * (1_000_000 // 32)
+    assert found.hours == pytest.approx(found.steps * 0.1 / 3600, rel=1e-3)
+    assert found.cost(2.5) == pytest.approx(5 * found.hours)
+    assert found.data_bytes == 2e11
+    assert found.mfu == pytest.approx(accelerators.REACHED[MATMUL], rel=1e-3)
+    text = "\n".join(report(small, found, data, 2.5))
+    assert "device-hours" in text
+    assert f"{found.cost(2.5):,.0f} at 2.5" in text
+
+
+def test_what_does_not_fit_is_one_line_with_keys_that_would(small: Recipe, monkeypatch: pytest.MonkeyPatch):
+    tight = replace(small, optim=replace(small.optim, batch=4096), data=replace(small.data, lanes=64))
+    target = target_of("h100", H100, 1)
+    found = forecast(tight, target, DATA)
+    target = replace(target, memory=0.99 * found.memory_needed)
+    found = replace(found, memory_of_device=round(target.memory))
+    assert not found.fits
+    text = str(refusal(tight, found, target, DATA))
+    assert "\n" not in text
+    assert "a step of 4096 images needs" in text
+    assert all(key in text for key in ("optim.checkpointing=true", "optim.micro_batch=1024", "workers=2"))
+    monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())
+    assert "a device with more memory" in str(refusal(tight, found, target, DATA))
+
+
+def test_the_precision_is_one_that_the_device_has(small: Recipe):
+    v100, cpu = (target_of("v100", accelerators.find("v100"), 1), replace(target_of("cpu", H100, 1), accelerator=None))
+    assert precision_of(small, v100) == "fp16"
+    assert precision_of(small, target_of("h100", H100, 1)) == "bf16"
+    assert precision_of(small, cpu) == "fp32"
+    with pytest.raises(UserError, match="precision=bf16: v100 has no bfloat16"):
+        precision_of(replace(small, precision="bf16"), v100)
+    with pytest.raises(UserError, match="precision=fp16: a CPU"):
+        precision_of(replace(small, precision="fp16"), cpu)
+
+
+def test_an_unknown_gpu_is_named_with_a_close_one():
+    with pytest.raises(UserError, match="--gpu h10: unknown; did you mean 'h100'"):
+        accelerators.find("h10")
+
+
+def test_drivers_names_are_recognised():
+    assert accelerators.recognise("NVIDIA H100 80GB HBM3", 79.2) is H100
+    assert accelerators.recognise("NVIDIA A100-SXM4-40GB", 39.4) is accelerators.find("a100-40")
+    assert accelerators.recognise("NVIDIA A100-SXM4-80GB", 79.1) is accelerators.find("a100-80")
+    assert accelerators.recognise("Tesla T4", 14.6) is accelerators.find("t4")
+    assert accelerators.recognise("Something New", 79.2) is None
+
+
+def test_gradients_go_over_the_slowest_link():
+    inside, between = accelerators.reduce_seconds(H100, 8, 10**9), accelerators.reduce_seconds(H100, 16, 10**9)
+    assert inside == pytest.approx(2 * 7 / 8 / 450)
+    assert between > inside
+    assert accelerators.reduce_seconds(H100, 1, 10**9) == 0
+    assert all(kind in accelerators.REACHED for kind in (MATMUL, CONV, ATTENTION))
+
+
+def test_durations_read_well():
+    assert (duration(0.5), duration(30), duration(72)) == ("30 minutes", "30.0 hours", "3.0 days")
