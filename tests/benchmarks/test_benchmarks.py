@@ -238,3 +238,10 @@ def test_plan(environment: dict[str, str]) -> None:
         assert abs(row["memory_error"]) < 0.1
         assert row["seconds_predicted"] > 0
     assert out["worst_memory"] < 0.1
+
+
+def test_dispatch_counts_a_step_that_never_waits(environment: dict[str, str]) -> None:
+    lines = run(environment, BENCHMARKS / "dispatch.py", "--methods", "mocov3", "--json").stdout.splitlines()
+    [(name, counted)] = json.loads(lines[-1])["methods"].items()
+    assert (name, counted["waits"]) == ("mocov3", 0)
+    assert 1000 < counted["operations"] < 2280  # 3,257 before views shared a forward
