@@ -6,7 +6,7 @@ second of CPU time, all threads counted; `*_images_per_s` is by the clock on the
 decode          bytes to pixels
 crop            random boxes known, ten resized crops
 ours            what a reader of ours does: fetch, decode, draw parameters, crop
-photometric     colour jitter to normalise for all ten views, on the GPU where there is one; `_cpu`: on one core
+photometric     colour jitter to normalise for all ten views, on the GPU where there is one; `_cpu`: as readers do it
 official        PIL decode, ten views with torchvision.transforms and PIL: everything, as the authors' loaders do
 official_cpu_part   of that, what `ours` does: PIL decode and ten resized crops
 
@@ -34,7 +34,7 @@ from eagleray.base.errors import UserError
 from eagleray.data.decode import decode
 from eagleray.data.index import open_index
 from eagleray.data.reader import StepPart, Stream
-from eagleray.views import photometric, sampling
+from eagleray.views import photometric, photometric_cpu, sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
@@ -62,7 +62,7 @@ def measure(stream: Stream, rounds: int) -> dict[str, object]:
         "crop": lambda r: drain(crop(i, b, views, r.out) for i, b in zip(r.images, r.boxes, strict=True)),
         "ours": lambda _: read(parts),
         "photometric": photometrics(part, device),
-        "photometric_cpu": photometrics(part, torch.device("cpu")),
+        "photometric_cpu": photometrics_of_readers(part),
         "official": lambda r: drain([view(p) for view in everything] for p in map(opened, r.data)),
         "official_cpu_part": lambda r: drain([view(p) for view in crops] for p in map(opened, r.data)),
     }
@@ -121,6 +121,19 @@ def photometrics(part: StepPart, device: torch.device) -> Callable[[object], Non
         for images, group in zip(pixels, params, strict=True):
             photometric.apply(images, group.flatten(0, 1))
         common.wait(device)
+
+    return run
+
+
+def photometrics_of_readers(part: StepPart) -> Callable[[object], None]:
+    """All views of a part, from uint8 to normalised, as where there is no accelerator."""
+    views = [view for group in part.pixels for view in group]
+
+    def run(_: object) -> None:
+        for crops, params in zip(views, part.params, strict=True):
+            done = crops.clone()
+            photometric_cpu.apply_(done, params)
+            photometric.finish(done, params)
 
     return run
 

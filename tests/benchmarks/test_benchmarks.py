@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,27 @@ def test_dispatch_counts_a_step_that_never_waits(environment: dict[str, str]) ->
     [(name, counted)] = json.loads(lines[-1])["methods"].items()
     assert (name, counted["waits"]) == ("mocov3", 0)
     assert 1000 < counted["operations"] < 2280  # 3,257 before views shared a forward
+
+
+def test_peers_measures_ours_beside_an_installed_rival(environment: dict[str, str], tmp_path: Path) -> None:
+    """A script takes the place of the rival: it answers every request with a second."""
+    same = "-".join(f"{name}-{version(name).partition('+')[0]}" for name in ("torch", "torchvision", "timm"))
+    folder = tmp_path / "eagleray" / "peers" / f"lightly-train-0.18.0-{same}"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "complete").touch()
+    python = folder / "bin" / "python"
+    python.write_text("""#!/bin/sh\nwhile read line; do echo '{"wall": 1, "cpu": 1}'; done\n""")
+    python.chmod(0o755)
+    sizes = ("--images", "8", "--batch", "4", "--rounds", "1", "--only", "input_two_view", "input_multi_crop")
+    out = result(environment | {"XDG_CACHE_HOME": str(tmp_path)}, "peers.py", *sizes)
+    for key in ("input_two_view", "input_multi_crop"):
+        assert out[key] == pytest.approx(out[f"{key}_per_s"] / 4, rel=1e-2)
+        assert out[f"{key}_theirs_per_s"] == 4
+    assert 0.4 < out["view_difference"] < 0.51
+
+
+def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str, str], tmp_path: Path) -> None:
+    offline = {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": ""}
+    done = run(environment | offline, BENCHMARKS / "peers.py", rc=2)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: lightly-train==0.18.0 cannot be installed: ERROR: No matching")

@@ -68,7 +68,7 @@ def saturation_(x: NDArray[np.float32], factor: float) -> None:
 def hue_(x: NDArray[np.float32], shift: float) -> None:
     """Rotate the hue of an image by `shift`, a fraction of the full circle, through HSV."""
     cv2.cvtColor(x, cv2.COLOR_RGB2HSV, dst=x)
-    cv2.add(x, (360 * (shift % 1), 0, 0, 0), dst=x)  # from 0 to 720 degrees
+    x[..., 0] += 360 * (shift % 1)  # from 0 to 720 degrees
     cv2.cvtColor(x, cv2.COLOR_HSV2RGB, dst=x)
 
 
