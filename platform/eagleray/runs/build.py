@@ -32,7 +32,8 @@ def build_method(recipe: Recipe, start: Weights | None = None) -> Method:
 def build_backbone(recipe: Recipe) -> Backbone:
     """Return the backbone with fresh weights. Raises UserError."""
     network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
-    network.micro_batch = size = recipe.optim.micro_batch
+    chosen = recipe.optim.micro_batch
+    network.micro_batch = size = None if chosen == "auto" else chosen  # which train() chooses: runs/auto_micro_batch.py
     if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:

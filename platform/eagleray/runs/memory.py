@@ -36,7 +36,7 @@ def explain_exhaustion(recipe: Recipe, method: Method, ranks: int, *, evaluating
 def advice(recipe: Recipe, method: Method, images: int) -> list[str]:
     """Return the changes to a recipe that lower the memory of a step with so many images on each rank, those that cost
     least time first."""
-    out, size = [], min(recipe.optim.micro_batch or images, images)
+    out, size = [], min(method.export().micro_batch or images, images)
     if not recipe.optim.checkpointing:
         out.append("optim.checkpointing=true")
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in method.export().modules())

@@ -73,6 +73,10 @@ class Monitor:
         self.bank.load_state_dict(state)
         self._size.copy_(state["size"])
 
+    def forget(self) -> None:
+        """Drop the features of a trial step."""
+        self._features.clear()
+
     def watch(self, step: Step) -> None:
         """Collect the features and the gradient norms of an optimiser step. Must be called on every rank."""
         self.step = step.at.step + 1

@@ -29,6 +29,7 @@ from eagleray.protocols.classifier import classifier
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
+from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
 from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
@@ -131,6 +132,10 @@ def train(run: RankRun, start: int) -> int:
     loader = Loader(
         plan.stream, rank=world.rank, ranks=world.size, workers=plan.recipe.data.workers, device=world.device
     )
+    if plan.recipe.optim.micro_batch == "auto":
+        size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), loader.rows)
+        set_micro_batch(stateful.method, size)
+        stateful.monitor.forget()
     stateful.monitor.step = step = start
     step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
     cadence = Cadence(plan, start)

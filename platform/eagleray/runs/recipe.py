@@ -88,9 +88,8 @@ class Optim:
     name: Literal["adamw", "lars", "lamb", "sgd"] = "adamw"
     momentum: Share = 0.9  # of lars and sgd
     batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
-    micro_batch: PositiveInt | None = (
-        None  # images in the backbone at once on each rank, with the gradient of all; None: all
-    )
+    # Images in the backbone at once on each rank, with the gradient of all; auto: as many as fit; None: all.
+    micro_batch: PositiveInt | Literal["auto"] | None = None
     # Each block of the backbone keeps only its input and computes the rest again in the backward pass.
     checkpointing: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
     # The format in which ranks average gradients; bf16 sends half as many bytes.

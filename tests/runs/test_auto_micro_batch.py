@@ -1,0 +1,73 @@
+"""The largest micro-batch that fits is chosen before training, and nothing else changes."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.recipes import SMALL, small_recipe
+from helpers.runs import arguments, assert_same, split, weights
+
+from eagleray import config
+from eagleray.api.pretrain import pretrain
+from eagleray.config.schedule import Progress
+from eagleray.engine.precision import Precision
+from eagleray.methods.method import Method
+from eagleray.runs import auto_micro_batch as auto
+from eagleray.runs.build import build_method
+from eagleray.runs.recipe import Recipe
+
+CPU = torch.device("cpu")
+AT = Progress(15, 10, 2)
+
+
+def recipe_of(text: str, tmp_path: Path, *overrides: str) -> Recipe:
+    (path := tmp_path / "small.yaml").write_text(text)
+    return config.load(Recipe, path, ["data.train=none", "optim.micro_batch=auto", *overrides])
+
+
+def build(recipe: Recipe) -> Method:
+    method = build_method(recipe)
+    method.allocate(64)
+    return method.train()
+
+
+@pytest.mark.parametrize("method", ["mocov3", "dino", "densecl", "instdisc", "swav"])
+def test_a_trial_leaves_no_trace(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe = recipe_of(small_recipe(method), tmp_path)
+    ours, seen = build(recipe), []
+    monkeypatch.setattr(auto, "reset_peak", lambda device: None)
+    monkeypatch.setattr(auto, "peak_memory", lambda device: seen.append(ours.export().micro_batch) or 7)
+    before = {n: t.clone() for n, t in ours.state_dict().items()}
+    torch.manual_seed(3)
+    batch = auto.blank_batch(recipe, (16,), CPU)
+    assert auto.trial_peak(ours, batch, AT, Precision.of("fp32", CPU), 4) == 7
+    assert seen == [4]
+    assert ours.export().micro_batch is None
+    assert_same(before, ours.state_dict())
+    assert all(p.grad is None for p in ours.parameters())
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(1000, 1), (1500, 44), (1400 + 1e-9, 34), (0, 1)])
+def test_the_peak_grows_along_a_line(limit: float, wanted: int):
+    """A thousand bytes are always taken, and 10 for each image, plus 60 that do not grow."""
+    assert auto.largest(*(1060 + 10 * size for size in auto.SIZES), limit) == wanted
+
+
+def test_nothing_is_measured_on_a_cpu_or_with_batch_norm(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger(auto.__name__), "info", lambda text, *args: lines.append(text % args))
+    for name, keys in {"plain": [], "auto": ["optim.micro_batch=auto"]}.items():
+        pretrain(*split(arguments(small, shards, tmp_path / name, "max_steps=3", "evaluate.probe_epochs=0", *keys)))
+    assert_same(weights(tmp_path / "plain"), weights(tmp_path / "auto"))
+    assert lines == ["optim.micro_batch=auto: no micro-batches, because a CPU's memory is not measured"]
+    recipe = recipe_of(SMALL, tmp_path, "backbone={norm: batch}")
+    assert auto.choose_micro_batch(recipe, build(recipe), Precision.of("fp32", CPU), AT, (32,)) is None
+    assert "because the batch norm of the backbone needs the whole batch" in lines[-1]
+
+
+def test_views_of_one_size_share_a_forward_pass(tmp_path: Path):
+    assert auto.most_views(recipe_of(small_recipe("dino"), tmp_path)) == 2
