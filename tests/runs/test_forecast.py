@@ -51,6 +51,15 @@ def test_an_operation_takes_the_time_of_its_flops_or_its_bytes():
     assert rates.slowed(2.0).seconds(replace(traced(), work=work)) == 2 * 32
 
 
+def test_auto_takes_parts_of_the_batch_only_where_the_whole_does_not_fit(small: Recipe):
+    auto = replace(small, optim=replace(small.optim, batch=8192, micro_batch="auto"))
+    whole = forecast(replace(auto, optim=replace(auto.optim, micro_batch=None)), target_of("h100", H100, 1), DATA)
+    assert forecast(auto, target_of("h100", H100, 1), DATA).memory_needed == whole.memory_needed
+    tight = replace(target_of("h100", H100, 1), memory=whole.memory_needed - 1)
+    assert forecast(auto, tight, DATA).fits
+    assert forecast(auto, replace(tight, memory=1), DATA).memory_needed == whole.memory_needed
+
+
 @pytest.mark.parametrize(
     ("data", "gradients", "limit", "key"),
     [

@@ -5,7 +5,7 @@ Chen et al. 2016, arXiv:1604.06174.
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,13 +37,13 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(run, *args, use_reentrant=False, **own, **kwargs)
 
 
-def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a block's forward pass and of its repetition."""
     return nullcontext(), _copied_buffers(norms)
 
 
 @contextmanager
-def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
+def _copied_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Replace the buffers of modules by copies while the context is open, so that they do not change."""
     tables = [module._buffers for module in modules]
     before = [dict(table) for table in tables]

@@ -106,7 +106,16 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None = None) -> Forecast:
-    """Forecast a run. Raises UserError when the recipe cannot be built, or not in this precision."""
+    """Forecast a run. Raises UserError when the recipe cannot be built, or not in this precision.
+
+    With `optim.micro_batch=auto` the forecast is that of the whole batch or, where that does not fit, of a micro-batch
+    that does.
+    """
+    if recipe.optim.micro_batch == "auto":
+        whole = forecast(replace(recipe, optim=replace(recipe.optim, micro_batch=None)), target, data, trace)
+        if whole.fits or target.is_cpu:
+            return whole
+        return next((found for _, found in smaller_batches(recipe, target, data) if found.fits), whole)
     form = precision_of(recipe, target)
     trace = trace or trace_step(recipe, ranks=target.ranks, dataset=data.images, dtype=DTYPES[form])
     batch, peak = recipe.optim.batch, trace.peak
@@ -176,17 +185,27 @@ def remedies(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[dict[
     o = recipe.optim
     if not o.checkpointing and (found := attempt(replace(recipe, optim=replace(o, checkpointing=True)))):
         yield {"optim.checkpointing": "true"}, found
-    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _meta_backbone(recipe).modules()):
-        size = min(o.micro_batch or o.batch, -(-o.batch // target.ranks))
-        for smaller in (size // 4, size // 16, size // 64):
-            if smaller and (found := attempt(replace(recipe, optim=replace(o, micro_batch=smaller)))):
-                yield {"optim.micro_batch": smaller}, found
-                break
+    for size, found in smaller_batches(recipe, target, data) if o.micro_batch != "auto" else ():
+        if found.fits:
+            yield {"optim.micro_batch": size}, found
+            break
     for ranks in (2 * target.ranks, 4 * target.ranks):
         wider = replace(target, ranks=ranks)
         if ranks <= recipe.data.lanes and (found := forecast(recipe, wider, data)).fits:
             yield {"workers": ranks}, found
             break
+
+
+def smaller_batches(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[int, Forecast]]:
+    """Yield smaller micro-batches, each with its forecast; none for a backbone whose batch norm needs the whole
+    batch."""
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _meta_backbone(recipe).modules()):
+        return
+    o = recipe.optim
+    size = min(o.micro_batch if isinstance(o.micro_batch, int) else o.batch, -(-o.batch // target.ranks))
+    for smaller in (size // 4, size // 16, size // 64):
+        if smaller:
+            yield smaller, forecast(replace(recipe, optim=replace(o, micro_batch=smaller)), target, data)
 
 
 def _meta_backbone(recipe: Recipe) -> nn.Module:
@@ -221,8 +240,9 @@ def advice(recipe: Recipe, found: Forecast, data: Data) -> Iterator[str]:
     if found.limit == HOST:
         yield f"workers={max(found.ranks // 2, 1)}: the host dispatches operations more slowly than they are done"
     o = recipe.optim
-    if (o.micro_batch or o.checkpointing) and used < 0.5:
-        keys = ["optim.micro_batch=null"] * bool(o.micro_batch) + ["optim.checkpointing=false"] * o.checkpointing
+    parts = isinstance(o.micro_batch, int)
+    if (parts or o.checkpointing) and used < 0.5:
+        keys = ["optim.micro_batch=null"] * parts + ["optim.checkpointing=false"] * o.checkpointing
         yield f"{' '.join(keys)}: memory is there to compute nothing twice"
     if recipe.precision == "fp32" and found.peak_flops:
         yield "precision=auto: half precision is several times as fast"

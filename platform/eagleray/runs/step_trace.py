@@ -194,7 +194,8 @@ def trace_step(recipe: Recipe, *, ranks: int, dataset: int, dtype: torch.dtype) 
 
 def trace_images(recipe: Recipe, images: int, *, ranks: int, dataset: int, dtype: torch.dtype) -> StepTrace:
     """Trace a step of one of the ranks on so many images."""
-    micro = recipe.optim.micro_batch or images
+    chosen = recipe.optim.micro_batch
+    micro = chosen if isinstance(chosen, int) else images
     if images <= LONG * micro:
         return _trace(recipe, images, ranks, dataset, dtype)
     # Each micro-batch is a graph of its own: with dozens of them the trace would take minutes, and all are equal.
