@@ -23,6 +23,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.models import zoo
 from eagleray.protocols.throughput import forward, multiplications
@@ -62,7 +63,7 @@ def main() -> None:
     for name in set(args.names) - set(known):
         raise UserError(f"{name}: no such backbone; there are {', '.join(known)}")
     device = common.device()
-    batch = args.batch or (128 if device.type == "cuda" else 4)
+    batch = args.batch or (128 if devices.is_accelerator(device) else 4)
     nets = {name: build(ROWS[name], device) for name in args.names or known}
     result = {"device": device.type, "batch": batch, "rounds": args.rounds}
     common.show(result | table(nets, torch.randn(batch, 3, 224, 224, device=device), args.rounds), as_json=args.json)

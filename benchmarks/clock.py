@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from eagleray.base import devices
 from eagleray.engine import loop
 from eagleray.methods.method import Method
 
@@ -21,7 +22,8 @@ class Clock:
     """Time inside named calls; what a call inside another takes is its own and not the outer one's."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.queued = devices.is_accelerator(device)
+        self.device = device
         self.open: list[str] = []
         self.spans: dict[str, list[tuple[Any, Any, int]]] = defaultdict(list)  # begin, end, sign
 
@@ -43,12 +45,14 @@ class Clock:
 
     def seconds(self, name: str) -> float:
         spans = self.spans[name]
-        return sum(sign * (begin.elapsed_time(end) / 1000 if self.cuda else end - begin) for begin, end, sign in spans)
+        return sum(
+            sign * (begin.elapsed_time(end) / 1000 if self.queued else end - begin) for begin, end, sign in spans
+        )
 
     def _now(self) -> Any:
-        if not self.cuda:
+        if not self.queued:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 

@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "platform"))  # what is measured is this checkout
 
+from eagleray.base import devices  # noqa: E402
 from eagleray.base.errors import UserError  # noqa: E402
 from eagleray.config.view import View  # noqa: E402
 
@@ -71,7 +72,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": next(iter(devices.names()), None),
         "torch": torch.__version__,
         "commit": commit(),
     }
@@ -115,9 +116,8 @@ def alternate(candidates: Mapping[str, Callable[[T], object]], inputs: Iterable[
 
 def wait(device: torch.device) -> None:
     """Until the device has done what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronize(device)
 
 
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return devices.current()

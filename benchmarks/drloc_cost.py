@@ -20,6 +20,7 @@ import common
 import torch
 from torch import Tensor
 
+from eagleray.base import devices
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
@@ -91,12 +92,12 @@ def endless(method: Classifier, batch: Batch) -> Iterator[Step]:
 def peak(method: Classifier, steps: Iterator[Step], batch: Batch, device: torch.device) -> float:
     """MiB of the second step; the first makes the moments. What the other method holds does not count."""
     weights = sum(p.numel() * p.element_size() for p in method.parameters())
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device) - weights
+    if devices.is_accelerator(device):
+        before = torch.accelerator.memory_allocated(device) - weights
         next(steps)
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(device)
         next(steps)
-        return (torch.cuda.max_memory_allocated(device) - before) / MIB
+        return (torch.accelerator.max_memory_allocated(device) - before) / MIB
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from step import made_up
 from torch import Tensor
 
+from eagleray.base import devices
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import Step, fit
 from eagleray.engine.world import local
@@ -60,7 +61,7 @@ def main() -> None:
 def measure(r: Recipe, rounds: int) -> tuple[Tensor, list[tuple[int, int]]]:
     """Seconds (turns, 2) of the plain and of the watched copy, and how many looks and log lines each turn had."""
     # A GPU that is waited for after every step would show what a run hides behind the work that is queued.
-    length = r.monitor.every if local().device.type == "cuda" else 1
+    length = r.monitor.every if devices.is_accelerator(local().device) else 1
     copies = steps_of(r, watch=False), steps_of(r, watch=True)
     for taken in copies:
         taken(r.monitor.every)  # the first steps and the first look allocate
@@ -105,7 +106,7 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
             step += 1
 
     steps = fit(method, feed(), optimizer, lr=scaled_lr(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    clock = time.perf_counter if devices.is_accelerator(device) else time.process_time
 
     def take(n: int) -> float:
         common.wait(device)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import common
 import torch
 
+from eagleray.base import devices
 from eagleray.config.view import View
 from eagleray.views import photometric, sampling
 from eagleray.views.sampling import Views
@@ -35,8 +36,8 @@ def main() -> None:
     candidates = {name: operation(view, args.images, device) for name, view in VIEWS.items()}
     times = common.alternate(candidates, range(args.rounds + 1))
     result: dict[str, object] = {f"{name}_images_per_s": args.images / s.wall for name, s in times.items()}
-    if device.type == "cuda":
-        result["peak_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    if devices.is_accelerator(device):
+        result["peak_memory_mib"] = torch.accelerator.max_memory_allocated() / 2**20
     common.show(result | {"device": device.type, "images": args.images, "rounds": args.rounds}, as_json=args.json)
 
 

@@ -35,7 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagleray.base import devices
 from eagleray.base.errors import UserError
+from eagleray.engine.precision import autocast
 from eagleray.losses.prototypes import Match, cross_entropy, match, mean_scores
 from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy
@@ -104,7 +106,11 @@ def alone(args: argparse.Namespace, *what: Any) -> dict[str, float]:
     """`measure` in a process of its own; on a CPU memory in another, where what is freed goes back at once, which takes
     time."""
     out = child(what, {})
-    return out if common.device().type == "cuda" else out | {"memory": child([*what, "--steps=0"], TIGHT)["memory"]}
+    return (
+        out
+        if devices.is_accelerator(common.device())
+        else out | {"memory": child([*what, "--steps=0"], TIGHT)["memory"]}
+    )
 
 
 def child(what: Sequence[Any], environment: dict[str, str]) -> dict[str, float]:
@@ -131,7 +137,7 @@ def measure(args: argparse.Namespace, backbone: str, batch: int, *, regions: boo
         nets.zero_grad()
         common.wait(device)
         begin = time.perf_counter(), time.process_time()
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast(device):
             loss = nets(views, materialised if official else chunked)
         loss.backward()
         common.wait(device)
@@ -139,8 +145,8 @@ def measure(args: argparse.Namespace, backbone: str, batch: int, *, regions: boo
         cpu.append(time.process_time() - begin[1])
         last = loss.item()
         del loss
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / MIB
+    if devices.is_accelerator(device):
+        peak = torch.accelerator.max_memory_allocated(device) / MIB
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     seconds = {name: statistics.median(times[1:] or times) for name, times in {"seconds": wall, "cpu": cpu}.items()}

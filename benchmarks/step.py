@@ -30,6 +30,7 @@ import common
 import torch
 from clock import PARTS, Clock, patched
 
+from eagleray.base import devices
 from eagleray.config import bundled
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
@@ -164,8 +165,8 @@ def made_up(r: Recipe, device: torch.device) -> Batch:
 
 def memory(device: torch.device) -> float:
     """MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    if devices.is_accelerator(device):
+        return torch.accelerator.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 

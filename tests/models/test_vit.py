@@ -14,7 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine.export import snippet, to_timm
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
-from eagleray.models.sync_bn import CPUSyncBatchNorm, sync_batch_norms
+from eagleray.models.sync_bn import PortableSyncBatchNorm, sync_batch_norms
 
 NAME = "vit_small_patch16_224"
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -138,7 +138,7 @@ def test_batch_norm_sits_before_the_mlps_alone():
 def test_batch_norms_are_synchronised(key: str):
     b = tiny(norm="batch") if key == "norm" else conv(1)
     expected = sum(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in b.modules())
-    found = [m for m in sync_batch_norms(b, torch.device("cpu")).modules() if isinstance(m, CPUSyncBatchNorm)]
+    found = [m for m in sync_batch_norms(b, torch.device("cpu")).modules() if isinstance(m, PortableSyncBatchNorm)]
     assert len(found) == expected == {"norm": 2, "stem": 4}[key]
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import threading
 import time
@@ -119,6 +120,7 @@ def see_through(
     if begun and (folder / layout.RECIPE).exists():
         check_same(recipe, folder / layout.RECIPE)
     plan = make_plan(recipe, note=lambda line: console.print(line, markup=False))
+    check_device(recipe)
     tracking = tracking_of(folder, out.rpartition("/")[2])
     if finished(folder, plan.steps):
         console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
@@ -150,6 +152,13 @@ def check_weights(recipe: Recipe, source: str) -> None:
     console.print(f"{report}: {recipe.out}/{layout.WEIGHTS}", markup=False)
 
 
+def check_device(recipe: Recipe) -> None:
+    """Raises UserError when the recipe asks for GPUs and the run will stay on this machine, which has none. A cluster
+    may start machines that have them."""
+    if recipe.gpus and not (recipe.workers and os.environ.get("RAY_ADDRESS")):
+        world.require_accelerator()
+
+
 def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
     """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder."""
     out = recipe.out
@@ -170,7 +179,7 @@ def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
         from eagleray.cluster import ray_train
 
         return ray_train.launch(recipe, tracking=tracking)
-    return training.pretrain(recipe, world.local(), tracking=tracking, command=time.time())
+    return training.pretrain(recipe, world.local(recipe.gpus), tracking=tracking, command=time.time())
 
 
 def check_same(recipe: Recipe, stored: Path) -> None:

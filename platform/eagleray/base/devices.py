@@ -1,22 +1,23 @@
 """The accelerator of this process, whichever maker it is from: NVIDIA, AMD, Intel, Apple or another that PyTorch knows.
 
-The rest of the code asks these functions, and `torch.Stream` and `torch.Event`, instead of `torch.cuda`.
+The rest of the code asks these functions, and uses `torch.Stream`, `torch.Event` and `torch.accelerator`, instead of
+`torch.cuda`. Code that runs on CUDA alone says so where it asks.
 """
 
 import torch
-from torch import Tensor
 
 CPU = torch.device("cpu")
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the host gives work to a device and goes on, instead of computing itself."""
+    """Return whether the host only queues work for a device, instead of computing itself."""
     return device.type not in ("cpu", "meta")
 
 
-def available() -> bool:
-    """Return whether this process can use an accelerator."""
-    return torch.accelerator.is_available()
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device copies from pinned memory while it computes. Apple's has one stream and the host's
+    memory."""
+    return is_accelerator(device) and device.type != "mps"
 
 
 def current() -> torch.device:
@@ -26,19 +27,19 @@ def current() -> torch.device:
 
 
 def name(device: torch.device) -> str:
-    """Return a device's name as its maker gives it, or its type where the maker gives none; `cpu` for the CPU."""
+    """Return a device's name as its maker gives it, or its type where PyTorch has no name for it."""
     described = getattr(torch.get_device_module(device), "get_device_name", None) if is_accelerator(device) else None
     return str(described(device)) if described else device.type
 
 
 def names() -> list[str]:
     """Return the names of all accelerators of this machine."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return [name(torch.device(kind.type, i)) for i in range(torch.accelerator.device_count())] if kind else []
+    kind = current().type
+    return [] if kind == "cpu" else [name(torch.device(kind, i)) for i in range(torch.accelerator.device_count())]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all its work; a CPU has none left."""
+    """Wait until a device has done all work that was queued for it."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -50,8 +51,3 @@ def memory_peak(device: torch.device) -> float | None:
         return torch.accelerator.max_memory_allocated(device) / 2**30
     except (AttributeError, RuntimeError, NotImplementedError):  # of a device, or a PyTorch before 2.9, that cannot
         return None
-
-
-def keep(tensor: Tensor, stream: torch.Stream) -> None:
-    """Keep the memory of a tensor that another stream made until the work now queued on `stream` is done."""
-    tensor.record_stream(stream)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from eagleray.base import devices
 from eagleray.config import plugins
 from eagleray.data.batch import Batch
 from eagleray.data.order import lanes_of, rows
@@ -52,7 +53,7 @@ class Loader:
             parts,
             batch_size=None,
             num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=devices.has_streams(self.device),
             worker_init_fn=_ignore_signals,
         )
         readers = iter(loader)
@@ -62,7 +63,7 @@ class Loader:
             )  # PyTorch's handler raises wherever the main thread happens to be
         parts_in_turn = [readers] * max(self.workers, 1)  # a step consists of one part per worker
         steps = self._timed(_interruptible(zip(*parts_in_turn, strict=False), should_stop))
-        yield from _one_batch_ahead(steps, self) if self.device.type == "cuda" else map(self.assemble, steps)
+        yield from _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
 
     def _timed(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the steps, and add the time spent waiting for them to `waited`."""
@@ -162,21 +163,23 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Itera
 
 
 def _one_batch_ahead(steps: Iterator[tuple[StepPart, ...]], loader: Loader) -> Iterator[tuple[Batch, list[BadSample]]]:
-    """Copy and prepare the next batch on a CUDA stream of its own while the current one is trained on."""
-    side = torch.cuda.Stream(loader.device)
-    ready: tuple[Any, torch.cuda.Event] | None = None
+    """Copy and prepare the next batch on a stream of its own while the current one is trained on."""
+    side = torch.Stream(loader.device)
+    ready: tuple[Any, torch.Event] | None = None
     for parts in steps:
-        with torch.cuda.stream(side):
+        with side:
             loaded = loader.assemble(parts), side.record_event()
         if ready:
             yield _hand_over(*ready)
         ready = loaded
+    if ready:
+        yield _hand_over(*ready)
 
 
-def _hand_over(loaded: tuple[Batch, list[BadSample]], done: torch.cuda.Event) -> tuple[Batch, list[BadSample]]:
+def _hand_over(loaded: tuple[Batch, list[BadSample]], done: torch.Event) -> tuple[Batch, list[BadSample]]:
     """Make the training stream wait for the batch, and keep its memory until that stream is done with it."""
-    stream = torch.cuda.current_stream()
+    stream = torch.accelerator.current_stream()
     stream.wait_event(done)
     for tensor in (*loaded[0].views, loaded[0].index, loaded[0].label):
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # type: ignore[arg-type]
     return loaded

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from eagleray.base import devices
+
 PLAIN = (bool, int, float, str, bytes, type(None))  # the types that a checkpoint may hold besides tensors
 
 
@@ -25,16 +27,18 @@ class HostCopy:
         before, self._buffers, self._devices = self._buffers, {}, set()
         out = self._copy(state, (), before)
         for device in self._devices:
-            torch.cuda.synchronize(device)
+            devices.synchronize(device)
         return out
 
     def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
         if isinstance(x, torch.Tensor):
             buffer = before.get(path)
             if buffer is None or buffer.shape != x.shape or buffer.dtype != x.dtype:
-                buffer = torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=x.is_cuda)
+                buffer = torch.empty_like(
+                    x, device="cpu", requires_grad=False, pin_memory=devices.has_streams(x.device)
+                )
             self._buffers[path] = buffer
-            self._devices |= {x.device} if x.is_cuda else set()
+            self._devices |= {x.device} if devices.is_accelerator(x.device) else set()
             return buffer.copy_(x, non_blocking=True)
         if isinstance(x, dict):
             out = copy.copy(x)  # keeps a state dict's metadata on versions

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from eagleray.base import dist
+from eagleray.base import devices, dist
+from eagleray.base.errors import UserError
 from eagleray.models.sync_bn import sync_batch_norms
 
 
@@ -22,7 +23,7 @@ class World:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rank, self.size = dist.rank(), dist.size()
-        self._control: Any = td.new_group(backend="gloo") if self.size > 1 and device.type == "cuda" else None
+        self._control: Any = td.new_group(backend="gloo") if self.size > 1 and devices.is_accelerator(device) else None
 
     def synchronise(self, module: nn.Module) -> nn.Module:
         """Turn the batch norms of a module, in place, into ones over all ranks."""
@@ -32,11 +33,10 @@ class World:
         """Return a module that averages its gradients over ranks, sent in the format `reduce`."""
         if self.size == 1:
             return module
-        ids = [self.device.index] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
             # Gradients lie in the buffers that are sent, which saves a copy of them.
-            out = DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+            out = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
         if reduce == "bf16":
             out.register_comm_hook(None, bf16_compress_hook)
         return out
@@ -57,8 +57,19 @@ class World:
         return x.tolist()  # type: ignore[no-any-return]
 
 
-def local() -> World:
-    """Return the world of this process alone, on its GPU where it has one."""
-    return World(
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+def local(gpus: bool | None = None) -> World:
+    """Return the world of this process alone: on its accelerator where it has one, or with `gpus` false on the CPU.
+
+    Raises UserError when `gpus` is true and there is none."""
+    if gpus:
+        require_accelerator()
+    return World(devices.CPU if gpus is False else devices.current())
+
+
+def require_accelerator() -> None:
+    """Raises UserError when this process has no accelerator."""
+    if not devices.is_accelerator(devices.current()):
+        raise UserError(
+            "gpus=true: PyTorch finds no accelerator on this machine; expected gpus=null to train on its CPU, or a "
+            "cluster in RAY_ADDRESS with workers=N"
+        )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
@@ -55,7 +56,7 @@ def features(
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    precision = format_name(torch.device("cpu") if workers else device)
+    precision = format_name(devices.CPU if workers else device)
     task = replace(task, digest=one.digest)
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.base import dist
+from eagleray.base import devices, dist
 from eagleray.losses.entropy import entropy, usage
 from eagleray.losses.products import product, product_dtype, sum_dtype
 
-CHUNK = {"cpu": 2**24, "cuda": 2**26}  # scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
+CPU_CHUNK, CHUNK = 2**24, 2**26  # scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
 CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU, so that they stay in its cache
 STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
 
@@ -137,7 +137,7 @@ def cross_entropy(
     have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in float32.
     `chunk` is the largest number of scores in memory at once.
     """
-    chunk = chunk or CHUNK["cuda" if s.is_cuda else "cpu"]
+    chunk = chunk or (CHUNK if devices.is_accelerator(s.device) else CPU_CHUNK)
     rows = max(1, chunk // len(w_s))
     dtype = product_dtype(s)
     with torch.autocast(s.device.type, enabled=False):
@@ -211,9 +211,9 @@ def _unit(x: Tensor) -> Tensor:
 def _add_rows(out: Tensor, at: Tensor, x: Tensor) -> None:
     """Add x[i] to out[at[i]], in the same order every time.
 
-    On a GPU index_add_ has no fixed order, on a CPU index_put_ has none.
+    On an accelerator index_add_ has no fixed order, on a CPU index_put_ has none.
     """
-    if out.is_cuda:
+    if devices.is_accelerator(out.device):
         out.index_put_((at,), x, accumulate=True)
     else:
         out.index_add_(0, at, x)
@@ -232,7 +232,7 @@ def _targets(t: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
 def _softmax_(x: Tensor) -> Tensor:
     """Replace scores (R, K) by their softmax, in place, and return their logsumexp (R,)."""
     # On a CPU a few rows at a time, so that each pass finds them in the cache.
-    rows = len(x) if x.is_cuda else max(1, CACHE_SCORES // x.shape[1])
+    rows = len(x) if devices.is_accelerator(x.device) else max(1, CACHE_SCORES // x.shape[1])
     out = []
     for part in x.split(rows):
         top = part.amax(1, keepdim=True)

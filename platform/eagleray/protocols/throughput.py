@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.engine.precision import autocast, format_name
 from eagleray.models.backbone import Backbone
@@ -47,7 +48,7 @@ def throughput(
     Raises UserError when the backbone cannot take this size, or when the batch does not fit into memory.
     """
     device = next(backbone.parameters()).device
-    batch = batch or (128 if device.type == "cuda" else 4)
+    batch = batch or (128 if devices.is_accelerator(device) else 4)
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
     net = copy.deepcopy(backbone).requires_grad_(True)  # a training step changes running statistics
     images = torch.randn(batch, 3, size, size, device=device)
@@ -63,7 +64,7 @@ def throughput(
         }
     except torch.OutOfMemoryError:
         raise UserError(f"throughput: {batch} images of {size} pixels do not fit on this {device.type}") from None
-    settings: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": name(device)}
+    settings: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": devices.name(device)}
     settings |= {"precision": format_name(device), "threads": torch.get_num_threads()}
     return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, settings)
 
@@ -94,18 +95,12 @@ def seconds(work: Callable[[], None], rounds: int, device: torch.device) -> floa
     """Return the median time in seconds of `work` over several rounds, after a round to warm up."""
     times = []
     for _ in range(rounds + 1):
-        wait(device)
+        devices.synchronize(device)
         began = time.perf_counter()
         work()
-        wait(device)
+        devices.synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
@@ -114,13 +109,13 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     Other tensors on the device do not count."""
     net.zero_grad()
     own = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
-    if device.type == "cuda":
-        wait(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if devices.is_accelerator(device):
+        devices.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         work()
-        wait(device)
-        return own + torch.cuda.max_memory_allocated(device) - before
+        devices.synchronize(device)
+        return own + torch.accelerator.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -131,8 +126,3 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
         (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
     )
     return own + int(max(total for _, total, _ in allocations) - (allocations[0][1] - allocations[0][2]))
-
-
-def name(device: torch.device) -> str:
-    """Return the name of the GPU, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from eagleray.base import devices
 from eagleray.config import plugins
 from eagleray.storage import store
 
@@ -22,8 +21,7 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices}
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices.names()}
     return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
 
 

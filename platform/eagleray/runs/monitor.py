@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray.base import dist
+from eagleray.base import devices, dist
 from eagleray.engine.loop import Step
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
@@ -189,7 +189,7 @@ class Bank:
     """A ring buffer with the newest unit features of training crops, their labels and image numbers."""
 
     def __init__(self, length: int, dim: int, device: torch.device) -> None:
-        half = torch.bfloat16 if device.type == "cuda" else torch.float32  # a CPU is slow with half precision
+        half = torch.bfloat16 if devices.is_accelerator(device) else torch.float32  # a CPU is slow with half precision
         self.features = torch.zeros(length, dim, dtype=half, device=device)
         self.labels = torch.zeros(length, dtype=torch.long, device=device)
         self.images = torch.full((length,), -1, dtype=torch.long, device=device)

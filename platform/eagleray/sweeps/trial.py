@@ -78,7 +78,7 @@ class Trial:
             else:
                 torch.set_num_threads(self.settings["threads"])
                 self.outcome["summary"] = pretrain.pretrain(
-                    self.recipe, world.local(), tracking=self.tracking, command=time.time()
+                    self.recipe, world.local(self.recipe.gpus), tracking=self.tracking, command=time.time()
                 )
         except Exception as e:
             self.outcome["error"] = e

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from eagleray.models.backbone import Backbone
-from eagleray.models.sync_bn import CPUSyncBatchNorm, sync_batch_norms
+from eagleray.models.sync_bn import PortableSyncBatchNorm, sync_batch_norms
 from eagleray.models.zoo.cvt_esvit import WindowAttention
 
 
@@ -77,4 +77,4 @@ def test_batch_norm_becomes_one_over_all_ranks():
     found = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     sync_batch_norms(model, torch.device("cpu"))
     assert len(found) == 2 + 2 + 6 + 2
-    assert all(isinstance(m, CPUSyncBatchNorm) for m in found)
+    assert all(isinstance(m, PortableSyncBatchNorm) for m in found)

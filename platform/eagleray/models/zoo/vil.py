@@ -196,7 +196,7 @@ class WindowAttention(Attention):
 
         There are as many windows of keys as `near` has entries, 9 where all are used.
         """
-        bias = self.table[self.index[:, near].flatten(1)].permute(2, 0, 1)  # (H, s * s, 9 * s * s)
+        bias = self.table[torch.cat([self.index[:, i] for i in near], 1)].permute(2, 0, 1)  # (H, s * s, 9 * s * s)
         inside = torch.ones(1, grid[0] * grid[1], 1, device=bias.device)
         inside = gather(cut(inside, grid, self.window), near).squeeze(0).mT  # (m, n, 1, 9 * s * s)
         bias = bias.masked_fill(inside.unsqueeze(2) == 0, -torch.inf)
