@@ -6,6 +6,7 @@ import pytest
 
 from eagleray import config
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.tree import RecipeError
 from eagleray.runs import recipe
 from eagleray.runs.recipe import Recipe
 
@@ -32,6 +33,21 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path, 
 )
 def test_values_of_overrides(text: str, value: object):
     assert config.override(text) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("optim.micro_batch=0", "optim.micro_batch: input should be greater than 0 or 'auto', got 0"),
+        ("optim.micro_batch=most", "optim.micro_batch: input should be a valid integer or 'auto', got 'most'"),
+        ("compile=maybe", "compile: input should be 'auto' or a valid boolean, got 'maybe'"),
+    ],
+)
+def test_a_key_of_several_types_has_one_message(small: Path, item: str, message: str):
+    with pytest.raises(RecipeError) as error:
+        recipe.load(str(small), [item, "optim.epochs=0"])
+    lines = str(error.value).partition(": ")[2].split("; ")
+    assert sorted(lines) == sorted([message, "optim.epochs: input should be greater than 0, got 0"])
 
 
 def test_a_resolved_recipe_gives_itself_back(small: Path, tmp_path: Path):

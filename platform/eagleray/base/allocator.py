@@ -10,7 +10,8 @@ MMAP, TRIM = (-3, 32 * 2**20), (-1, 2**30)  # bytes
 def keep_freed_memory() -> bool:
     """Let glibc keep the memory of freed tensors for the next ones instead of giving it back to the system.
 
-    By default it gives back each block above a size, so every step takes the same pages again, zeroed by the system.
+    By default glibc returns every large block to the system. Each step then asks for the same pages again, and the
+    system fills them with zeros again.
     Returns whether this system's C library is glibc and has taken the settings.
     """
     if not sys.platform.startswith("linux"):

@@ -41,7 +41,7 @@ def submit(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Kind of the cluster's GPUs, such as h100, to plan the run for: docs/plan.md lists all."),
+        typer.Option(help="Kind of GPU in the cluster, such as h100, to plan the run for: docs/plan.md lists them."),
     ] = None,
     insist: Insist = False,
     follow: Annotated[

@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -15,6 +16,7 @@ from pydantic_core import ArgsKwargs
 from eagleray.base.errors import UserError
 from eagleray.config import register, signature
 
+ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names, which no key has
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
 
@@ -227,7 +229,7 @@ def part_constant(package: str, name: str, constant: str) -> Any:
 
 def explain(error: ValidationError, kind: Any) -> Iterator[str]:
     """Yield one line per wrong key: its dotted path, what was expected and what was given."""
-    for e in error.errors():
+    for e in joined(error.errors()):
         path = ".".join(str(p) for p in e["loc"])
         inner = e.get("ctx", {}).get("error")
         if isinstance(inner, _PartError):
@@ -241,6 +243,23 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
             whole = isinstance(e["input"], dict | ArgsKwargs)  # keys that do not fit together
             got = "" if whole else f", got {e['input']!r}"
             yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
+
+
+def joined(errors: Sequence[Any]) -> Iterator[Any]:
+    """Yield the errors of pydantic, those of the alternatives of one key, such as a number or `auto`, as one."""
+    for (_, one_of_several), group in groupby(errors, lambda e: key_of(e["loc"])):
+        first, *others = group
+        if one_of_several:
+            texts = [e["msg"].partition(",")[0].removeprefix("Input should be ") for e in others]
+            said = " or ".join([first["msg"].partition(",")[0], *texts])
+            first = {**first, "loc": first["loc"][:-1], "msg": said}
+        yield first
+
+
+def key_of(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """Return the path of a key without pydantic's name of an alternative at its end, and whether there was one."""
+    tagged = bool(loc) and ALTERNATIVE.match(str(loc[-1])) is not None
+    return (loc[:-1], True) if tagged else (loc, False)
 
 
 def allowed_keys(kind: Any, path: Sequence[Any]) -> list[str]:

@@ -42,7 +42,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def format_name(device: torch.device) -> str:
-    """Return the name that PyTorch gives to a device's format, such as `bfloat16`, for results that depend on it."""
+    """Return PyTorch's name of the number format used on a device, such as `bfloat16`. Results record it."""
     return str(compute_dtype("auto", device)).removeprefix("torch.")
 
 
@@ -93,7 +93,7 @@ class Precision:
             torch._amp_update_scale_(self.loss_scale, self.good_steps, overflow, GROWTH, BACKOFF, INTERVAL)
 
     def values(self) -> dict[str, Tensor]:
-        """Return what is logged of a step: the scale of its loss, if it had one."""
+        """Return the values to log for a step: the scale of its loss, if the loss is scaled."""
         return {"loss_scale": self.loss_scale.clone()} if self.scaled else {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,7 +81,10 @@ class Backbone(nn.Module):
         return out
 
     def each(self, views: Sequence[Tensor]) -> list[Features]:
-        """Return the features of each of V views (B, 3, S, S), of one size, in one forward without batch norm."""
+        """Return the features of each of V views (B, 3, S, S) of one size.
+
+        A backbone without batch norm takes all views in one forward pass.
+        """
         if self.batch_norm or len(views) == 1:
             return [self(x) for x in views]
         out = self(torch.cat(list(views)))

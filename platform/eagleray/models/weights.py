@@ -77,7 +77,7 @@ def absolute(source: str) -> str:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any]) -> Weights:
-    """Return the tensors of a dictionary, or those below the first of the keys `WRAPPERS` that it has.
+    """Return the tensors of a dictionary. If it has one of the keys in `WRAPPERS`, return the tensors under that key.
 
     Raises UserError when there are none.
     """

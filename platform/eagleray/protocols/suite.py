@@ -115,7 +115,7 @@ def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
     Raises UserError when no image can be used, or when a label is too large for this dataset."""
     several, classes = SUITE[name].metric == "map11", DATASETS[name].classes
     if not len(features.y):
-        raise UserError(f"{url}: no image in these shards has a label and decodes")
+        raise UserError(f"{url}: no image in these shards has a label and can be decoded")
     top = int(features.y.max())
     if top >= (1 << 2 * classes if several else classes):
         raise UserError(f"{url}: label {top} is too large; {name} has {classes} classes")

@@ -20,7 +20,7 @@ def page(runs: Sequence[Run], folder: Path) -> Page:
     when a run is given twice, and when there are more runs than colours and line styles can distinguish."""
     if len(runs) > plots.MOST:
         raise UserError(
-            f"{len(runs)} runs: one page can show at most {plots.MOST}, as their curves would look the same"
+            f"{len(runs)} runs: one page can show at most {plots.MOST}; the curves of more could not be told apart"
         )
     named = dict(zip(names([r.out for r in runs]), runs, strict=True))
     epochs = len({r.recipe.get("optim", {}).get("batch") for r in runs}) > 1

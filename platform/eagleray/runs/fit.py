@@ -144,8 +144,11 @@ def _prototypes(keys: Mapping[str, Any], images: int) -> Iterator[Value]:
 
 
 def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
-    """Yield smaller crops for images below 224 pixels. Only for ViTs and ResNets: other backbones have windows that
-    need 224 pixels, so that the images are enlarged instead."""
+    """Yield the keys that make crops smaller for images below 224 pixels.
+
+    Only ViTs and ResNets get smaller crops. The windows of other backbones need 224 pixels, so their images are
+    enlarged instead.
+    """
     name = keys["backbone.name"]
     patch = int(found[1]) if (found := re.search(r"^vit_\w+_patch(\d+)", name)) else 8
     if size >= 224 or not (found or name.startswith("resnet")):

@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Data:
-    """The training set, as far as a plan must know it, and how fast it comes."""
+    """The facts about a training set that a plan needs, with the rate at which it can be read."""
 
     images: int
     image_bytes: float  # of an image file, on average
