@@ -1,0 +1,112 @@
+"""Evaluation protocols on the simulated device: their numbers are those of the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.networks import VIT
+from helpers.simulated_device import DEVICE, simulated
+from PIL import Image
+
+from eagleray.engine import precision
+from eagleray.evaluation import evaluate
+from eagleray.evaluation.target import Target
+from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
+from eagleray.protocols.settings import Evaluate
+
+MEASURED = ("images_per_s", "step_s", "forward_mib", "step_mib")  # by a clock, or by another count of memory
+
+PROTOCOLS: dict[str, dict[str, str]] = {  # their settings
+    "knn": {"k": "7"},
+    "linear": {"epochs": "2"},
+    "linear@dino": {"epochs": "2"},
+    "logistic": {},
+    "correspondence": {"limit": "20"},
+    "throughput": {"rounds": "1", "batch": "2"},
+    "attention": {"size": "32", "limit": "20"},
+    "components": {"size": "32", "images": "2"},
+    "neighbours": {"size": "32", "limit": "20", "queries": "2"},
+    "pairs": {"size": "32", "images": "2"},
+    "segmentation": {"steps": "3", "batch": "2", "size": "32", "width": "32", "lr": "1e-3"},
+    "davis": {"size": "32"},
+}
+SLOW = ("logistic",)
+
+
+@pytest.fixture
+def inputs(shards: Path, tmp_path: Path) -> dict[str, Any]:
+    """Return the arguments of a request that name its data."""
+    return {
+        "train": str(shards / "train"),
+        "test": str(shards / "test"),
+        "folders": {"masks": str(masks(tmp_path / "masks")), "davis": str(davis(tmp_path / "davis"))},
+    }
+
+
+def square(place: int) -> tuple[Image.Image, Image.Image]:
+    """Return an image of 32 x 32 pixels with a red square, and its mask of classes 0 and 1."""
+    image, mask = np.full((32, 32, 3), 60, np.uint8), np.zeros((32, 32), np.uint8)
+    part = slice(4 + 3 * place, 20 + 3 * place)
+    image[part, part], mask[part, part] = (220, 40, 40), 1
+    painted = Image.fromarray(mask, "P")
+    painted.putpalette([0, 0, 0, 220, 40, 40])
+    return Image.fromarray(image), painted
+
+
+def masks(folder: Path) -> Path:
+    """Write two images and their masks, for training and for testing."""
+    for split in ("train", "val"):
+        for i in range(2):
+            for kind, picture in zip(("images", "masks"), square(i), strict=True):
+                (folder / kind / split).mkdir(parents=True, exist_ok=True)
+                picture.save(folder / kind / split / f"{i}.png")
+    return folder
+
+
+def davis(folder: Path) -> Path:
+    """Write a video of three frames in which a square moves, with its masks."""
+    (folder / "ImageSets" / "2017").mkdir(parents=True)
+    (folder / "ImageSets" / "2017" / "val.txt").write_text("square\n")
+    for i in range(3):
+        for kind, suffix, picture in zip(("JPEGImages", "Annotations"), ("jpg", "png"), square(i), strict=True):
+            path = folder / kind / "480p" / "square" / f"{i:05d}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path)
+    return folder
+
+
+def numbers(
+    name: str, inputs: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> dict[str, float]:
+    """Return the numbers of a protocol, measured on the device of this process, which is to be `device`."""
+    kind, options = "vit_tiny_patch16_224", VIT | {"depth": 4}
+    torch.manual_seed(0)
+    backbone = Backbone(kind, options=options).eval()
+    target = Target("tests", backbone, Network(name=kind, options=options), Evaluate(size=16, resize=16))
+    with monkeypatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(out / "cache"))  # features of the other device are not taken from there
+        patched.setattr(evaluate, "load_target", lambda *_: target)
+        asked = {f"{name}.{key}": value for key, value in PROTOCOLS[name].items()}
+        report = evaluate.evaluate(evaluate.Request("tests", [name], out=str(out), settings=asked, **inputs))
+    assert report.refused == []
+    assert next(backbone.parameters()).device == device
+    [result] = report.results
+    assert all((out / picture).exists() for picture in result.pictures)
+    return {key.partition("/")[2]: value for key, value in result.numbers.items()}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PROTOCOLS])
+def test_a_protocol_measures_on_the_device_what_it_measures_on_the_cpu(
+    name: str, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "compute_dtype", lambda *_: torch.float32)
+    want = numbers(name, inputs, tmp_path / "cpu", monkeypatch, torch.device("cpu"))
+    with simulated() as waits:
+        got = numbers(name, inputs, tmp_path / "device", monkeypatch, DEVICE)
+    assert waits
+    assert got.keys() == want.keys()
+    for key in got.keys() - set(MEASURED):
+        assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-4), key
