@@ -54,7 +54,7 @@ def main() -> None:
     args.items = args.items if args.items and "=" not in args.items[0] else [USUAL, *args.items]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        name, recipe = step.choose(args, str(folder / "out"))
+        name, recipe = step.choose(args, args.items, str(folder / "out"))
         if not args.place:
             stack.enter_context(streaming.server(folder / "s3"))
         writer = checkpoint.Writer(args.place or f"{streaming.BUCKET}/run", keep=2, scratch=folder / "scratch")

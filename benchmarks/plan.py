@@ -19,8 +19,8 @@ import memory
 import torch
 from torch import Tensor
 
-from eagleray.api.plan import images_of
 from eagleray.base.devices import CPU
+from eagleray.datasets.catalogue import images_of
 from eagleray.engine.precision import Precision
 from eagleray.protocols import throughput
 from eagleray.runs import calibrate, recipe

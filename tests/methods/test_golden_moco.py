@@ -23,8 +23,8 @@ class Flat(nn.Module):
         super().__init__()
         self.dim = dim
 
-    def pooled(self, x: Tensor) -> Tensor:
-        return x
+    def pooled_sizes(self, views: list[Tensor]) -> list[Tensor]:
+        return views
 
 
 def batch_of(*views: Tensor) -> Batch:

@@ -45,11 +45,10 @@ def on_ranks(world: int, of_rank: Callable[[int], Any], patch: pytest.MonkeyPatc
     """Return the result of each rank; the ranks are threads."""
     here, barrier, slots = threading.local(), threading.Barrier(world, timeout=30), [torch.empty(0)] * world
 
-    def all_gather(parts: list[Tensor], own: Tensor) -> None:
+    def all_gather(out: Tensor, own: Tensor) -> None:
         slots[here.rank] = own
         barrier.wait()
-        for part, x in zip(parts, slots, strict=True):
-            part.copy_(x)
+        out.copy_(torch.cat(slots))
         barrier.wait()
 
     def run(rank: int) -> Any:
@@ -59,7 +58,7 @@ def on_ranks(world: int, of_rank: Callable[[int], Any], patch: pytest.MonkeyPatc
     with patch.context() as m, ThreadPoolExecutor(world) as pool:
         m.setattr(dist, "size", lambda: world)
         m.setattr(dist, "rank", lambda: here.rank)
-        m.setattr(dist.dist, "all_gather", all_gather)
+        m.setattr(dist.dist, "all_gather_into_tensor", all_gather)
         return list(pool.map(run, range(world)))
 
 

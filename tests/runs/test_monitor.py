@@ -100,7 +100,7 @@ def test_no_forward_is_added(recipe: Recipe):
     monitor = Monitor(method, optimizer, Watch(every=1), labelled=True)
     for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
         monitor.watch(step)
-    assert calls == [BATCH] * 4  # two views, two steps
+    assert calls == [2 * BATCH] * 2  # both views at once, two steps
 
 
 def test_first_in_first_out():

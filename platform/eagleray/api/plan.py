@@ -10,7 +10,7 @@ from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.base import devices
 from eagleray.base.console import out as console
 from eagleray.base.errors import UserError
-from eagleray.datasets.catalogue import DATASETS
+from eagleray.datasets.catalogue import images_of
 from eagleray.runs import accelerators, calibrate, fit, local_forecast
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_method
@@ -122,10 +122,3 @@ def check_named(recipe: Recipe, name: str, gpu: str, *, insist: bool) -> None:
     console.print(found.line(), markup=False)
     if not found.fits and not insist:
         raise UserError(f"{refusal(recipe, found, target, data)}; --insist sends the run all the same")
-
-
-def images_of(name: str) -> int | None:
-    """Return the number of training images of the data set in a recipe's name, `method_backbone_data_...`."""
-    parts = Path(name).stem.split("_")
-    sizes = {d.short: max(d.splits.values()) for d in DATASETS.values()}
-    return next((sizes[part] for part in parts if part in sizes), None)

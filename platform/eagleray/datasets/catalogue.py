@@ -3,6 +3,8 @@
 A source is described in its own file in `sources/`, which is listed in MODULES here.
 """
 
+from pathlib import Path
+
 from eagleray.base.errors import UserError
 from eagleray.config import register
 from eagleray.datasets.sources import (
@@ -124,3 +126,10 @@ def find(options: PrepareOptions) -> SourceFiles:
         if getattr(options, option) and option not in source.options:
             raise UserError(f"--{option} {getattr(options, option)}: {options.source} does not take this option")
     return source.find(options)
+
+
+def images_of(recipe: str) -> int | None:
+    """Return the number of training images of the data set in a recipe's name, `method_backbone_data_...`."""
+    parts = Path(recipe).stem.split("_")
+    sizes = {d.short: max(d.splits.values()) for d in DATASETS.values()}
+    return next((sizes[part] for part in parts if part in sizes), None)
