@@ -4,13 +4,13 @@ A checkpoint counts once it has been read back from its folder or store and its 
 the newest intact one.
 """
 
-import atexit
 import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import atomic_path, file_lock, write_atomic
 from eagleray.engine.host_copy import HostCopy
+from eagleray.engine.serialise import serialise, sha256
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE
@@ -31,10 +32,6 @@ log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
 PIECE = 8 * 2**20  # bytes read from a store at a time
 WIDTH = 4  # pieces that are read at once
-
-# A process that ends while torch's C++ code runs would abort, so exit waits for the serialisation, not for the store.
-_in_torch = threading.Lock()
-atexit.register(_in_torch.acquire, timeout=60)
 
 
 class Writer:
@@ -66,14 +63,17 @@ class Writer:
         """Return whether a checkpoint is being written, so that `save` would wait for it."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], finish: Callable[[], dict[str, Any]] = dict) -> None:
         """Copy the state and write it in the background.
 
+        `finish` is called there first; it returns more keys of the manifest, such as the files that other ranks wrote.
         If writing fails, a warning is logged, and `settle` raises the error.
         """
         self.wait()
         host_state, self._problem = self._host_copy.update(state), None
-        self._thread = threading.Thread(target=self._run, args=(step, host_state), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(step, host_state, finish), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def settle(self) -> None:
@@ -87,10 +87,10 @@ class Writer:
         if self._thread:
             self._thread.join()
 
-    def _run(self, step: int, state: dict[str, Any]) -> None:
-        name = f"step-{step:09d}"
+    def _run(self, step: int, state: dict[str, Any], finish: Callable[[], dict[str, Any]]) -> None:
+        name = step_name(step)
         try:
-            self._write(name, step, state)
+            self._write(name, {"step": step} | finish(), state)
         except Exception as e:
             self._problem = self._named(e)
             self._warn(f"{name} was not saved: {self._problem}", exc_info=self._problem is e)
@@ -101,14 +101,14 @@ class Writer:
         except (OSError, UserError, Outage) as e:
             self._warn(f"old checkpoints could not be deleted: {self._named(e)}")
 
-    def _write(self, name: str, step: int, state: dict[str, Any]) -> None:
+    def _write(self, name: str, manifest: dict[str, Any], state: dict[str, Any]) -> None:
         """Write and verify the checkpoint, then its manifest, which makes it count."""
         self.scratch.mkdir(parents=True, exist_ok=True)
         for orphan in self.scratch.glob("step-*.part"):  # a killed writer's, which would fill the disk
             orphan.unlink()
         part, path, manifest_path = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
         with atomic_path(path, part=part):
-            manifest = {"step": step} | serialise(state, part)
+            manifest |= serialise(state, part)
             self._verify(part, f"{self.url}/{name}.pt", manifest)
             if self.first:
                 self.first()
@@ -120,6 +120,12 @@ class Writer:
             manifest_path.unlink(missing_ok=True)
             path.unlink()
             raise
+
+    def store_file(self, path: Path) -> dict[str, Any]:
+        """Store a file that was written below `scratch`, and return its size and checksum."""
+        manifest = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        self._verify(path, _flat(self.url, self.scratch, path), manifest)
+        return manifest
 
     def _verify(self, part: Path, url: str, manifest: dict[str, Any]) -> None:
         """Upload the file if the checkpoints are in a store, and read it back. Raises OSError when it differs."""
@@ -142,7 +148,7 @@ class Writer:
         names = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
         for url in sorted(blobs):  # a manifest before its checkpoint
             if _stem(url) not in names:
-                store(url).delete(url)
+                _delete(url)
         if is_remote(self.url):
             _delete_others(self.scratch, newest)
 
@@ -168,9 +174,12 @@ def save(folder: str | Path, step: int, state: dict[str, Any], *, keep: int) -> 
     writer.settle()
 
 
-def newest(url: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE) -> dict[str, Any] | None:
+def newest(
+    url: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE, whole: bool = True
+) -> dict[str, Any] | None:
     """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
 
+    `whole` is explained at `read`.
     A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
     Raises UserError and Outage when the store cannot be read.
     """
@@ -179,9 +188,27 @@ def newest(url: str | Path, scratch: Path | None = None, *, patience: float = PA
     for name in _names(blobs):
         path = _local_file(name, url, blobs, _scratch(url, scratch), patience)
         if path:
-            return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+            return read(path, whole=whole)
         log.warning("checkpoint %s/%s.pt is damaged and was skipped", url, name)
     return None
+
+
+def read(path: Path, *, whole: bool = True) -> dict[str, Any]:
+    """Return the state in the file of a checkpoint.
+
+    Tensors that the ranks wrote in parts are read too. Without `whole` they have a shape but no values, and `shards`
+    is the folder to read them from.
+    """
+    from eagleray.engine import sharded_checkpoint
+
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    folder = path.with_suffix(".shards")
+    return sharded_checkpoint.fill(state, folder) if whole else state | {"shards": str(folder)}
+
+
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint of a step, without the ending of a file."""
+    return f"step-{step:09d}"
 
 
 def manifests(url: str | Path) -> list[str]:
@@ -198,48 +225,7 @@ def intact(path: Path) -> bool:
         manifest = _parsed(path.with_suffix(".json").read_bytes())
     except OSError:
         return False
-    return manifest is not None and _agrees(path, manifest)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write a state to a file and return the size and SHA-256 of the bytes to be written. Raises OSError."""
-    with path.open("wb", buffering=0) as f:
-        file = _Hashed(f)
-        with _in_torch:
-            torch.save(state, file)  # type: ignore[arg-type]
-        if file.problem:
-            raise file.problem
-    return {"bytes": file.size, "sha256": file.hash.hexdigest()}
-
-
-class _Hashed:
-    """A file that torch writes to, which keeps an error for later: raising it through torch's C++ code is unsafe."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.hash, self.size = file, hashlib.sha256(), 0
-        self.problem: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        if not self.problem:
-            self.size += size
-            self.hash.update(rest)
-            try:
-                while rest:
-                    rest = rest[self.file.write(rest) :]
-            except OSError as e:
-                self.problem = e
-        return size
-
-    def flush(self) -> None:
-        pass
+    return manifest is not None and _all_agree(_files(path, manifest))
 
 
 def _url(url: str | Path) -> str:
@@ -267,7 +253,30 @@ def _names(blobs: dict[str, Blob]) -> list[str]:
 
 
 def _stem(url: str) -> str:
-    return url.rpartition("/")[2].partition(".")[0]
+    return re.findall(r"step-[^/.]*", url)[-1]  # also of a file in the folder of a sharded checkpoint
+
+
+def _flat(url: str, scratch: Path, path: Path) -> str:
+    """Return the URL of a file below `scratch`. A store has no folders in that of the checkpoints."""
+    return f"{url}/{'.'.join(path.relative_to(scratch).parts)}"
+
+
+def _files(path: Path, manifest: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Return the local files of a checkpoint with their sizes and checksums."""
+    folder = path.with_suffix(".shards")
+    return {path: manifest} | {folder / name: told for name, told in manifest.get("shards", {}).items()}
+
+
+def _all_agree(files: dict[Path, dict[str, Any]]) -> bool:
+    return all(_agrees(path, manifest) for path, manifest in files.items())
+
+
+def _delete(url: str) -> None:
+    """Delete a file, or the folder of a sharded checkpoint on this machine."""
+    if not is_remote(url) and local_path(url).is_dir():
+        shutil.rmtree(local_path(url), ignore_errors=True)
+    else:
+        store(url).delete(url)
 
 
 def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
@@ -277,14 +286,18 @@ def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, pati
         return path if intact(path) else None
     try:
         manifest = _parsed(b"".join(_pieces(blobs[f"{url}/{name}.json"], patience)))
-        blob = blobs[f"{url}/{name}.pt"]
-        if manifest is None or blob.size != manifest["bytes"]:
+        if manifest is None or blobs[f"{url}/{name}.pt"].size != manifest["bytes"]:
             return None
-        if _agrees(path, manifest):
+        files = _files(path, manifest)
+        if _all_agree(files):
             return path
         scratch.mkdir(parents=True, exist_ok=True)
         with file_lock(scratch / ".lock"):
-            return path if _agrees(path, manifest) or _fetch(blob, path, manifest, patience) else None
+            there = all(
+                _agrees(part, told) or _fetch(blobs[_flat(url, scratch, part)], part, told, patience)
+                for part, told in files.items()
+            )
+        return path if there else None
     except (MissingFile, KeyError):
         return None
 
@@ -305,6 +318,7 @@ class _Damaged(Exception):
 def _fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
     """Download a checkpoint from its store and return whether it is intact."""
     hashed = hashlib.sha256()
+    path.parent.mkdir(exist_ok=True)
     try:
         with atomic_path(path, part=path.with_suffix(".part")) as part:
             with part.open("wb") as f:
@@ -355,4 +369,4 @@ def _delete_others(folder: Path, name: str) -> None:
     """Delete all checkpoints in a folder except the one of this name."""
     for path in folder.glob("step-*"):
         if path.name.partition(".")[0] != name:
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

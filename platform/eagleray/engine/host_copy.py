@@ -31,6 +31,8 @@ class HostCopy:
         return out
 
     def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+        if isinstance(x, torch.Tensor) and x.is_meta:  # of a sharded checkpoint
+            return x
         if isinstance(x, torch.Tensor):
             buffer = before.get(path)
             if buffer is None or buffer.shape != x.shape or buffer.dtype != x.dtype:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from eagleray.base import dist
+from eagleray.base import dist, shards
 from eagleray.base.errors import PluginError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
@@ -117,9 +117,9 @@ def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor
 
     The limit holds for the norm of all gradients together or, with `each`, for the norm of every tensor alone (DINO).
     """
-    norms = torch.stack(torch._foreach_norm(list(grads)))
+    norms, grads = shards.norms(grads), shards.local(grads)
     if limit is not None:
         norm = torch.linalg.vector_norm(norms)
         factors = (limit / ((norms if each else norm.expand_as(norms)) + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(grads), list(factors.unbind()))
+        torch._foreach_mul_(grads, list(factors.unbind()))
     return norms

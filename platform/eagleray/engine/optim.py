@@ -11,6 +11,8 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
+from eagleray.base.shards import norms
+from eagleray.engine.sharded import divide_groups, follow
 from eagleray.models.backbone import Backbone
 
 
@@ -31,6 +33,13 @@ def make(
     layers.
     """
     groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
+    whole = divide_groups(groups)
+    optimizer = _create(name, groups, momentum)
+    follow(optimizer, whole)
+    return optimizer
+
+
+def _create(name: str, groups: list[dict[str, Any]], momentum: float) -> torch.optim.Optimizer:
     if name == "lars":
         return LARS(groups, momentum=momentum)
     if name == "lamb":
@@ -136,12 +145,13 @@ class LARS(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+            grads, split = [p.grad for p in params], hasattr(self, "whole")
             for p in params:
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
             torch._fused_sgd_(
                 params,
-                scale_by_trust(params, [p.grad for p in params], group["weight_decay"], group["trust"]),
+                scale_by_trust(params, grads, group["weight_decay"], group["trust"], split=split),
                 [self.state[p]["momentum"] for p in params] if group["momentum"] else [],
                 weight_decay=0.0,
                 momentum=group["momentum"],
@@ -203,22 +213,24 @@ class LAMB(torch.optim.Optimizer):
                 maximize=False,
                 found_inf=skip,
             )
-            scaled = scale_by_trust(params, moves, -group["weight_decay"], 1.0)
+            scaled = scale_by_trust(params, moves, -group["weight_decay"], 1.0, split=hasattr(self, "whole"))
             torch._foreach_mul_(scaled, group["lr"] if skip is None else group["lr"] * (1 - skip))
             torch._foreach_add_(params, scaled)
 
 
-def scale_by_trust(params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float) -> list[Tensor]:
+def scale_by_trust(
+    params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
+) -> list[Tensor]:
     """Return the steps of all tensors; those of matrices are decayed, then scaled to the norm trust * |p|.
 
-    A step is not scaled if its norm or |p| is 0.
+    A step is not scaled if its norm or |p| is 0. `split` says that the tensors are the rows of this rank.
     """
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
         return list(steps)
     p = [params[i] for i in wide]
     s = torch._foreach_add([steps[i] for i in wide], p, alpha=weight_decay)
-    size, length = torch.stack(torch._foreach_norm(p)), torch.stack(torch._foreach_norm(s))
+    size, length = norms(p, split=split), norms(s, split=split)
     ratio = torch.where((size > 0) & (length > 0), trust * size / length, 1.0)
     torch._foreach_mul_(s, list(ratio.unbind()))
     scaled = dict(zip(wide, s, strict=True))

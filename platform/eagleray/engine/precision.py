@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagleray.base.errors import UserError
+from eagleray.base.shards import local
 from eagleray.config.types import Format
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -85,7 +86,7 @@ class Precision:
     def unscale_(self, grads: Sequence[Tensor]) -> None:
         """Divide the gradients by the scale, in place."""
         if self.scaled:
-            torch._foreach_mul_(list(grads), self.loss_scale.reciprocal())
+            torch._foreach_mul_(local(grads), self.loss_scale.reciprocal())
 
     def update(self, overflow: Tensor) -> None:
         """Adapt the scale after a step; `overflow` () is 1.0 where its gradients were not finite, else 0.0."""

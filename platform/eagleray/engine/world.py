@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
+from eagleray.base.shards import sharded
 from eagleray.models.sync_bn import sync_batch_norms
 
 
@@ -31,7 +32,7 @@ class World:
 
     def wrap(self, module: nn.Module, reduce: Literal["fp32", "bf16"] = "fp32") -> nn.Module:
         """Return a module that averages its gradients over ranks, sent in the format `reduce`."""
-        if self.size == 1:
+        if self.size == 1 or sharded(next(module.parameters())):  # FSDP averages by itself
             return module
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack

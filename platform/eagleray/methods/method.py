@@ -35,6 +35,10 @@ class Method(nn.Module):
     may_change: ClassVar[tuple[str, ...]] = ()
     """The keys of the `method` section that may have another value when a run is continued. All others identify it."""
 
+    shardable: ClassVar[bool] = False
+    """True if FSDP may divide the weights among ranks: the method reads them in `forward` alone, and nothing but the
+    optimiser and `ema_update` changes them."""
+
     norm_group: int | None = None
     """The number of images that are normalised together, which must divide the images of every rank; None: all."""
 

@@ -2,11 +2,14 @@
 
 import copy
 import weakref
+from itertools import compress
 from typing import TypeVar
 
 import torch
 from timm.layers import DropPath
-from torch import nn
+from torch import Tensor, nn
+
+from eagleray.base.shards import local, sharded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,7 +37,16 @@ def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 @torch.no_grad()
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are."""
-    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1.0 - momentum)
+    weight = 1.0 - momentum
+    targets: list[Tensor] = list(target.parameters())
+    onlines: list[Tensor] = list(online.parameters())
+    if hasattr(target, "stored"):  # the sharded parameters: engine/sharded.py
+        torch._foreach_lerp_(local(target.stored), local(online.stored), weight)  # type: ignore[arg-type]
+        # During a forward pass those that are gathered are copies, which are used until it ends.
+        gathered = [not sharded(t) for t in targets]
+        targets, onlines = (list(compress(params, gathered)) for params in (targets, onlines))
+    if targets:
+        torch._foreach_lerp_(targets, onlines, weight)
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.base.shards import local, norms, sharded
+
 
 def spread(z: Tensor) -> Tensor:
     """Return sqrt(C) times the standard deviation of unit rows z (B, C) over the batch, averaged over the channels.
@@ -41,9 +43,9 @@ def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     """Return |a - b| / |b| for two lists of tensors, each taken as one vector."""
-    return size(torch._foreach_sub(list(a), list(b))) / size(b)
+    return size(torch._foreach_sub(local(a), local(b)), split=sharded(b[0])) / size(b)
 
 
-def size(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of a list of tensors, taken as one vector."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+def size(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
+    """Return the norm of a list of tensors, taken as one vector. `split` is explained at `norms`."""
+    return torch.linalg.vector_norm(norms(tensors, split=split))

@@ -12,6 +12,7 @@ from eagleray.data import labels
 from eagleray.data.index import Index, open_index
 from eagleray.data.order import rows
 from eagleray.data.reader import Stream
+from eagleray.engine.sharded import check_shardable
 from eagleray.models import weights
 from eagleray.runs import fit, remote
 from eagleray.runs.build import check_method, scaled_lr
@@ -65,6 +66,9 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan
     UserError when something does not fit."""
     method = check_method(recipe)
     check_shares(recipe, method.norm_group)
+    if recipe.parallel == "fsdp":
+        check_shardable(method, recipe.method.name)
+        check_whole(recipe)
     plan = open_plan(recipe, note=note)
     index, test = plan.index, plan.test
     if queue := fit.long_queue(recipe, int(plan.stream.sizes.sum())):
@@ -77,6 +81,15 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan
         if test and data and not data.labelled:
             raise UserError(f"{key}: has no labels; evaluation needs labels in both data.train and data.test")
     return plan
+
+
+def check_whole(recipe: Recipe) -> None:
+    """Raises UserError for a key that works with whole weights on every rank alone."""
+    optim = recipe.optim
+    keys = {"optim.micro_batch=auto": optim.micro_batch == "auto", "optim.reduce=bf16": optim.reduce == "bf16"}
+    for key, given in (keys | {"compile=true": recipe.compile is True}).items():
+        if given:
+            raise UserError(f"parallel=fsdp: does not work with {key}; leave it out, or use parallel=ddp")
 
 
 def open_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:

@@ -4,12 +4,13 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from eagleray import config
-from eagleray.base import dist
+from eagleray.base import dist, shards
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import UserError
@@ -17,7 +18,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Quarantine
-from eagleray.engine import checkpoint
+from eagleray.engine import checkpoint, sharded, sharded_checkpoint
 from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.engine.export import to_timm
 from eagleray.engine.loop import Step, fit
@@ -25,6 +26,7 @@ from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.methods.method import Classifier, Method
+from eagleray.models.backbone import Backbone
 from eagleray.protocols.classifier import classifier
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs import layout
@@ -68,6 +70,19 @@ class RankRun(NamedTuple):
     @property
     def method(self) -> Method:
         return self.stateful.method
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has only a part of the weights."""
+        return shards.sharded(next(self.method.parameters()))
+
+    def export(self) -> Backbone:
+        """Return the backbone to evaluate and export, whole. Called by all ranks together."""
+        if not self.sharded:
+            return self.method.export()
+        backbone = build_method(self.plan.recipe).export()
+        backbone.load_state_dict(sharded.whole_state(self.method.export()))
+        return backbone.to(self.world.device)
 
 
 def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
@@ -114,7 +129,9 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained
     if is_accelerator(world.device) and method.export().batch_norm:
         method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
     world.synchronise(method)
-    if compiles(plan.recipe.compile, world.device):
+    if plan.recipe.parallel == "fsdp":
+        sharded.shard(method)
+    elif compiles(plan.recipe.compile, world.device):
         compile_backbones(method)
     optimizer = build_optimizer(plan.recipe, method)
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
@@ -148,7 +165,7 @@ def train(run: RankRun, start: int) -> int:
         folder.callbacks("step", taken)
         if cadence.records(step):
             write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
-        if cadence.saves(step) and not folder.saving():
+        if same_on_all(run, cadence.saves(step) and not folder.saving()):
             save_checkpoint(run, step)
             cadence.saved(step)
         step_log.mark = time.perf_counter()
@@ -163,6 +180,13 @@ def train(run: RankRun, start: int) -> int:
         if problem:
             raise problem
     return step
+
+
+def same_on_all(run: RankRun, decision: bool) -> bool:
+    """Return the decision of rank 0 where all ranks save together, which is where weights are sharded."""
+    if not run.sharded:
+        return decision
+    return run.world.agree(decision and run.world.rank == 0)[0] > 0
 
 
 def open_quarantine(run: RankRun) -> Quarantine:
@@ -220,7 +244,9 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
 
 def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
-    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=60 * folder.recipe.data.patience)
+    whole = folder.recipe.parallel == "ddp" or dist.size() == 1
+    patience = 60 * folder.recipe.data.patience
+    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=patience, whole=whole)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(folder.recipe):
@@ -233,14 +259,19 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful) -> dict[st
     run that has not begun."""
     if state is None:
         return {"step": 0, "seconds": 0.0, "useful": 0.0}
-    for name, part in stateful._asdict().items():
+    parts = stateful._asdict()
+    if shards.sharded(next(stateful.method.parameters())):
+        read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
+        sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
+    for name, part in parts.items():
         part.load_state_dict(state.get(name, {}) if name == "precision" else state[name])  # older ones lack it
     return state
 
 
 def save_checkpoint(run: RankRun, step: int) -> None:
-    """Save a checkpoint in the background. Only rank 0 saves, as every rank holds the same weights and moments."""
-    if dist.rank() == 0:
+    """Save a checkpoint in the background. Only rank 0 saves, as every rank holds the same weights and moments, unless
+    these are sharded."""
+    if dist.rank() == 0 or run.sharded:
         state = {
             "step": step,
             "seconds": run.clock.seconds,
@@ -249,6 +280,7 @@ def save_checkpoint(run: RankRun, step: int) -> None:
             "recipe": config.dump(run.plan.recipe),
             "images": len(run.plan.index),
         } | {name: part.state_dict() for name, part in run.stateful._asdict().items()}
+        state["optimizer"] = sharded.optimizer_state(run.stateful.optimizer)
         run.folder.save(step, state)
         log.debug("saving step %d", step)
     run.folder.callbacks("checkpoint", step)
@@ -260,8 +292,9 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     with explain_exhaustion(plan.recipe, run.method, run.world.size, evaluating=True):
         scores = evaluate_final(run)
     run.folder.callbacks("evaluation", scores)
+    backbone = run.export()
     if run.world.rank == 0:
-        to_timm(run.method.export(), plan.recipe.backbone, run.folder.path / layout.EXPORT)
+        to_timm(backbone, plan.recipe.backbone, run.folder.path / layout.EXPORT)
     summary = scores | {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
     summary |= {"wall_seconds": round(run.clock.seconds, 1)}
     run.folder.end(summary, run.clock.useful)
@@ -276,9 +309,7 @@ def evaluate_online(run: RankRun) -> dict[str, float]:
         return evaluate_classifier(run.plan, run.method)
     plan = run.plan
     sets = ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit)
-    return evaluate(
-        run.method.export(), sets, plan.recipe.evaluate, protocols=("knn",), precision=plan.recipe.precision
-    )
+    return evaluate(run.export(), sets, plan.recipe.evaluate, protocols=("knn",), precision=plan.recipe.precision)
 
 
 def evaluate_final(run: RankRun) -> dict[str, float]:
@@ -306,7 +337,7 @@ def compare_with_untrained(run: RankRun) -> dict[str, float]:
     sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
     if not sets:
         log.info("no labels: nothing to evaluate")
-    scores = evaluate(run.method.export(), sets, recipe.evaluate, precision=recipe.precision)
+    scores = evaluate(run.export(), sets, recipe.evaluate, precision=recipe.precision)
     random = build_method(recipe).export().to(run.world.device)
     untrained = evaluate(random, sets, recipe.evaluate, precision=recipe.precision)
     scores |= {name + UNTRAINED: untrained[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in untrained}

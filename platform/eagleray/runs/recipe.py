@@ -146,6 +146,8 @@ class Recipe:
     compile: Annotated[Literal["auto"] | bool, Field(exclude_if=lambda choice: choice == "auto")] = "auto"
     deterministic: Annotated[bool, Field(exclude_if=lambda on: not on)] = False  # bit-equal continuation on a GPU
     gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
+    # fsdp: each rank keeps some rows of every weight, gradient and moment, and gathers weights when they are needed
+    parallel: Annotated[Literal["ddp", "fsdp"], Field(exclude_if=lambda name: name == "ddp")] = "ddp"
     max_steps: PositiveInt | None = None  # stop early, without changing any schedule
     # First and last step to profile, such as 10..12: a trace and a table of operations in the run folder.
     profile: Annotated[str | None, AfterValidator(_steps), Field(exclude_if=lambda steps: steps is None)] = None
@@ -162,7 +164,7 @@ class Recipe:
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
-OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce")
+OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import yaml
 
 from eagleray import config
@@ -69,7 +68,7 @@ def _load(file: Path) -> Any:
     if file.with_suffix(".json").exists() and not checkpoint.intact(file):
         raise UserError(f"{file}: damaged: the checkpoint does not match its manifest")
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return checkpoint.read(file)
     except FileNotFoundError:
         raise UserError(f"{file}: no such checkpoint") from None
     except Exception as e:  # torch reports a damaged file in many ways

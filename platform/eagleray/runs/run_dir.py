@@ -11,7 +11,8 @@ from typing import Any
 from eagleray.base import files
 from eagleray.base.errors import Futile, Outage, UserError, one_line
 from eagleray.base.files import JsonLines, read_lines
-from eagleray.engine import checkpoint
+from eagleray.engine import checkpoint, sharded_checkpoint
+from eagleray.engine.sharded_checkpoint import ShardWriter
 from eagleray.runs import layout, remote
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
@@ -41,6 +42,7 @@ class RunDir:
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
         self.mirror: remote.Mirror | None = None
+        self.shards: ShardWriter | None = None
         self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
 
     def __enter__(self) -> "RunDir":
@@ -51,13 +53,10 @@ class RunDir:
             self.closing.append(files.lock_folder(self.path, patience=PATIENCE).close)
             if is_remote(self.out):
                 self.mirror = remote.Mirror(self.out, str(self.command))
-            self.writer = checkpoint.Writer(
-                self.checkpoints,
-                keep=self.recipe.checkpoint.keep,
-                scratch=self.scratch,
-                first=self.mirror.copy if self.mirror else None,
-            )
-            self.closing.append(self.writer.wait)
+        first = self.mirror.copy if self.mirror else None
+        keep = self.recipe.checkpoint.keep
+        self.writer = checkpoint.Writer(self.checkpoints, keep=keep, scratch=self.scratch, first=first)
+        self.closing.append(self.writer.wait)
         handler = logging.FileHandler(self.path / layout.LOG)
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank{self.rank} %(levelname)s %(message)s"))
         handler.setLevel(logging.DEBUG if self.rank == 0 else logging.WARNING)
@@ -118,9 +117,19 @@ class RunDir:
         return self.starts.tally(useful) if self.starts else {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save a checkpoint in the background."""
-        if self.rank == 0:
+        """Save a checkpoint in the background. Called by rank 0 alone, or by all ranks if tensors are sharded."""
+        state, rows = sharded_checkpoint.split(state)
+        if not rows:
             self.writer.save(step, state)
+            return
+        if self.shards is None:
+            self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=is_remote(self.out))
+            self.closing.append(self.shards.wait)
+        finish = self.shards.save(checkpoint.step_name(step), rows)
+        if self.rank == 0:
+            self.writer.save(step, state, finish)
+        else:
+            self.shards.follow(finish)
 
     def saving(self) -> bool:
         return self.rank == 0 and self.writer.busy
@@ -128,8 +137,9 @@ class RunDir:
     def settle(self) -> UserError | Outage | None:
         """Wait until the last checkpoint is saved. Returns the error that prevented it, or None."""
         try:
-            if self.rank == 0:
-                self.writer.settle()
+            self.writer.settle()
+            if self.shards:
+                self.shards.wait()
         except (UserError, Outage) as e:
             return e
         return None

@@ -1,0 +1,118 @@
+"""The sharded part of a checkpoint, which torch.distributed.checkpoint writes and reads.
+
+Beside the file `step-N.pt`, in which sharded tensors have a shape but no values, the folder `step-N.shards` holds the
+rows of every rank. The manifest names all files, and is written last.
+"""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.base.errors import Outage, UserError
+from eagleray.base.shards import sharded
+from eagleray.engine.sharded import Path as Keys
+from eagleray.engine.sharded import replace, tensors
+
+
+def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
+    """Return a state whose sharded tensors have no values, and the sharded tensors by the keys that lead to them."""
+    rows = {keys: x for keys, x in tensors(state) if sharded(x)}
+    for keys, x in rows.items():
+        state = replace(state, keys, torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    return state, rows
+
+
+def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a state with the values of its sharded tensors, whole, from the folder of a checkpoint."""
+    targets = {keys: torch.empty_like(x, device="cpu") for keys, x in tensors(state) if x.is_meta}
+    if targets:
+        read_rows(folder, targets)
+    for keys, x in targets.items():
+        state = replace(state, keys, x)
+    return state
+
+
+def read_rows(folder: Path, targets: Mapping[Keys, Tensor]) -> None:
+    """Read tensors, in place, from the folder of a checkpoint: whole ones, or this rank's rows of DTensors.
+
+    The checkpoint may be of any number of ranks.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    dcp.load({_name(k): x for k, x in targets.items()}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+
+
+class ShardWriter:
+    """Writes the rows of this rank, together with all other ranks, while training goes on.
+
+    `settle(path)` stores a written file where it belongs and returns its size and checksum. In a `scratch` folder, from
+    which files are uploaded, only the newest checkpoint stays.
+    """
+
+    def __init__(self, folder: Path, settle: Callable[[Path], dict[str, Any]], *, scratch: bool) -> None:
+        self.folder, self.settle, self.scratch = folder, settle, scratch
+        self.group: Any = td.new_group(backend="gloo")  # its own: it is used while the training step uses the others
+        self._thread: threading.Thread | None = None
+
+    def save(self, name: str, rows: Mapping[Keys, Tensor]) -> Callable[[], dict[str, Any]]:
+        """Copy the rows and begin to write them. Called by all ranks together.
+
+        Returns a function that waits for all ranks and returns the files for the manifest. Each rank has to call it
+        once, in the background. It raises OSError, UserError or Outage when a rank could not write.
+        """
+        from torch.distributed import checkpoint as dcp
+
+        self.wait()
+        folder = self.folder / f"{name}.shards"
+        for old in self.folder.glob("step-*.shards") if self.scratch else ():
+            shutil.rmtree(old, ignore_errors=True)  # another rank of this machine may be at it too
+        state = {_name(keys): x for keys, x in rows.items()}
+        future: Any = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
+        return partial(self._finish, folder, future)
+
+    def follow(self, finish: Callable[[], dict[str, Any]]) -> None:
+        """Take part in a save on a rank that writes no manifest. Its problems are raised on rank 0."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError, UserError, Outage):  # told by rank 0
+                finish()
+
+        self._thread = threading.Thread(target=run, name="shards", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the rows of this rank are written."""
+        if self._thread:
+            self._thread.join()
+
+    def _finish(self, folder: Path, future: "Future[Any]") -> dict[str, Any]:
+        files: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            future.result()
+            for path in [*folder.glob(f"__{dist.rank()}_*"), *([folder / ".metadata"] * (dist.rank() == 0))]:
+                files[path.name] = self.settle(path)
+        except (OSError, UserError, Outage) as e:
+            problem = e
+        except BaseException as e:  # what torch raises for problems of any rank is no Exception
+            problem = OSError(f"{folder}: {' '.join(str(e).split())[:300]}")
+        answers: list[Any] = [None] * dist.size()
+        td.all_gather_object(answers, (files, problem), group=self.group)
+        for _, other in answers:
+            if other:
+                raise other
+        return {"shards": {name: told for part, _ in answers for name, told in part.items()}}
+
+
+def _name(keys: Keys) -> str:
+    return ".".join(map(str, keys))
