@@ -6,7 +6,7 @@
 Every operation that would make the host wait for the device adds a line to `waits`, with the line of eagleray that
 asked for it. An operation raises RuntimeError when it mixes tensors of the device with those of the CPU, or takes a
 generator of the other. `torch.accelerator`, `torch.Stream`, `torch.Event`, autocast, pinned memory and
-memory counters work; streams and events do nothing. `helpers/simulated_ranks.py` adds collectives.
+memory counters work; streams and events do nothing. `simulated_ranks.py` adds collectives.
 
 The device is PyTorch's Python backend for the PrivateUse1 key, and its tensors are wrappers of CPU tensors. It has one
 device, cannot be compiled for, and is slow. As PyTorch knows one accelerator per process, the module skips the tests
@@ -51,6 +51,7 @@ WAITING = {
     aten.unique_dim.default,
 }
 WAITS: list[str] = []
+ELSEWHERE: dict[str, Callable[[Any, Any, Any], Any]] = {}  # what runs the operations of a namespace, by its name
 
 
 class _Backend(registration._DummyBackendModule):
@@ -151,7 +152,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_inference_mode_enabled():  # whose tensors cannot be wrapped
         with torch.inference_mode(False), torch.no_grad(), _Mode():
             return func(*args, **kwargs)
-    tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if func.namespace in ELSEWHERE:
+        return ELSEWHERE[func.namespace](func, args, kwargs)
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = [x for x in tensors if isinstance(x, OnDevice)]
     asked = kwargs.get("device")
     asked = None if asked is None else torch.device(asked)
@@ -167,7 +170,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return False
     if func is aten.is_pinned.default:
         return _is_pinned(args[0])
-    inner_args, inner_kwargs = _map(_inner, args), _map(_inner, kwargs)
+    inner_args, inner_kwargs = map_leaves(inner, args), map_leaves(inner, kwargs)
     pinned = inner_kwargs.pop("pin_memory", None)
     out = func(*inner_args, **inner_kwargs)
     if func is COPY_:
@@ -182,30 +185,30 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(x: Any) -> Any:
         return known[id(x)] if id(x) in known else OnDevice(x) if type(x) is Tensor else x
 
-    return _map(wrapped, out)
+    return map_leaves(wrapped, out)
 
 
-def _leaves(x: Any) -> list[Any]:
+def leaves(x: Any) -> list[Any]:
     """Return what the tuples, lists and dicts of an operation's arguments hold; PyTorch's own function is slower."""
     if isinstance(x, tuple | list):
-        return [leaf for part in x for leaf in _leaves(part)]
-    return [leaf for part in x.values() for leaf in _leaves(part)] if isinstance(x, dict) else [x]
+        return [leaf for part in x for leaf in leaves(part)]
+    return [leaf for part in x.values() for leaf in leaves(part)] if isinstance(x, dict) else [x]
 
 
-def _map(f: Callable[[Any], Any], x: Any) -> Any:
+def map_leaves(f: Callable[[Any], Any], x: Any) -> Any:
     if isinstance(x, tuple | list):
-        return type(x)([_map(f, part) for part in x])
-    return {key: _map(f, part) for key, part in x.items()} if isinstance(x, dict) else f(x)
+        return type(x)([map_leaves(f, part) for part in x])
+    return {key: map_leaves(f, part) for key, part in x.items()} if isinstance(x, dict) else f(x)
 
 
-def _inner(x: Any) -> Any:
+def inner(x: Any) -> Any:
     if isinstance(x, OnDevice):
         return x.inner
     return CPU if isinstance(x, torch.device) and x.type == DEVICE.type else x
 
 
 def _indices(args: Any) -> list[Tensor]:
-    return [x for x in _leaves(args[1]) if isinstance(x, Tensor)]
+    return [x for x in leaves(args[1]) if isinstance(x, Tensor)]
 
 
 def _check(func: Any, args: Any, here: list[OnDevice], elsewhere: list[Tensor]) -> None:
@@ -347,7 +350,7 @@ def _cast_kernel(op: Any, lower: bool) -> Any:
             return x.to(dtype) if eligible and x.device.type == DEVICE.type else x
 
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            return op(*_map(cast, args), **_map(cast, kwargs))
+            return op(*map_leaves(cast, args), **map_leaves(cast, kwargs))
 
     return kernel
 
