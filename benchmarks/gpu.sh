@@ -51,9 +51,9 @@ if [ "${1:-}" = --cpu ]; then
     shards=(--images 64 --distinct 4 --width 64 --height 48)
     loader=(--images 2 --rounds 1) photometric=(--images 2 --rounds 1)
     tests=(tests/devices/test_gpu.py)
-    methods=(--methods mocov3 dino)
-    base=("vitb16 optim.batch=4 data.lanes=4") large=() low=(bf16 fp32) compiled=()
-    ranks=0
+    methods=(--methods mocov3 dino) some=(--methods mocov3)
+    base=("vitb16 optim.batch=4 data.lanes=4") large=() low=(bf16 fp32) compiled=() half=bf16 ranks=0
+    usual="compile=false" best="eager compile=false"
 else
     steps=(--steps 25 --warmup 10 data.workers=14 data.lanes=64)
     dino=() two=()
@@ -62,10 +62,11 @@ else
     # Files with such tests only: others may import packages that are not here.
     mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     tests+=(-m gpu)
-    methods=()
-    base=("vitb16 backbone.name=vit_base_patch16_224 optim.batch=256")
-    large=("vitl16 backbone.name=vit_large_patch16_224 optim.batch=64")
-    low=(fp16 fp32) compiled=("compiled compile=true")
+    methods=() some=(--methods mocov3 dino esvit)
+    base=("vitb16 compile=false backbone.name=vit_base_patch16_224 optim.batch=256")
+    large=("vitl16 compile=false backbone.name=vit_large_patch16_224 optim.batch=64")
+    low=(fp16 fp32) compiled=("vits16-compiled compile=true") half=fp16
+    usual="compile=false" best="compiled compile=true"
     ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 fi
 
@@ -102,16 +103,17 @@ step() { # name, seconds, recipe, keys of the recipe; then `--` and cases, each 
 "$PYTHON" benchmarks/synthetic.py "$work/shards" "${shards[@]}" 2>>"$log"
 real=data.train=$work/shards
 precisions=()
-for name in "${low[@]}"; do precisions+=("$name precision=$name"); done
+for name in "${low[@]}"; do precisions+=("vits16-$name compile=false precision=$name"); done
 
-measure methods 110 "$PYTHON" benchmarks/methods.py --json "${methods[@]}"
-((ranks < 2)) || measure methods-2-gpus 100 "$PYTHON" benchmarks/methods.py --json --ranks 2
-step mocov3 70 mocov3_vits16 --synthetic "${two[@]}" -- vits16 "${compiled[@]}" "${precisions[@]}" "${base[@]}"
-step mocov3-real 40 mocov3_vits16 "$real" "${two[@]}" -- vits16
-step dino 90 dino_vits16 --synthetic "${dino[@]}" -- vits16 "${compiled[@]}" "${base[@]}" "${large[@]}"
-step dino-real 50 dino_vits16 "$real" "${dino[@]}" -- vits16
-step simclr 40 simclr_vits16 --synthetic "${two[@]}" -- vits16 "${compiled[@]}"
-step simclr-real 40 simclr_vits16 "$real" "${two[@]}" -- vits16
+measure methods 130 "$PYTHON" benchmarks/methods.py --json compile=false "${methods[@]}"
+measure methods-half 40 "$PYTHON" benchmarks/methods.py --json compile=false "precision=$half" "${some[@]}"
+((ranks < 2)) || measure methods-2-gpus 100 "$PYTHON" benchmarks/methods.py --json compile=false --ranks 2
+step mocov3 100 mocov3_vits16 --synthetic "${two[@]}" -- "vits16 $usual" "${compiled[@]}" "${precisions[@]}" "${base[@]}"
+step mocov3-real 60 mocov3_vits16 "$real" "${two[@]}" -- "vits16-$best"
+step dino 130 dino_vits16 --synthetic "${dino[@]}" -- "vits16 $usual" "${compiled[@]}" "${base[@]}" "${large[@]}"
+step dino-real 70 dino_vits16 "$real" "${dino[@]}" -- "vits16-$best"
+step simclr 70 simclr_vits16 --synthetic "${two[@]}" -- "vits16 $usual" "${compiled[@]}"
+step simclr-real 60 simclr_vits16 "$real" "${two[@]}" -- "vits16-$best"
 measure tests 80 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}"
 measure photometric 40 "$PYTHON" benchmarks/photometric.py --json "${photometric[@]}"
 measure loader 60 "$PYTHON" benchmarks/loader.py --json --data "$work/shards" "${loader[@]}"

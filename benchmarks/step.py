@@ -9,6 +9,8 @@ forward_ms, backward_ms, clip_ms, optimizer_ms, ema_ms      its parts
 rest_ms             what is left of it: on a CPU the wait for data too, on a GPU whatever keeps the device from working
 data_wait           share of the time for which the loop, not the device, waited for its next batch
 peak_memory_mib     on a GPU what tensors took at most; on a CPU what the process did, program and data included
+planned_memory_mib  what `eagleray plan` predicts of the tensors
+tflops              of training, without what is computed twice, per second
 
 With `--case "NAME key=value ..."`, once or more, the recipe is measured once for each case, with these keys added, and
 each case prints a line of its own with its name as `case`. A case that fails has an `error`, and the others go on.
@@ -36,11 +38,14 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
 from eagleray.engine import loop
+from eagleray.engine.numerics import numerics
+from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
 from eagleray.runs import pretrain, recipe
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.step_trace import trace_step
 from eagleray.views import photometric
 from eagleray.views.sampling import Views
 
@@ -98,15 +103,18 @@ def usual() -> str:
 
 def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
-    method = build_method(r).to(world.device)
+    precision = Precision.of(r.precision, world.device)
+    method = build_method(r)
+    pretrain.place(method, r, world)
     optimizer = build_optimizer(r, method)
     feed = Feed(r, world.device, synthetic=args.synthetic)
     clock = Clock(world.device)
-    with patched(clock, method, optimizer):
+    with patched(clock, method, optimizer), numerics(precision, deterministic=r.deterministic):
         batches = itertools.islice(feed, args.warmup + args.steps)
-        steps = pretrain.optimizer_steps(r, world, method, optimizer, batches)
+        steps = pretrain.optimizer_steps(r, world, method, optimizer, batches, precision)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
+    trace = trace_step(r, ranks=1, dataset=IMAGES, dtype=precision.dtype)
     result = {
         "device": world.device.type,
         "input": "synthetic" if args.synthetic else "data",
@@ -117,7 +125,8 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     }
     parts = {n: 1000 * clock.seconds(n) / args.steps for n in PARTS}
     result |= {f"{n}_ms": ms for n, ms in parts.items()} | {"rest_ms": result["step_ms"] - sum(parts.values())}
-    return result | {"data_wait": feed.waited / seconds, "peak_memory_mib": peak, "loss": loss.item()}
+    result |= {"data_wait": feed.waited / seconds, "peak_memory_mib": peak, "planned_memory_mib": trace.peak / 2**20}
+    return result | {"tflops": trace.flops / (seconds / args.steps) / 1e12, "loss": loss.item()}
 
 
 def timed(

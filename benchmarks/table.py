@@ -16,12 +16,14 @@ COLUMNS = {
     "rest": "rest_ms",
     "wait": "data_wait",
     "MiB": "peak_memory_mib",
+    "planned": "planned_memory_mib",
+    "TFLOP/s": "tflops",
 }
 
 
 def main(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    results = [row["result"] if isinstance(row["result"], dict) else {"error": row["result"]} for row in rows]
+    results = [row["result"] if isinstance(row["result"], dict) else {"printed": row["result"]} for row in rows]
     print(f"{'':<24}{'status':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
     for row, result in zip(rows, results, strict=True):
         name = row["name"] + (f" {result['case']}" if "case" in result else "")

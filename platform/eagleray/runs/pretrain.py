@@ -125,18 +125,23 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained
     source = plan.recipe.backbone.weights if pretrained_weights else None
     method = build_method(plan.recipe, pretrained(source) if source else None)
     method.allocate(len(plan.index))
-    method.to(world.device)
-    if is_accelerator(world.device) and method.export().batch_norm:
-        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
-    world.synchronise(method)
-    if plan.recipe.parallel == "fsdp":
-        sharded.shard(method)
-    elif compiles(plan.recipe.compile, world.device):
-        compile_backbones(method)
+    place(method, plan.recipe, world)
     optimizer = build_optimizer(plan.recipe, method)
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
     monitor = Monitor(method, optimizer, plan.recipe.monitor, images=len(plan.index), labelled=labelled)
     return Stateful(method, optimizer, monitor, precision)
+
+
+def place(method: Method, recipe: Recipe, world: World) -> None:
+    """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
+    method.to(world.device)
+    if is_accelerator(world.device) and method.export().batch_norm:
+        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
+    world.synchronise(method)
+    if recipe.parallel == "fsdp":
+        sharded.shard(method)
+    elif compiles(recipe.compile, world.device):
+        compile_backbones(method)
 
 
 def train(run: RankRun, start: int) -> int:
