@@ -183,7 +183,7 @@ def test_a_case_that_fails_leaves_the_others(environment: dict[str, str]) -> Non
     assert (right["case"], right["batch"]) == ("right", 4)
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_methods(environment: dict[str, str], ranks: str) -> None:
     out = result(environment, "methods.py", "--methods", "mocov3", "--ranks", ranks)
     assert out["methods"]["mocov3"]["status"] == "ok"
