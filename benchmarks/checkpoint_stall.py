@@ -33,9 +33,9 @@ import streaming
 import torch
 
 from eagleray.engine import checkpoint
+from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
-from eagleray.runs import pretrain
-from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.recipe import Recipe
 
 USUAL = str(Path(__file__).parent / "recipes" / "mocov3_vits16.yaml")
@@ -88,7 +88,8 @@ def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace)
     world = local()
     method = build_method(recipe).to(world.device)
     optimizer = build_optimizer(recipe, method)
-    steps = pretrain.optimizer_steps(recipe, world, method, optimizer, step.Feed(recipe, world.device, synthetic=True))
+    feed, precision = step.Feed(recipe, world.device, synthetic=True), Precision.of(recipe.precision, world.device)
+    steps = optimizer_steps(recipe, method, optimizer, feed, precision)
 
     def one() -> Pair:
         return timed(lambda: (next(steps), common.wait(world.device)))

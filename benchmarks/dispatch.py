@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.engine.world import World
+from eagleray.engine.precision import Precision
 from eagleray.runs import recipe
-from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.monitor import Monitor
-from eagleray.runs.pretrain import optimizer_steps
 from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
 
@@ -122,7 +121,7 @@ def take_steps(r: Recipe, device: torch.device, last: Callable[[], None]) -> Non
     optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, r.monitor, images=IMAGES, labelled=True)
     batches = [(Progress(10 + i, 10, r.optim.epochs), random_batch(r, method.classes, device)) for i in range(STEPS)]
-    steps = optimizer_steps(r, World(device), method, optimizer, batches)
+    steps = optimizer_steps(r, method, optimizer, batches, Precision.of(r.precision, device))
     for i in range(STEPS):
         if i == STEPS - 1:
             last()

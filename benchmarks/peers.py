@@ -35,9 +35,10 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
+from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
-from eagleray.runs import pretrain, recipe
-from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs import recipe
+from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
 from eagleray.views import photometric
@@ -142,7 +143,8 @@ class Ours:
         method = build_method(r)
         middle = Progress(1000 * r.optim.epochs // 2, 1000, r.optim.epochs)
         batches = ((middle, batch) for batch in self.batches())
-        return pretrain.optimizer_steps(r, local(), method, build_optimizer(r, method), batches)
+        precision = Precision.of(r.precision, local().device)
+        return optimizer_steps(r, method, build_optimizer(r, method), batches, precision)
 
     def turn(self) -> common.Seconds:
         wall, cpu = time.perf_counter(), time.process_time()

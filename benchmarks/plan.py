@@ -19,6 +19,7 @@ import memory
 import torch
 from torch import Tensor
 
+from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import CPU
 from eagleray.datasets.catalogue import images_of
 from eagleray.engine.precision import Precision
@@ -69,6 +70,7 @@ def main() -> None:
         table()
         return
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `pretrain` does
     rows: dict[str, Any] = {}
     for name in args.only:
         case = CASES[name]

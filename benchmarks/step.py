@@ -36,13 +36,13 @@ from eagleray.base import devices
 from eagleray.config import bundled
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.data.loader import Loader
+from eagleray.data.loader import Loader, processes
 from eagleray.engine import loop
 from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
 from eagleray.runs import pretrain, recipe
-from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import trace_step
@@ -111,7 +111,7 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(world.device)
     with patched(clock, method, optimizer), numerics(precision, deterministic=r.deterministic):
         batches = itertools.islice(feed, args.warmup + args.steps)
-        steps = pretrain.optimizer_steps(r, world, method, optimizer, batches, precision)
+        steps = optimizer_steps(r, method, optimizer, batches, precision)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
     trace = trace_step(r, ranks=1, dataset=IMAGES, dtype=precision.dtype)
@@ -153,7 +153,7 @@ class Feed:
         else:
             stream = make_plan(r, note=common.note).stream
             self.steps_per_epoch = stream.steps_per_epoch
-            loader = Loader(stream, rank=0, ranks=1, workers=r.data.workers, device=device)
+            loader = Loader(stream, rank=0, ranks=1, workers=processes(r.data.workers, devices.cpus()), device=device)
             self.batches = (batch for batch, _ in loader.batches(0))
 
     def __iter__(self) -> Iterator[tuple[Progress, Batch]]:

@@ -3,10 +3,19 @@
 # Secrets are read from ~/.eagleray.env, Ray's token from ~/.ray/auth_token; the cluster launcher puts both there.
 set -euo pipefail
 
-set -a
-# shellcheck source=/dev/null
-. "$HOME/.eagleray.env"
-set +a
+# The settings as Docker and Kubernetes read them: what follows the first = is the value, whatever is in it. Nothing is
+# executed or expanded.
+number=0
+while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1))
+    line=${line%$'\r'}
+    [[ "$line" =~ ^[[:space:]]*(#|$) ]] && continue
+    [[ "$line" =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || {
+        echo "node.sh: line $number of ~/.eagleray.env: expected NAME=value" >&2
+        exit 2
+    }
+    export "${line%%=*}=${line#*=}"
+done <"$HOME/.eagleray.env"
 ulimit -n 65536 2>/dev/null || true
 address=$(hostname -I | cut -d ' ' -f 1)
 

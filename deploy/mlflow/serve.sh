@@ -3,9 +3,9 @@
 # that no password is in a process list; a missing one ends it with a line that names it.
 set -euo pipefail
 
-: "${MLFLOW_BACKEND_STORE_URI:?expected postgresql://USER:PASSWORD@HOST/DB or sqlite:////FILE}"
+: "${MLFLOW_BACKEND_STORE_URI:?expected postgresql+psycopg://USER:PASSWORD@HOST/DB or sqlite:////FILE}"
 : "${MLFLOW_ARTIFACTS_DESTINATION:?expected s3://BUCKET/PREFIX or a folder}"
-: "${MLFLOW_AUTH_DATABASE_URI:?expected the database of users, postgresql:// or sqlite:////FILE}"
+: "${MLFLOW_AUTH_DATABASE_URI:?expected the database of users, postgresql+psycopg:// or sqlite:////FILE}"
 : "${MLFLOW_TRACKING_USERNAME:?expected the name of the first user}"
 : "${MLFLOW_TRACKING_PASSWORD:?expected the password of the first user, at least 12 characters}"
 : "${MLFLOW_FLASK_SERVER_SECRET_KEY:?expected a long random string}"

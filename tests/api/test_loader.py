@@ -89,7 +89,6 @@ def test_torchrun_deals_the_global_batches(group: str, shards: Path, tmp_path: P
         ({"start": -1}, "start=-1"),
         ({"batch": 1000}, "320 samples do not fill one global batch of 1000"),
         ({"lanes": 7}, "the number of lanes must divide it"),
-        ({"lanes": 8, "workers": 9}, "9 readers cannot share 8 lanes"),
     ],
 )
 def test_what_is_wrong_is_a_user_error(keys: dict[str, object], message: str, shards: Path):

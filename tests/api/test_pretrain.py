@@ -174,6 +174,27 @@ def test_a_run_that_is_stopped_continues_with_the_same_call(
     assert_same(weights(Path(again.out)), weights(Path(whole.out)))
 
 
+def test_a_second_call_is_refused_and_the_run_does_not_notice(small: Path, shards: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    keys = {"data.train": shards / "train", **QUICK, "optim.epochs": 200}
+    thread = threading.Thread(target=eagleray.pretrain, args=(small, keys), kwargs={"out": out})
+    thread.start()
+    while not read_lines(out / "metrics.jsonl"):
+        time.sleep(0.02)
+    names = ("recipe.yaml", "environment.json", ".command", ".lock")
+    before = [((out / name).read_bytes(), (out / name).stat().st_mtime_ns) for name in names]
+    (out / ".failure").write_text("{}")
+    with pytest.raises(eagleray.UserError, match="another command is training this run"):
+        eagleray.pretrain(small, keys | {"log_steps": 3, "checkpoint.steps": 7}, out=out)
+    assert [((out / name).read_bytes(), (out / name).stat().st_mtime_ns) for name in names] == before
+    assert (out / ".failure").exists()
+    assert thread.is_alive()
+    (out / ".stop").touch()
+    thread.join()
+    steps = [r["step"] for r in read_lines(out / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def test_ctrl_c_saves_and_returns(small: Path, shards: Path, tmp_path: Path):
     """In a program of its own, as the signal is for the whole process."""
     out = tmp_path / "out"
@@ -183,10 +204,11 @@ def interrupt():
     while not os.path.exists({str(out / "metrics.jsonl")!r}) or not os.path.getsize({str(out / "metrics.jsonl")!r}):
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)
+before = signal.getsignal(signal.SIGINT)
 threading.Thread(target=interrupt).start()
 keys = {{"data.train": {str(shards / "train")!r}, "optim.epochs": 1000}}
 run = eagleray.pretrain({str(small)!r}, keys, out={str(out)!r})
-print(run.finished, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(run.finished, signal.getsignal(signal.SIGINT) is before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "False True", done.stderr

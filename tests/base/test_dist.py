@@ -12,6 +12,7 @@ from helpers.recipes import METHODS, small_recipe
 from helpers.table import Table
 
 from eagleray import config
+from eagleray.base.errors import UserError
 from eagleray.engine.world import World
 from eagleray.runs.method_checks import difference, rehearse, rehearse_on_ranks
 from eagleray.runs.recipe import Recipe
@@ -55,7 +56,9 @@ def test_two_processes_equal_one(method: str, rows: tuple[int, ...], runs: dict[
     for name in two.monitored.keys() - OWN:
         assert two.monitored[name] == pytest.approx(one.monitored[name], rel=2e-3, abs=1e-5), name
     for name, want in one.method.items():
-        torch.testing.assert_close(two.method[name], want, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        # A mean before batch norm moves with weights whose gradients are zero but for rounding, which AdamW enlarges.
+        close = 1e-4 if name.endswith("running_mean") else 2e-5
+        torch.testing.assert_close(two.method[name], want, rtol=1e-4, atol=close, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _gather(rank: int, port: int, out: Path) -> None:
@@ -74,6 +77,19 @@ def _gather(rank: int, port: int, out: Path) -> None:
     for column, together in zip(columns, dist.gather_together(columns, rows), strict=True):
         assert torch.equal(together, dist.gather(column, rows))
         assert together.dtype == column.dtype
+    assert dist.from_rank_zero(lambda: torch.distributed.get_rank()) == 0
+
+    def fail() -> None:
+        raise UserError("no such bucket")
+
+    with pytest.raises(UserError, match="no such bucket"):
+        dist.from_rank_zero(fail)
+    assert not dist.told("stop")
+    torch.distributed.barrier()
+    if rank == 0:
+        dist.tell("stop")
+    torch.distributed.barrier()
+    assert dist.told("stop")
     gradients = []
     for reduce in ("fp32", "bf16"):
         network = torch.nn.Linear(3, 2, bias=False)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from eagleray.base.files import JsonLines, append_lines, read_lines, write_atomic
+from eagleray.base import files
+from eagleray.base.errors import Busy, UserError
+from eagleray.base.files import JsonLines, LateLines, Tail, append_lines, parse_lines, read_lines, write_atomic
 
 
 class Disk:
@@ -96,3 +99,111 @@ def test_replacing_leaves_the_old_text_where_it_fails(tmp_path: Path, monkeypatc
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_tail_returns_only_complete_lines_that_are_new(tmp_path: Path):
+    path = tmp_path / "log"
+    path.write_text("old\n")
+    tail = Tail(path)
+    with path.open("a") as f:
+        f.write("first\nsec")
+        f.flush()
+        assert tail.lines() == ["first"]
+        f.write("ond\n")
+    assert tail.lines() == ["second"]
+    assert tail.lines() == []
+
+
+def test_a_tail_follows_a_history_that_goes_back_to_a_checkpoint(tmp_path: Path):
+    """As after a restart: the file is another one then, and shorter."""
+    path = tmp_path / "metrics.jsonl"
+    history = JsonLines(path, step=0)
+    tail = Tail(path, whole=True)
+    for step in range(1, 5):
+        history.log({"step": step})
+    assert [r["step"] for r in parse_lines(tail.lines())] == [1, 2, 3, 4]
+    history = JsonLines(path, step=2)
+    assert tail.lines() == []
+    history.log({"step": 3})
+    assert parse_lines(tail.lines()) == [{"step": 3}]
+
+
+def test_a_tail_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n' * 1000)
+    tail = Tail(path, whole=True)
+    assert len(tail.lines()) == 1000
+    with path.open("a") as f:
+        f.write('{"step": 1}\n')
+    before = tail.offset
+    assert len(tail.lines()) == 1
+    assert tail.offset - before == len('{"step": 1}\n')
+
+
+def test_lines_that_are_json_but_no_record_are_passed_over(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    odd = [
+        "7",
+        "null",
+        '"step"',
+        "[1]",
+        "[" * 100_000,
+        '{"loss": 1}',
+        '{"step": "two"}',
+        '{"step": null}',
+        '{"step": 1.5}',
+    ]
+    path.write_text("\n".join([*odd, '{"step": 1}', '{"step": 2}', ""]))
+    assert [r["step"] for r in files.read_history(path)] == [1, 2]
+    JsonLines(path, step=1).log({"step": 2, "again": True})
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n'
+
+
+def test_late_lines_follow_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    path, honest = tmp_path / "quarantine.jsonl", Path.open
+
+    def full(path: Path, *more: Any, **options: Any) -> Any:
+        return Disk(honest(path, *more, **options), room=5)
+
+    lines = LateLines(path)
+    lines.add([{"key": "a"}])
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "__enter__", lambda self: self, raising=False)
+        patch.setattr(Disk, "__exit__", lambda self, *_: self.file.close(), raising=False)
+        patch.setattr(Disk, "__getattr__", lambda self, name: getattr(self.file, name), raising=False)
+        patch.setattr(Path, "open", full)
+        lines.add([{"key": "b"}])
+        lines.add([{"key": "c"}])
+    assert path.read_text() == '{"key": "a"}\n'
+    assert len(caplog.records) == 1
+    lines.add([{"key": "d"}])
+    assert [r["key"] for r in read_lines(path)] == ["a", "b", "c", "d"]
+
+
+def test_a_locked_folder_names_who_holds_it_and_a_file_system_without_locks_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with files.lock_folder(tmp_path):
+        before = (tmp_path / ".lock").read_text()
+        with pytest.raises(Busy, match=f"process {os.getpid()} on .* is still using this folder"):
+            files.lock_folder(tmp_path)
+        assert (tmp_path / ".lock").read_text() == before
+        assert files.is_folder_locked(tmp_path)
+    assert not files.is_folder_locked(tmp_path)
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "not implemented")))
+    for attempt in (lambda: files.lock_folder(tmp_path), lambda: files.is_folder_locked(tmp_path)):
+        with pytest.raises(UserError, match=f"out={tmp_path}: this file system has no locks"):
+            attempt()
+
+
+def test_names_are_flushed_to_the_disk_with_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a power loss could take the new name and, with it, both the old content and the new."""
+    synced: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    files.make_folder(tmp_path / "a" / "b")
+    assert set(synced) == {str(tmp_path), str(tmp_path / "a")}
+    synced.clear()
+    write_atomic(tmp_path / "a" / "b" / "note", "text")
+    assert synced == [str(tmp_path / "a" / "b" / ".note.part"), str(tmp_path / "a" / "b")]

@@ -201,6 +201,15 @@ def test_big_index(environment: dict[str, str]) -> None:
     assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))
 
 
+def test_evaluate_scale(environment: dict[str, str], photographs: Path) -> None:
+    sizes = ["--images", "900", "--queries", "300", "--dim", "16", "--classes", "5", "--ranks", "1", "2"]
+    out = result(environment, "evaluate_scale.py", *sizes, "--photographs", "8", "--rounds", "1", "--data", photographs)
+    assert out["overhead_mb"].keys() == out["law_mb"].keys() == {"1", "2"}
+    assert out["same_top1"] is True
+    assert out["rate_of_loader"] > 0
+    assert "imagenet-22k on 64" in out["extrapolated"]
+
+
 def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
     figure = tmp_path / "memory.png"
     out = result(environment, "loader_memory.py", "--images", "64", "--batch", "8", "--figure", figure)
@@ -271,3 +280,12 @@ def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str
     done = run(environment | offline, BENCHMARKS / "peers.py", rc=2)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: lightly-train==0.18.0 cannot be installed: ERROR: No matching")
+
+
+def test_control_cost() -> None:
+    out = result(dict(os.environ), "control_cost.py", "--ranks", "2", "4", "--seconds", "1", "--history", "0.1")
+    assert out["messages_per_step"] == {"2": 1, "4": 1}
+    assert out["requests_per_minute_per_rank"]["4"] <= out["requests_per_minute_per_rank"]["2"]
+    assert all(rows["all"] == rows["rank 0"] for rows in out["requests_per_minute"].values())
+    assert all(rows["another"] <= 1 < 5 < rows["rank 0"] for rows in out["requests_at_start"].values())
+    assert out["cpu_seconds_per_step"]["4"] > 0

@@ -11,9 +11,10 @@ import pytest
 from chaos.check import Steps, steps, verify
 from chaos.job import TRACING, Job, Run
 from chaos.site import RECIPE
+from helpers.processes import below
+from helpers.ray_nodes import add, ray_cluster
 
 from eagleray.base.files import read_lines
-from eagleray.cluster.session import ENVIRONMENT
 from eagleray.runs.plan import make_plan, resolve_paths
 
 pytestmark = pytest.mark.slow
@@ -32,24 +33,10 @@ def run(shards: Path, tmp_path: Path) -> Iterator[Run]:
 @pytest.fixture
 def cluster(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head that only directs; what runs on its nodes is traced, and takes its time."""
-    from ray.cluster_utils import Cluster
-
     run.tracing.mkdir(parents=True)
-    settings = ENVIRONMENT | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "EAGLERAY_PACE": "0.1"}
-    settings |= {"EAGLERAY_TRACE": str(run.tracing), "PYTHONPATH": str(TRACING)}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    try:
+    paths = os.pathsep.join([str(TRACING), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with ray_cluster(monkeypatch, PYTHONPATH=paths, EAGLERAY_TRACE=str(run.tracing), EAGLERAY_PACE="0.1") as cluster:
         yield cluster
-    finally:
-        cluster.shutdown()
-
-
-def add(cluster: Any) -> Any:
-    return cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
 
 
 def drain(cluster: Any, node: Any) -> None:
@@ -93,6 +80,8 @@ def test_nodes_come_and_go_and_no_sample_is_lost_or_given_twice(run: Run, cluste
     training(2, more=45)
     nodes.append(add(cluster))
     training(3, more=45)
+    grown = starts()[-1]
+    assert grown["reached"] == grown["step"], "steps were taken again although nothing had failed"
     cluster.remove_node(nodes.pop(), allow_graceful=False)
     training(2)
     going = nodes.pop()
@@ -115,6 +104,50 @@ def test_nodes_come_and_go_and_no_sample_is_lost_or_given_twice(run: Run, cluste
     wanted = uninterrupted(run, last + 10)
     lines = [line for line in run.lines() if line.step <= last + 10]
     verify(lines, wanted, last + 10)
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_goes_on_while_nodes_arrive_every_few_seconds(run: Run, cluster: Any):
+    def last() -> int:
+        lines = read_lines(run.out / "metrics.jsonl")
+        return lines[-1]["step"] if lines else 0
+
+    add(cluster)
+    job = run.start(0, 0, *KEYS, "workers=1..3", "checkpoint.steps=1000000", "checkpoint.minutes=600")
+    wait_for("the first step", job, lambda: last() > 0)
+    steps_taken = []
+    for _ in range(2):
+        add(cluster)
+        time.sleep(8)
+        steps_taken.append(last())
+    wait_for("3 ranks training", job, lambda: read_lines(run.out / "starts.jsonl")[-1].get("ranks") == 3)
+    began = read_lines(run.out / "starts.jsonl")[-1]["step"]
+    wait_for("progress", job, lambda: last() >= began + 15)
+    assert steps_taken == sorted(set(steps_taken)), "the run stood still"
+    starts = [line for line in read_lines(run.out / "starts.jsonl") if "step" in line]
+    assert all(s["reached"] == s["step"] for s in starts), f"steps were taken again: {starts}"
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 1, job.said()
+    end = last()
+    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end), end)
+
+
+@pytest.mark.timeout(600)
+def test_a_worker_that_hangs_is_replaced_within_a_minute(run: Run):
+    job = run.start(2, 0, *KEYS)
+    job.wait_for(25)
+    stopped = below(job.process, "RayTrainWorker")[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    hung = time.monotonic()
+    wait_for("a second start", job, lambda: len(read_lines(run.out / "starts.jsonl")) > 1)
+    # One minute until the worker counts as dead, and the time that a start takes.
+    assert time.monotonic() - hung < 90
+    began = read_lines(run.out / "starts.jsonl")[-1]["step"]
+    wait_for("progress", job, lambda: read_lines(run.out / "metrics.jsonl")[-1]["step"] >= began + 15)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 1, job.said()
+    end = read_lines(run.out / "metrics.jsonl")[-1]["step"]
+    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end), end)
 
 
 def uninterrupted(run: Run, last: int) -> Steps:

@@ -475,7 +475,7 @@ def test_the_command(trained: Path, shards: Path, tmp_path: Path, capsys):
 def test_workers_find_the_same_features(
     request_: Callable[..., evaluate.Report], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    def elsewhere(function: Any, tasks: Any, *, workers: int) -> Any:
+    def elsewhere(function: Any, tasks: Any, *, workers: int, gpus: bool) -> Any:
         sent = [pickle.loads(pickle.dumps(task)) for task in tasks]
         assert len(sent) == workers
         return map(function, reversed(sent))  # which come as they are done
@@ -484,6 +484,24 @@ def test_workers_find_the_same_features(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(extraction, "ray_map", elsewhere)
     assert request_("knn", workers=3).results[0].numbers == alone.numbers
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of GPUs"))
+    if not torch.cuda.is_available():
+        assert "finds no accelerator" in request_("knn", workers=3, gpus=True).refused[0]
+    with pytest.raises(UserError, match="--gpus: is for the Ray tasks of --workers"):
+        request_("knn", gpus=True)
+
+
+def test_a_protocol_that_fails_costs_its_numbers_alone(
+    request_: Callable[..., evaluate.Report], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("eagleray.protocols.linear.linear", broken)
+    report = request_("linear", "knn", settings={"k": "5"})
+    assert [r.protocol for r in report.results] == ["knn"]
+    [line] = report.refused
+    assert line.startswith("linear: failed: ZeroDivisionError: division by zero (test_evaluate.py, line ")
 
 
 @pytest.mark.slow

@@ -41,12 +41,12 @@ def test_a_span_is_kept_in_the_resolved_recipe_and_a_single_number_is_one(wanted
     assert recipe.digest(one) == recipe.digest(other)  # where it runs is not what it learns
 
 
-def test_every_number_of_workers_must_fit_the_lanes(wanted, shards: Path, tmp_path: Path):
+def test_every_number_of_workers_must_fit_the_batch(wanted, shards: Path, tmp_path: Path):
 
     keys = [f"data.train={shards / 'train'}", f"out={tmp_path / 'out'}"]
-    make_plan(resolve_paths(wanted(*keys, "workers=1..8")))
-    with pytest.raises(UserError, match="9 readers cannot share 8 lanes"):
-        make_plan(resolve_paths(wanted(*keys, "workers=1..9")))
+    make_plan(resolve_paths(wanted(*keys, "workers=1..32")))
+    with pytest.raises(UserError, match=r"workers=33: .* at most optim\.batch=32"):
+        make_plan(resolve_paths(wanted(*keys, "workers=1..33")))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,8 @@ def test_every_number_of_workers_must_fit_the_lanes(wanted, shards: Path, tmp_pa
         (["workers=4..16"], [CPUS, GPUS], True, 4),  # machines without GPUs have no say
         (["workers=16", "gpus=true"], [HEAD], True, 1),  # an autoscaler has yet to start them
         (["workers=2", "gpus=false"], [GPUS], False, 16),
+        (["workers=2", "gpus=false"], [HEAD], False, 1),  # never nothing: Ray refuses a worker without resources
+        (["workers=8", "gpus=true"], [], True, 1),
     ],
 )
 def test_resources_of_a_worker(wanted, keys: list[str], nodes: list[dict[str, float]], gpu: bool, cpus: float):
@@ -69,3 +71,9 @@ def test_resources_of_a_worker(wanted, keys: list[str], nodes: list[dict[str, fl
 def test_some_gpus_but_too_few_are_said_with_both_ways_out(wanted):
     with pytest.raises(UserError, match=r"workers=16: there are 8 GPUs.*gpus=true waits.*gpus=false"):
         resources(wanted("workers=16"), [GPUS])
+
+
+@pytest.mark.parametrize("nodes", [[], [HEAD], [{"CPU": 0.0}]])
+def test_a_cluster_without_machines_does_not_guess(wanted, nodes: list[dict[str, float]]):
+    with pytest.raises(UserError, match=r"workers=8: the cluster has no machine.*gpus=true waits.*gpus=false"):
+        resources(wanted("workers=8"), nodes)

@@ -1,6 +1,5 @@
 """Runs sent to a cluster: what travels, what is said, and that a run survives being stopped and sent again."""
 
-import http.server
 import io
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.fake_head import FakeHead
 from ray._private.authentication_test_utils import reset_auth_token_state
 
 from eagleray.base.errors import Outage
@@ -25,80 +25,6 @@ from eagleray.runs import recipe
 
 TOKEN = "test-0123456789abcdef"
 SECRETS = {"AWS_ACCESS_KEY_ID": "TESTACCESS", "AWS_SECRET_ACCESS_KEY": "testsecret", "RAY_AUTH_TOKEN": TOKEN}
-
-
-class FakeHead:
-    """What the commands ask of a head, over HTTP; `broken`, if set, answers every request instead, and `then` is called
-    once, after the first look at a log."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, dict[str, Any]] = {}
-        self.logs: dict[str, str] = {}
-        self.packages: list[bytes] = []
-        self.asked = 0
-        self.broken: Callable[[], tuple[int, str] | None] | None = None
-        self.then: Callable[[], Any] | None = None
-        head = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                head.asked += 1
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                reply = head.broken() if head.broken else head.reply(self.command, self.path, body)
-                if reply is None:
-                    self.close_connection = True
-                    return
-                text = reply[1].encode()
-                self.send_response(reply[0])
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = do_PUT = answer
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def reply(self, verb: str, path: str, body: bytes) -> tuple[int, str]:
-        parts = path.strip("/").split("/")
-        if path == "/api/version":
-            return 200, json.dumps({"ray_version": "2.60.0"})
-        if verb == "PUT":
-            self.packages.append(body)
-            return 200, "{}"
-        if verb == "POST" and parts[-1] == "jobs":
-            asked = json.loads(body)
-            if asked["submission_id"] in self.jobs:
-                return 500, f"ValueError: Job with submission_id {asked['submission_id']} already exists."
-            self.add(asked["submission_id"], **asked)
-            return 200, json.dumps({"job_id": "", "submission_id": asked["submission_id"]})
-        if path == "/api/jobs/":
-            return 200, json.dumps(list(self.jobs.values()))
-        if parts[:2] == ["api", "jobs"] and parts[2] in self.jobs:
-            job = self.jobs[parts[2]]
-            if parts[3:] == ["logs"]:
-                text, then, self.then = self.logs[parts[2]], self.then, None
-                if then:
-                    then()
-                return 200, json.dumps({"logs": text})
-            if parts[3:] == ["stop"]:
-                self.set(parts[2], "STOPPED")
-                return 200, json.dumps({"stopped": True})
-            return 200, json.dumps(job)
-        return 404, f"{path} is not here"
-
-    def add(self, name: str, status: str = "RUNNING", **more: Any) -> None:
-        told = {"type": "SUBMISSION", "submission_id": name, "status": status, "entrypoint": "x", "start_time": 10**12}
-        given = {"metadata": {"eagleray": "pretrain", "recipe": "small", "out": "/o", "digest": "d"}}
-        self.jobs[name] = told | given | more
-        self.logs[name] = f"Ray's own\nRunning entrypoint for job {name}: x\n"
-
-    def set(self, name: str, status: str, code: int | None = None, message: str = "") -> None:
-        self.jobs[name] |= {"status": status, "end_time": 10**12 + 5000, "driver_exit_code": code, "message": message}
 
 
 @pytest.fixture
@@ -158,7 +84,9 @@ KEYS = ["data.train=s3://bucket/train", "out=s3://bucket/runs/first"]
 def test_only_the_package_and_the_recipe_travel(
     head: FakeHead, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagleray: Callable[..., Ran]
 ):
-    for name, value in (SECRETS | {"AWS_ENDPOINT_URL": "http://store:9000", "EAGLERAY_X": "1", "HOME_X": "y"}).items():
+    for name, value in (
+        SECRETS | {"AWS_ENDPOINT_URL": "http://store:9000", "EAGLERAY_API_TOKEN": "t", "HOME_X": "y"}
+    ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow:5000")
     (tmp_path / "mine").mkdir()
@@ -168,7 +96,8 @@ def test_only_the_package_and_the_recipe_travel(
     ran = eagleray("submit", "over.yaml", *KEYS, "optim.epochs=3", "--gpus", 2, "--address", head.address)
     assert ran.code == 0, ran.err
     [job] = head.jobs.values()
-    sent = {"AWS_ENDPOINT_URL": "http://store:9000", "EAGLERAY_X": "1", "MLFLOW_TRACKING_URI": "https://mlflow:5000"}
+    sent = {"AWS_ENDPOINT_URL": "http://store:9000", "MLFLOW_TRACKING_URI": "https://mlflow:5000"}
+    sent |= {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
     assert job["runtime_env"]["env_vars"] == sent | jobs.STOP
     assert "entrypoint_num_cpus" not in job, "then it could run on a spot node"
     [package] = head.packages
@@ -198,6 +127,10 @@ def test_only_the_package_and_the_recipe_travel(
         (["data.test=file://shards"], "data.test=file://shards: a relative path"),
         (["data.cache=cache"], "data.cache=cache: a relative path"),
         (["data.train=null"], "data.train: missing"),
+        (["optim.batch=24", "data.lanes=32"], "a global batch of 24 cannot be divided into 32 lanes"),
+        (["--folow"], "--folow: expected a value after it"),
+        (["--gpu", "h9000"], "h9000"),
+        (["--most", "4"], "--most: no such option of submit pretrain"),
         (["workers=2", "--gpus", "4"], "--gpus 4 and workers=2: expected only one of the two"),
         (["backbone.options={img_size: 16, patch_size: 8, embed_dim: 25, num_heads: 3}"], "backbone"),
     ],
@@ -226,12 +159,45 @@ def test_a_password_does_not_travel_and_is_not_repeated(
     assert "hidden" not in refusal(eagleray("jobs", "--address", "http://me:hidden@head:8265"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pretrain", "{small}", "data.train=s3://bucket/train", "out=s3://AKIAKEY:TOP/SECRET@bucket/run"],
+        ["{small}", "data.train=s3://AKIAKEY:TOP/SECRET@bucket/train", "out=s3://bucket/run"],
+        ["index", "s3://AKIAKEY:TOP/SECRET@bucket/train"],
+        ["prepare", "folder", "https://host/x?X-Amz-Signature=TOPSECRET", "s3://bucket/train", "--workers", "1"],
+        ["evaluate", "timm:resnet18", "--out", "s3://b/o", "--train", "s3://KEY:TOPSECRET@b/t", "--workers", "1"],
+    ],
+)
+def test_keys_in_urls_do_not_travel_and_are_not_repeated(
+    head: FakeHead, small: Path, eagleray: Callable[..., Ran], words: list[str]
+):
+    line = refusal(eagleray("submit", *[w.format(small=small) for w in words], "--address", head.address))
+    assert "contains a user, password or key" in line
+    assert "TOP" not in line
+    assert "AKIA" not in line
+    assert head.asked == 0
+
+
+def test_variables_that_may_hold_secrets_stay_here():
+    sent, stays = job_package.environment({"NCCL_DEBUG": "INFO", "TORCH_HUB_TOKEN": "hidden", "FI_KEY": "hidden"})
+    assert sent == {"NCCL_DEBUG": "INFO"}
+    assert stays == [f"{name} is not sent: it may hold a secret" for name in ("FI_KEY", "TORCH_HUB_TOKEN")]
+
+
 def test_a_tracking_database_of_this_machine_stays_here():
     sent, stays = job_package.environment(
         {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "AWS_DEFAULT_REGION": "eu-west-1"}
     )
     assert sent == {"AWS_DEFAULT_REGION": "eu-west-1"}
     assert len(stays) == 1
+
+
+def test_what_networks_are_tuned_with_travels():
+    tuned = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1", "FI_PROVIDER": "efa", "OMP_NUM_THREADS": "4"}
+    tuned |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "RAY_TRAIN_NCCL_RAS_ACTION": "observe"}
+    here = {"TORCH_HOME": "/home/me", "FINAL": "x", "RAY_AUTH_TOKEN": TOKEN, "AWS_SECRET_ACCESS_KEY": "x"}
+    assert job_package.environment(tuned | here) == (tuned, [])
 
 
 def test_addresses(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
@@ -421,6 +387,6 @@ def test_the_table_of_jobs(head: FakeHead, eagleray: Callable[..., Ran]):
     assert first.items() <= told[0].items()
     assert told[0]["status"] == 2
     lines = eagleray("jobs", "--address", head.address).out.splitlines()
-    assert lines[0].split() == ["ID", "STATE", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS"]
+    assert lines[0].split() == ["ID", "STATE", "COMMAND", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS"]
     assert len(lines) == 3
     assert "0:00:05" in lines[1]

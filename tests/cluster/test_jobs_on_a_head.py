@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from helpers.pictures import jpeg
 from helpers.runs import arguments
 from helpers.s3.server import free_block
 
@@ -30,6 +32,7 @@ class Head:
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
         self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         self.env |= {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        self.env["RAY_memory_monitor_refresh_ms"] = "0"  # what others use of this machine shall end no job
         self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.folder = folder
         options = {"port": port, "dashboard-port": port + 1, "dashboard-agent-listen-port": port + 2}
@@ -159,6 +162,56 @@ def test_a_stopped_job_has_saved_and_continues(real: Head, small: Path, shards: 
     assert f"{name}-2: submitted" in text
     assert f"continuing from step {step}" in text
     assert json.loads((out / "summary.json").read_text())["steps"] == step + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_other_commands_are_jobs_of_a_real_head(real: Head, small: Path, shards: Path, tmp_path: Path):
+    """Data, its index and a sweep on it, one after the other, each in the environment of the head's own Ray."""
+    for i in range(4):
+        (path := tmp_path / "photos" / "ab"[i % 2] / f"{i}.jpg").parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(i))
+    made, swept = tmp_path / "made", tmp_path / "swept"
+    code, text = real("submit", "prepare", "folder", tmp_path / "photos", made, "--workers", 1, "--follow")
+    assert code == 0, text
+    assert json.loads((made / "dataset.json").read_text())["images"] == 4
+    code, text = real("submit", "index", made, "--follow")
+    assert code == 0, text
+    assert "4 images" in text
+
+    tree = {"recipe": str(small), "space": {"optim.lr.value": {"choice": [0.1]}}, "trials": 1, "scheduler": "none"}
+    tree["fixed"] = {"workers": 0, "optim.epochs": 1, "max_steps": 2, "evaluate.probe_epochs": 0}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree | {"objective": {"key": "loss", "mode": "min"}}))
+    data = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={swept}"]
+    code, text = real("submit", "tune", tmp_path / "sweep.yaml", *data, "--follow")
+    assert code == 0, text
+    assert (swept / "best.yaml").exists()
+    known = {j["command"]: j["state"] for j in real.jobs()}
+    assert {"prepare": "succeeded", "index": "succeeded", "tune": "succeeded"}.items() <= known.items()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_without_room_says_so_and_can_be_stopped(real: Head, small: Path, shards: Path, tmp_path: Path):
+    """It asks for GPUs that nobody brings."""
+    out = tmp_path / "out"
+    code, text = real("submit", *arguments(small, shards, out), "--gpus", 2)
+    assert code == 0, text
+    assert "asks for 2 worker(s) with a GPU each" in text
+    name, end = job_package.identify(str(out)), time.monotonic() + 300
+    wanted = "waiting for 2 worker(s) with 1 CPU and 1 GPU each; the cluster has 1 node(s) with 2 CPUs and 0 GPUs"
+    while not (waits := next(j["waits"] for j in real.jobs() if j["id"] == name)):
+        assert time.monotonic() < end, real("logs", name)[1]
+    assert waits.startswith(wanted)
+    assert f"{name}: {wanted}" in real("jobs")[1]
+    began = time.monotonic()
+    code, text = real("stop", name)
+    assert code == 0, text
+    assert f"{name}: stopped" in text
+    assert time.monotonic() - began < 120, "no worker is there to see that it shall stop"
+    lines = real("logs", name)[1].splitlines()
+    assert len(lines) < 20, lines  # what Ray's libraries say is in ray.log
+    assert (out / "ray.log").exists()
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class Worker:
     def tell(self) -> float:
         """Seconds of the longest call."""
         self.gauges = Gauges("demo", "dino", 40)
-        seen = {"monitor/knn": 0.5, "health/backbone_rank": 12.0, "knn/top9": 1.0, "grad/patch_embed": 0.1}
+        seen = {"monitor/knn": 0.5, "health/backbone_rank": 12.0, "knn/top9": 1.0, "mfu": 0.4, "memory/peak": 7.5}
         line = {"step": 10, "epoch": 0.5, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0, "images_per_s": 100.0} | seen
         line |= {"data_wait": 0.1, "bad_samples": 3, "skipped_steps": 0, "goodput": 0.9}
         lost = {"restarts": 1, "steps_repeated": 3, "seconds_lost": 9.0, "goodput": 0.9}

@@ -1,7 +1,6 @@
 """Blocks on their way: what a step needs first, two for every lane, and every sample checked."""
 
 import threading
-import time
 import weakref
 from itertools import islice
 from pathlib import Path
@@ -37,10 +36,22 @@ def index(tmp_path: Path) -> Index:
     return open_index(str(write_shards(tmp_path / "shards", SAMPLES, 2)), note=lambda _: None)
 
 
-@pytest.fixture
-def reads(index: Index, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+class Reads(list[tuple[int, int]]):
     """First byte and end of what is read."""
-    log: list[tuple[int, int]] = []
+
+    def __init__(self) -> None:
+        self.before = set(threading.enumerate())
+
+    def wait(self) -> None:
+        """Wait for the reads that streams had begun when they were closed."""
+        for thread in set(threading.enumerate()) - self.before:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def reads(index: Index, monkeypatch: pytest.MonkeyPatch) -> Reads:
+    log = Reads()
     honest = LocalStore.read
 
     def spy(self: LocalStore, url: str, start: int, length: int, **more: Any) -> memoryview:
@@ -145,13 +156,11 @@ def bytes_of_epochs(stream: Stream, epochs: int, start: int = 0) -> list[tuple[i
     return [(s, bytes(data)) for s, data in islice(stream.samples(range(stream.lanes), start=start), count)]
 
 
-def test_a_second_epoch_from_a_warm_cache_fetches_nothing(
-    index: Index, tmp_path: Path, reads: list[tuple[int, int]]
-) -> None:
+def test_a_second_epoch_from_a_warm_cache_fetches_nothing(index: Index, tmp_path: Path, reads: Reads) -> None:
     cached = Stream(index, VIEWS, 0, 4, 12, Cache(tmp_path / "cache", 10**7))
     plain = Stream(index, VIEWS, 0, 4, 12)
     first = bytes_of_epochs(cached, 1)
-    time.sleep(0.3)
+    reads.wait()
     data = sum(end - begin for begin, end in {byte_range(index.rows(a, b)) for a, b in blocks(index)})
     assert sum(end - begin for begin, end in reads) == data
     reads.clear()
@@ -184,7 +193,7 @@ def test_a_reader_holds_two_blocks_of_each_lane_and_no_more(index: Index, monkey
 
 
 def test_the_first_step_of_all_lanes_is_asked_for_before_anything_else(
-    index: Index, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    index: Index, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "THREADS", 1)
     stream = Stream(index, VIEWS, 0, 4, 12)
@@ -195,15 +204,15 @@ def test_the_first_step_of_all_lanes_is_asked_for_before_anything_else(
         assert all(needed[:4])
 
 
-def test_nothing_is_read_for_steps_after_the_last(index: Index, reads: list[tuple[int, int]]) -> None:
+def test_nothing_is_read_for_steps_after_the_last(index: Index, reads: Reads) -> None:
     stream = Stream(index, VIEWS, 0, 4, 12)
     got = list(stream.samples(range(4), start=1, stop=3))
-    time.sleep(0.3)
     assert [s for s, _ in got] == [s for s, _ in bytes_of_epochs(stream, 1)][12:36]
     own = {s for s, _ in got}
+    reads.wait()  # for the epoch above, which reads ahead
     reads.clear()
     list(stream.samples(range(4), start=1, stop=3))
-    time.sleep(0.3)
+    reads.wait()
     assert all(any(begin <= index.offset[s] < end for s in own) for begin, end in reads)
     assert len(reads) <= 2 * 4
 

@@ -1,10 +1,16 @@
 """An epoch is a permutation that does not depend on who reads it."""
 
+import functools
+import hashlib
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eagleray.data.order import Epoch, lane_length, lanes_of
+from eagleray.base.errors import UserError
+from eagleray.config import bundled
+from eagleray.data.order import Epoch, Share, lane_length, lanes_of, rank_rows, rows
+from eagleray.runs import recipe as recipes
 
 CASES = [  # block sizes, lanes, batch
     ([7, 1, 30, 4, 4, 12, 9, 2, 25, 6], 6, 12),
@@ -27,12 +33,35 @@ def epoch_batches(
     sizes: list[int], lanes: int, batch: int, readers: int = 1, *, seed: int = 3, epoch: int = 0
 ) -> NDArray:
     """The global batches (steps, batch) of an epoch, put together from what each reader gives."""
-    parts = []
-    for reader in range(readers):
-        for number in lanes_of(lanes, reader=reader, readers=readers):
-            own = samples(sizes, lanes, batch, number, seed=seed, epoch=epoch)
-            parts.append(own.reshape(-1, batch // lanes))
-    return np.concatenate(parts, 1)
+    whole = epoch_order(tuple(sizes), lanes, batch, seed, epoch)
+    each, ranks, many = batch // lanes, *split(readers, batch)
+    own = [rank_rows(lanes, batch, rank=rank, ranks=ranks) for rank in range(ranks)]
+    shares = [[Share(rows, each, reader, many) for reader in range(many)] for rows in own]
+    steps = []
+    for step, batch_of_step in enumerate(whole):
+        parts = [share[0].in_order([given(s, batch_of_step, step) for s in share], step) for share in shares]
+        steps.append(np.concatenate([part for rank in parts for part in rank]))
+    return np.stack(steps)
+
+
+@functools.cache
+def epoch_order(sizes: tuple[int, ...], lanes: int, batch: int, seed: int, epoch: int) -> NDArray:
+    """The samples (steps, batch) of all lanes, side by side."""
+    parts = [samples(list(sizes), lanes, batch, number, seed=seed, epoch=epoch) for number in range(lanes)]
+    return np.concatenate([part.reshape(-1, batch // lanes) for part in parts], 1)
+
+
+def split(readers: int, batch: int) -> tuple[int, int]:
+    """So many readers as ranks and readers of each, with no more ranks than rows."""
+    ranks = next(n for n in range(min(readers, batch), 0, -1) if readers % n == 0)
+    return ranks, readers // ranks
+
+
+def given(share: Share, batch: NDArray, step: int) -> NDArray:
+    """What a reader gives of a step: rows of its own lanes alone."""
+    rows, lanes = share.at(step), share.lanes
+    assert all(row // share.each in lanes for row in rows)
+    return batch[rows.start : rows.stop]
 
 
 @cases
@@ -48,7 +77,7 @@ def test_an_epoch_is_a_permutation(sizes: list[int], lanes: int, batch: int, epo
 @cases
 def test_any_number_of_readers_gives_the_same_batches(sizes: list[int], lanes: int, batch: int) -> None:
     alone = epoch_batches(sizes, lanes, batch)
-    for readers in range(2, lanes + 1):
+    for readers in [*range(2, lanes + 3), 64, 768]:
         assert np.array_equal(epoch_batches(sizes, lanes, batch, readers), alone)
 
 
@@ -105,5 +134,33 @@ def test_what_does_not_fit_is_refused() -> None:
         lane_length(100, lanes=4, batch=10)
     with pytest.raises(ValueError, match="9 samples do not fill one global batch of 10"):
         lane_length(9, lanes=5, batch=10)
-    with pytest.raises(ValueError, match="5 readers cannot share 4 lanes"):
+    with pytest.raises(ValueError, match="5 readers cannot have a lane each: there are 4"):
         lanes_of(4, reader=0, readers=5)
+    with pytest.raises(UserError, match=r"workers=9: more workers than images in a step; .* optim\.batch=8"):
+        rows(4, 8, ranks=9)
+
+
+@pytest.mark.parametrize("readers", [1, 3, 64, 768])
+def test_batches_of_a_shipped_size_do_not_depend_on_the_readers(readers: int) -> None:
+    """DINO's 1024 images in 128 lanes, as on 64 GPUs with 12 loader processes each."""
+    order = epoch_batches([37] * 120, 128, 1024, readers)
+    assert np.array_equal(order, epoch_batches([37] * 120, 128, 1024))
+    digest = hashlib.sha256(order.astype("<i8").tobytes()).hexdigest()
+    assert digest.startswith("8974b93460b5777f")  # as of commit 5baad4b, before lanes were shared: runs continue
+
+
+@pytest.mark.parametrize(("ranks", "readers"), [(64, 12), (128, 8)])
+def test_every_recipe_is_shared_evenly_by_many_readers(ranks: int, readers: int) -> None:
+    """Each rank trains on equally many images, but for one lane or row, and over the steps each of its readers reads
+    equally many."""
+    named = {name: recipes.load(name) for name in bundled.names()}
+    for (lanes, batch), name in {(r.data.lanes, r.optim.batch): name for name, r in named.items()}.items():
+        images = rows(lanes, batch, ranks=ranks)
+        assert sum(images) == batch
+        assert max(images) - min(images) <= (1 if ranks > lanes else batch // lanes), name
+        for rank in (0, ranks // 2, ranks - 1):
+            own = rank_rows(lanes, batch, rank=rank, ranks=ranks)
+            shares = [Share(own, batch // lanes, reader, readers) for reader in range(readers)]
+            read = [sum(len(share.at(step)) for step in range(readers)) for share in shares]
+            assert sum(read) == readers * len(own)
+            assert max(read) - min(read) <= (0 if shares[0].takes_turns else readers * batch // lanes), name

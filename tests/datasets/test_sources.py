@@ -286,7 +286,7 @@ def test_webdataset_keeps_labels_and_metadata(tmp_path: Path):
     assert drop_reasons("webdataset", tmp_path / "in") == {
         "c": "no image: only cls",
         "d": "its .cls or .json cannot be read",
-        "s-2": "cut off or damaged after 1 members",
+        "s-2": "cut off or damaged after 1 members: its last member ends at byte 1536 of 844",
     }
 
 

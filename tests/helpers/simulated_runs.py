@@ -42,11 +42,11 @@ def run_on_device(
     `kill_at` is a step that does not begin. Without `export` the backbone is not exported, which would take a process
     of its own."""
     waits_of: dict[int, list[str]] = {}
-    fit = pretrain.fit
+    optimizer_steps = pretrain.optimizer_steps
 
     def noted(*args: Any, **kwargs: Any) -> Iterator[Step]:
         before = len(waits)
-        for step in fit(*args, **kwargs):
+        for step in optimizer_steps(*args, **kwargs):
             yield step
             waits_of[step.at.step + 1] = waits[before:]
             before = len(waits)
@@ -54,7 +54,7 @@ def run_on_device(
                 raise Killed
 
     with monkeypatch.context() as patched, simulated() as waits:
-        patched.setattr(pretrain, "fit", noted)
+        patched.setattr(pretrain, "optimizer_steps", noted)
         if not export:
             patched.setattr(pretrain, "to_timm", lambda *_: None)
         try:

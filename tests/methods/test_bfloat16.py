@@ -84,4 +84,4 @@ def test_trains_as_in_float32(name: str, tmp_path: Path, table: Table) -> None:
     table.add(name, "its kNN top-1 %, difference", rounded_top1 - top1)
     assert not torch.equal(rounded, losses)
     assert away < 0.1
-    assert abs(top1 - rounded_top1) < 10
+    assert rounded_top1 > top1 - 10  # 50 steps may also end better by chance

@@ -86,7 +86,10 @@ def test_until_regions_count_it_is_dino() -> None:
     train(dino, range(6))
     state = ours.state_dict()
     for name, want in dino.state_dict().items():
-        torch.testing.assert_close(state[name], want, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        found = state[name]
+        if name.endswith("qkv.bias"):  # that of a key changes nothing: AdamW follows the rounding of its gradient
+            found, want = (x.view(3, -1)[::2] for x in (found, want))
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
     for name, p in ours.student.region_head.named_parameters():
         assert torch.equal(p, first[name])
         assert torch.equal(ours.teacher.region_head.get_parameter(name), first[name])

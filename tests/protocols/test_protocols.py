@@ -14,7 +14,7 @@ from eagleray.protocols.features import LabelledFeatures, extract_pooled, labell
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
-from eagleray.protocols.protocol import Protocol
+from eagleray.protocols.protocol import PASSED, Protocol
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
@@ -90,8 +90,8 @@ def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path)
 def test_settings_are_read_from_the_source_as_python_sees_them(name: str):
     protocol = PROTOCOLS[name]
     module, _, function = protocol.function.partition(":")
-    read = signature.from_source(module, function, skip=("out", "note"))
-    assert str(read) == str(signature.from_import(protocol.run, skip=("out", "note")))
+    read = signature.from_source(module, function, skip=PASSED)
+    assert str(read) == str(signature.from_import(protocol.run, skip=PASSED))
     assert protocol.keywords.keys() == read.keys(), "each can be written on the command line"
 
 

@@ -4,6 +4,8 @@ import base64
 import fcntl
 import json
 import re
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -211,6 +213,33 @@ def test_what_others_wrote_is_text(make: Make):
     found = reported(folder)
     assert "script" not in found.tags
     assert EVIL in found.below["Bad samples"]
+
+
+def test_a_page_runs_no_script_and_asks_no_server(make: Make):
+    text = Path(write.report([str(make())])[0]).read_text()
+    [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', text)
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+
+
+def test_a_bomb_among_the_pictures_is_left_out(make: Make):
+    folder = make()
+    (folder / "pictures").mkdir(exist_ok=True)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for name, side in (("bomb", 60_000), ("large", 9_000)):  # the head says so; the data never come
+        head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+        rows = zlib.compress(b"\0")
+        (folder / "pictures" / f"{name}.png").write_bytes(
+            b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+        )
+    Image.new("RGB", (8, 8)).save(folder / "pictures" / "small.png")
+    page_text = Path(write.report([str(folder)])[0]).read_text()
+    assert 'alt="small' in page_text
+    assert 'alt="bomb' not in page_text
+    assert 'alt="large' not in page_text
 
 
 def test_a_sample_whose_key_ends_a_line_is_counted_once(make: Make):

@@ -43,10 +43,18 @@ def test_time_between_an_end_in_order_and_the_next_start_is_nobodys(tmp_path: Pa
 def test_starts_in_vain_are_those_since_the_last_progress_and_since_the_command(tmp_path: Path, clock: list[float]):
     starts = Attempts(tmp_path / "starts.jsonl")
     for step in (0, 10, 10, 10):
-        starts.add(step=step, ranks=1, reached=step)
-        clock[0] += 10
-    assert starts.in_vain(since=0.0) == 3
-    assert starts.in_vain(since=1015.0) == 2
-    starts.add(step=20, ranks=1, reached=20)
-    assert starts.in_vain(since=0.0) == 1
-    assert starts.in_vain(since=2000.0) == 0
+        starts.add(step=step, ranks=1, reached=step, command="first" if step == 0 else "a")
+        clock[0] -= 300  # the clock of another machine, which is behind
+    assert starts.in_vain("a") == 3
+    assert starts.in_vain("first") == 1
+    starts.add(step=20, ranks=1, reached=20, command="a")
+    assert starts.in_vain("a") == 1
+    for ranks in (2, 3, 4, 4):
+        starts.add(step=20, ranks=ranks, reached=20, command="a")
+    assert starts.in_vain("a") == 2, "a start after nodes came is no failure"
+    assert starts.in_vain("b") == 0
+    path = tmp_path / "starts.jsonl"
+    path.write_text(path.read_text() + '7\n{"step": 1}\n{"step": "x", "time": 0}\n{"time": "now", "step": 3}\n')
+    again = Attempts(path)
+    assert again.in_vain("a") == 2
+    assert again.tally(useful=1.0)["restarts"] == 8

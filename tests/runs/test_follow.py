@@ -1,21 +1,6 @@
 """A run is followed from its folder."""
 
-from pathlib import Path
-
-from eagleray.runs.follow import Tail, progress_text
-
-
-def test_a_tail_returns_only_complete_lines_that_are_new(tmp_path: Path):
-    path = tmp_path / "log"
-    path.write_text("old\n")
-    tail = Tail(path)
-    with path.open("a") as f:
-        f.write("first\nsec")
-        f.flush()
-        assert tail.lines() == ["first"]
-        f.write("ond\n")
-    assert tail.lines() == ["second"]
-    assert tail.lines() == []
+from eagleray.runs.follow import progress_text
 
 
 def test_scores_are_shown_where_a_record_has_them():

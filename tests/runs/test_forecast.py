@@ -94,7 +94,7 @@ def test_hours_bytes_and_money_follow_from_the_rate(small: Recipe):
 
 
 def test_what_does_not_fit_is_one_line_with_keys_that_would(small: Recipe, monkeypatch: pytest.MonkeyPatch):
-    tight = replace(small, optim=replace(small.optim, batch=4096), data=replace(small.data, lanes=64))
+    tight = replace(small, optim=replace(small.optim, batch=4096), data=replace(small.data, lanes=1))
     target = target_of("h100", H100, 1)
     found = forecast(tight, target, DATA)
     target = replace(target, memory=0.99 * found.memory_needed)

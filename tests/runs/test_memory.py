@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.recipes import SMALL
+from helpers.recipes import SMALL, small_recipe
 from helpers.runs import arguments, split, start
 
 from eagleray import config
@@ -13,7 +13,6 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
 from eagleray.methods.mocov3 import MoCoV3
-from eagleray.runs import pretrain as training
 from eagleray.runs.build import build_method
 from eagleray.runs.memory import advice
 from eagleray.runs.recipe import Recipe
@@ -56,18 +55,6 @@ def test_a_step(small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.M
     assert checkpoint.manifests(tmp_path / "out" / "checkpoints") == ["step-000000002"]
 
 
-@pytest.mark.parametrize("every", [0, 1], ids=["final", "online"])
-def test_an_evaluation(every: int, small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def exhausted(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError(SIZE)
-
-    monkeypatch.setattr(training, "evaluate", exhausted)
-    keys = [f"evaluate.every={every}", f"max_steps={12 if every else 1}"]
-    said = r"cpu: its memory is exhausted during an evaluation, .* a smaller evaluate.limit"
-    with pytest.raises(UserError, match=said):
-        pretrain(*split(arguments(small, shards, tmp_path / "out", *keys)))
-
-
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
@@ -81,6 +68,23 @@ def test_only_what_helps_is_named(overrides: list[str], wanted: list[str], tmp_p
     (path := tmp_path / "small.yaml").write_text(SMALL)
     recipe = config.load(Recipe, path, ["data.train=none", *overrides])
     assert [line for line in advice(recipe, build_method(recipe), 32) if line.startswith("optim.")] == wanted
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "overrides", "named"),
+    [
+        ("mocov3", 2, [], True),
+        ("mocov3", 1, [], False),
+        ("mocov3", 2, ["optim.reduce=bf16"], False),
+        ("simsiam", 2, [], False),
+    ],
+)
+def test_divided_weights_are_named_where_they_are_allowed(
+    method: str, ranks: int, overrides: list[str], named: bool, tmp_path: Path
+):
+    (path := tmp_path / "small.yaml").write_text(small_recipe(method))
+    recipe = config.load(Recipe, path, ["data.train=none", *overrides])
+    assert ("parallel=fsdp" in advice(recipe, build_method(recipe), 32, ranks)) == named
 
 
 @pytest.mark.slow

@@ -29,7 +29,10 @@ def float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Precision, "of", classmethod(of))
 
 
-def test_float16_on_a_cpu_is_one_line(small: Path, shards: Path, tmp_path: Path) -> None:
+def test_float16_on_a_cpu_is_one_line_before_the_data_is_opened(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagleray.api.pretrain.make_plan", None)
     with pytest.raises(UserError, match=re.escape("precision=fp16: a CPU trains in fp32")):
         pretrain(*split(arguments(small, shards, tmp_path / "out", "precision=fp16")))
     assert not (tmp_path / "out" / "checkpoints").exists()
@@ -44,7 +47,7 @@ def test_float16_on_workers_without_a_gpu_is_one_line(small: Path, tmp_path: Pat
 
     recipe = recipes.load(str(small), ["precision=fp16", "workers=2", "data.train=none", f"out={tmp_path}"])
     with pytest.raises(UserError, match=re.escape("precision=fp16: a CPU trains in fp32")):
-        ray_train.fit(Ray(), recipe, tracking=None)  # type: ignore[arg-type]
+        ray_train.fit(Ray(), recipe, tracking=None, command="a")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.bucket import CountingBucket
 from helpers.runs import assert_same, start, weights
 from helpers.s3.server import Swift, store_of
 
-from eagleray.base.errors import UserError
+from eagleray.base import dist
+from eagleray.base.errors import Superseded, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
-from eagleray.runs import remote
+from eagleray.runs import layout, lease, remote
 from eagleray.runs.restore import restore
+from eagleray.runs.stop_signal import StopSignal
 from eagleray.storage import store
 
 
@@ -49,6 +52,73 @@ def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Pat
     assert file.read_text() == "one\nother\n"
 
 
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingBucket:
+    """The store of a run at s3://runs/run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bucket = CountingBucket(tmp_path)
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    return bucket
+
+
+def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tmp_path: Path):
+    out, copy = "s3://runs/run", remote.Copy("s3://runs/run", tmp_path / "here")
+    lines = [f"line {n}, whose text is not that of others\n" for n in range(20_000)]
+    remote.write_note(out, "metrics.jsonl", "".join(lines[:19_990]))
+    copy.fetch()
+    bucket.lengths.clear()
+    remote.write_note(out, "metrics.jsonl", "".join(lines))
+    copy.fetch()
+    assert (tmp_path / "here" / "metrics.jsonl").read_text() == "".join(lines)
+    assert sum(bucket.lengths) < 10_000
+
+
+def test_a_long_history_is_uploaded_seldom_and_with_every_checkpoint(
+    bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "SECONDS", 1000.0)
+    out = "s3://runs/run"
+    folder, there = remote.work_dir(out), tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    mirror = remote.Mirror(out, "command")
+    (folder / "metrics.jsonl").write_text("x" * 10 * remote.RATE)
+    (folder / "health.jsonl").write_text("x")
+    mirror.tick()
+    for name in ("metrics.jsonl", "health.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write("more\n")
+    time.sleep(0.01)  # the time in which the short one may be uploaded again
+    mirror.tick()
+    assert there.joinpath("health.jsonl").read_text() == "xmore\n"
+    assert there.joinpath("metrics.jsonl").stat().st_size == 10 * remote.RATE
+    mirror.copy()  # before a checkpoint counts
+    assert there.joinpath("metrics.jsonl").read_text().endswith("more\n")
+    mirror.close()
+
+
+def test_only_rank_0_asks_the_store_whether_to_stop(bucket: CountingBucket, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "SECONDS", 0.01)
+    told: list[str] = []
+    monkeypatch.setattr(dist, "tell", told.append)
+    monkeypatch.setattr(dist, "told", lambda message: message in told)
+    monkeypatch.setattr(dist, "size", lambda: 2)
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    other = StopSignal("s3://runs/run")
+    time.sleep(0.1)
+    assert not other.asked()
+    assert not bucket.requests
+    monkeypatch.setattr(dist, "rank", lambda: 0)
+    first = StopSignal("s3://runs/run")
+    remote.write_note("s3://runs/run", ".stop", "")
+    end = time.monotonic() + 10
+    while not first.asked() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert first.asked()
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    assert other.asked()  # also while it waits for data
+    first.close()
+
+
 def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
     for name in ("train.log", "export/backbone.json", ".stop", "checkpoints/step-000000001.pt"):
         remote.write_note(out, name, name)
@@ -58,18 +128,23 @@ def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
 
 
 def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote, "DEAD", 3.0)
-    monkeypatch.setattr(remote, "BEAT", 0.5)
+    monkeypatch.setattr(lease, "DEAD", 3.0)
+    monkeypatch.setattr(lease, "BEAT", 0.5)
     monkeypatch.setattr(remote, "SECONDS", 0.2)
     remote.work_dir(out).mkdir(parents=True)
     first = remote.Mirror(out, "first")
     again = remote.Mirror(out, "first")  # Ray's restarted worker: the same command
-    again.close()
-    first.renew()
+    end = time.monotonic() + 10
+    while not first.lost and time.monotonic() < end:
+        time.sleep(0.1)
+    assert first.lost
+    with pytest.raises(Superseded, match="another process has taken this run over"):
+        first.check()
+    first.close()
     with pytest.raises(UserError, match="another command is training this run"):
         remote.Mirror(out, "second")
-    first.ended.set()  # as if killed: it says nothing more
-    first.join()
+    again.ended.set()  # as if killed: it says nothing more
+    again.join()
     began = time.monotonic()
     remote.Mirror(out, "second").close()
     assert time.monotonic() - began < 6
@@ -83,10 +158,7 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     step = wait_until_saved(out, 18)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    owner = json.loads(remote.read_note(out, ".owner") or "{}")
-    remote.write_note(
-        out, ".owner", json.dumps(owner | {"time": owner["time"] - remote.DEAD})
-    )  # rather than wait for it
+    forget(out)
     process = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine2"))
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 0, text
@@ -105,7 +177,7 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert summary["restarts"] == 1
     assert 0 < summary["goodput"] < 1
     assert (tmp_path / "machine3" / "export" / "backbone.safetensors").exists()
-    assert not remote.read_note(out, ".owner")
+    assert not remote.is_running(out)
     text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
     assert "done already" in text
     recipe, _, _ = restore(out)
@@ -119,14 +191,27 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert store.store(out).get(f"{out}/{picture}").startswith(b"\x89PNG")
 
 
+def forget(out: str) -> None:
+    """Let a killed command count as given up, rather than wait for that."""
+    for name in (layout.COMMAND, layout.OWNER):
+        found = lease.holder(out, name)
+        assert found is not None
+        assert found.alive
+        remote.write_note(out, f"{name}-{found.epoch:06d}", json.dumps(found.record | {"released": True}))
+
+
 def wait_until_saved(out: str, step: int) -> int:
     """The newest checkpoint that counts, once it is of this step or a later one."""
     for _ in range(600):
         names = checkpoint.manifests(f"{out}/checkpoints")
-        if names and int(names[0].removeprefix("step-")) >= step:
-            return int(names[0].removeprefix("step-"))
+        if names and step_of(names[0]) >= step:
+            return step_of(names[0])
         time.sleep(0.2)
     raise AssertionError(f"no checkpoint of step {step}")
+
+
+def step_of(name: str) -> int:
+    return int(name.split("-")[1])
 
 
 def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: Path, out: str):
@@ -138,7 +223,7 @@ def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: 
     assert process.returncode == 1, text
     assert "the same command continues" in text
     steps = [r["step"] for r in read_lines(remote.work_dir(out) / "metrics.jsonl")]
-    assert int(checkpoint.manifests(f"{out}/checkpoints")[0].removeprefix("step-")) == steps[-1]
+    assert step_of(checkpoint.manifests(f"{out}/checkpoints")[0]) == steps[-1]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_what_is_computed_again_saves_memory_and_is_counted_apart(keys: dict[str
     found = trace(recipe, 128)
     assert found.peak < 0.9 * plain.peak
     assert found.flops == pytest.approx(plain.flops, rel=1e-3)
-    assert 0.1 * plain.flops < found.repeated < 0.35 * plain.flops
+    # The last block, for the class token alone, is computed once.
+    assert 0.08 * plain.flops < found.repeated < 0.35 * plain.flops
     assert found.peak == pytest.approx(Real(recipe, 128).peak(), rel=0.1)
 
 

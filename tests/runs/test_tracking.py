@@ -18,10 +18,10 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from eagleray.base.errors import Outage, hide_secrets
+from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import JsonLines
 from eagleray.runs import tracking as track
-from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing
+from eagleray.runs.tracking import MLflow, MLflowRun, Tracking, finish, parent_run, send_missing, tracking_of
 
 # A server in memory that fails when it is told to, before or after it has done what it was asked.
 
@@ -269,15 +269,48 @@ def test_parent_and_child(memory: Memory, tmp_path: Path):
         finish(tracking, parent, "FINISHED", {"best": 0.5}, [])
 
 
+def test_a_wrong_password_ends_a_sweep_at_once(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Refused(Exception):
+        def get_http_status_code(self) -> int:
+            return 401
+
+    def refuse(*_: object) -> None:
+        raise Refused("You are not authenticated")
+
+    monkeypatch.setattr(MLflowRun, "open", refuse)
+    with pytest.raises(UserError, match=r"MLflow at http://server: You are not authenticated; set MLFLOW_TRACKING_U"):
+        parent_run(Tracking("http://me:secret@server"), tmp_path / "parent.json", "lr", {})
+
+
+def test_a_question_mark_in_the_path_of_the_database_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_of(tmp_path / "run?x").uri == f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(UserError, match="would end at its question mark"):
+        tracking_of(tmp_path / "runs?x" / "run")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("http://me:secret@host:5000/x", "http://host:5000/x"),
         ("request to https://me:p@ss@host/api failed", "request to https://host/api failed"),
-        ("postgresql+psycopg2://me:secret@host/db", "postgresql+psycopg2://host/db"),
+        ("postgresql+psycopg://me:secret@host/db", "postgresql+psycopg://host/db"),
         ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=...&x=1"),
         ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
         ("http://host/a@b", "http://host/a@b"),
+        ("http://host:5000/a@b", "http://host:5000/a@b"),
+        ("http://me:SEC/RET@host/x", "http://host/x"),
+        ("postgresql://me:SEC RET@host/x", "postgresql://host/x"),
+        ("s3://AKIA:SEC/RET+x=@bucket/run is missing", "s3://bucket/run is missing"),
+        ("https://h/x?api_key=SECRET&a=1", "https://h/x?api_key=...&a=1"),
+        ("https://h/x?sv=1&sig=SECRET", "https://h/x?sv=1&sig=..."),
+        (
+            "https://h/x?X-Amz-Credential=AK%2Fx&X-Amz-Signature=ab",
+            "https://h/x?X-Amz-Credential=...&X-Amz-Signature=...",
+        ),
+        ("MLFLOW_TRACKING_PASSWORD='x y'", "MLFLOW_TRACKING_PASSWORD='x y'"),
+        ("AWS_SECRET_ACCESS_KEY=abc", "AWS_SECRET_ACCESS_KEY=..."),
+        ("backbone.options.class_token=false", "backbone.options.class_token=false"),
     ],
 )
 def test_addresses_are_shown_without_passwords(text: str, expected: str):

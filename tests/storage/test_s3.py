@@ -347,3 +347,19 @@ def test_a_server_that_does_not_come_back_is_one_line(
     assert "503" in message or "Service" in message
     assert len(naps) >= 10
     assert 100 - retry.LONGEST < sum(naps) < 100
+
+
+def test_a_file_is_created_once(bucket: str) -> None:
+    s3_store, url = store.STORES["s3"], f"{bucket}/run/.owner-000001"
+    assert s3_store.create(url, b"first")
+    content, age = s3_store.look(url)
+    assert content == b"first"
+    assert s3_store.create(url, content)  # the answer to an earlier attempt may have been lost
+    assert not s3_store.create(url, b"other")
+    assert -2 < age < 60  # in whole seconds, rounded up
+    s3_store.write(url, b"again")
+    assert s3_store.look(url)[0] == b"again"
+    with pytest.raises(FileNotFoundError):
+        s3_store.look(url + "x")
+    with pytest.raises(OSError, match="NoSuchBucket"):
+        s3_store.write("s3://no-such-bucket/a", b"")

@@ -1,8 +1,10 @@
 """Which files a pattern stands for, exact reads, and writes that are whole or not there."""
 
 import os
+import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -186,8 +188,11 @@ def test_put_replaces_a_file_and_leaves_nothing_else(tmp_path: Path) -> None:
 
 def test_put_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader sees the old content until the new one is complete; a copy that fails leaves no trace."""
-    target = tmp_path / "file"
+    target, sources = tmp_path / "to" / "file", [tmp_path / "bad", tmp_path / "new"]
+    target.parent.mkdir()
     target.write_bytes(b"old")
+    for source in sources:
+        source.write_bytes(source.name.encode())
     seen: list[bytes] = []
 
     def copy(source: Path, to: Path) -> None:
@@ -200,9 +205,44 @@ def test_put_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(store.shutil, "copyfile", copy)
     with pytest.raises(OSError, match="No space"):
-        put_bytes(str(target), b"bad")
+        LocalStore().put(str(target), sources[0])
     assert target.read_bytes() == b"old"
-    put_bytes(str(target), b"new")
+    LocalStore().put(str(target), sources[1])
     assert seen == [b"old"] * 3
     assert target.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [target]
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_of_several_creators_of_a_file_one_makes_it(tmp_path: Path):
+    url = str(tmp_path / "run" / ".owner-000001")
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda n: LocalStore().create(url, b"%d" % n), range(8)))
+    assert sum(made) == 1
+    content, age = LocalStore().look(url)
+    assert content == b"%d" % made.index(True)
+    assert -1 < age < 10
+    assert [p.name for p in Path(url).parent.iterdir()] == [".owner-000001"]
+    with pytest.raises(FileNotFoundError):
+        LocalStore().look(url + "x")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("x-{000000000..099999999}.tar", "1e+08"),
+        ("{0..999}{0..999}{a,b}.tar", "2e+06"),
+        ("{0..9999999999999999999999..1}", "1e+22"),
+        ("{a,b}" * 30, "1.07e+09"),
+        ("{" * 200_000 + "}" * 200_000, "inf"),
+        ("{a," * 100 + "b" + "}" * 100, "inf"),
+    ],
+)
+def test_braces_for_too_many_names_are_refused_at_once(pattern: str, count: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"braces for up to {count} names, expected at most 1,000,000")):
+        next(store.expand_braces(pattern))
+
+
+def test_many_names_in_braces_are_allowed() -> None:
+    assert sum(1 for _ in store.expand_braces("s3://b/{000..099}/x-{0000..0999}.{tar,TAR}")) == 200_000
+    assert list(store.expand_braces("x-{3..1}{a,b{c,d}}")) == [f"x-{n}{c}" for n in "321" for c in ("a", "bc", "bd")]
+    assert list(store.expand_braces("{x")) == ["{x"]

@@ -123,9 +123,9 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"objective": {"key": "linear/top1"}}, "expected scheduler=none"),
         ({"objective": {"key": "knn/top1"}}, "evaluate.every=0 measures it only at the end of a trial"),
         ({"objective": {"key": "classifier/top1"}}, "mocov3 trains no classifier"),
+        ({"objective": {"key": "labelfree"}}, "did you mean 'label_free'?"),
         ({"objective": {"mode": "most"}}, "'max' or 'min'"),
         ({"trails": 3}, "trails: unknown key; did you mean 'trials'?"),
-        ({"space": {"data.workers": {"choice": [0, 16]}}}, "data.workers=16 data.lanes=8"),
     ],
 )
 def test_what_is_wrong_is_one_line(changes: dict[str, Any], said: str, tmp_path: Path):

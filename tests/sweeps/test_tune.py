@@ -5,26 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from helpers.processes import below
 from helpers.recipes import small_recipe
 from helpers.runs import assert_same, weights
+from helpers.sweeps import LONG, accounted, start, wait, wait_until, write
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.sweeps import ray_tune, run
+from eagleray.sweeps import run
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import load
 
 pytestmark = pytest.mark.slow
-LONG = 900  # seconds: machines are shared
-FIXED: dict[str, Any] = {"optim.epochs": 4, "evaluate.probe_epochs": 0, "monitor.every": 4, "checkpoint.steps": 4}
 
 
 @pytest.fixture
@@ -35,72 +32,12 @@ def sweep(tmp_path: Path) -> Path:
     return write(tmp_path / "sweep.yaml")
 
 
-def write(path: Path, **changes: Any) -> Path:
-    given: dict[str, Any] = {
-        "alternatives": {m: {"recipe": f"{m}.yaml"} for m in ("mocov3", "byol")},
-        "fixed": FIXED,
-        "space": {
-            "optim.lr.value": {"log": [1.0e-4, 1.0e-2]},
-            "method.momentum.value": {"uniform": [0.5, 0.99]},
-        },
-        "objective": {"key": "monitor/knn"},
-        "trials": 4,
-        "reduction": 2,
-    }
-    if changes.get("search") == "grid":
-        del given["trials"]
-    path.write_text(yaml.safe_dump(given | changes, sort_keys=False))
-    return path
-
-
-def start(sweep: Path, shards: Path, out: Path, *more: str) -> subprocess.Popen[str]:
-    keys = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "eagleray.cli", "tune", str(sweep), *keys],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": "platform"},
-        start_new_session=True,
-    )
-
-
-def wait(process: subprocess.Popen[str]) -> str:
-    text = process.communicate(timeout=LONG)[0]
-    assert "Traceback" not in text, text
-    return text
-
-
 def rows(out: Path) -> list[dict[str, Any]]:
     return read_lines(out / "trials.jsonl")
 
 
-def wait_until(true: Any, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + LONG
-    while not true():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(0.2)
-
-
 def steps_of(out: Path) -> int:
     return sum(r[-1]["step"] for p in out.glob("trials/*/metrics.jsonl") if (r := read_lines(p)))
-
-
-def accounted(out: Path, trials: int) -> list[Any]:
-    """MLflow's runs: one for each trial under one parent, and nothing else."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{out.parent / 'mlflow.db'}")
-    found = client.search_runs([client.get_experiment_by_name("eagleray").experiment_id])
-    parents = [r for r in found if "mlflow.parentRunId" not in r.data.tags]
-    assert len(parents) == 1
-    children = [r for r in found if r.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
-    assert sorted(r.info.run_name for r in children) == [f"{out.name}-{n:03d}" for n in range(trials)]
-    assert parents[0].info.status == "FINISHED"
-    files = {f.path for f in client.list_artifacts(parents[0].info.run_id)}
-    assert {"best.yaml", "trials.csv", "keys.png", "parallel.png", "curves.png"} <= files
-    return children
 
 
 @pytest.mark.timeout(4 * LONG)
@@ -131,7 +68,7 @@ def test_a_sweep_killed_twice_ends_as_one(sweep: Path, shards: Path, tmp_path: P
     for name in ("000", "001"):  # went on from their own checkpoints
         starts = read_lines(out / "trials" / name / "starts.jsonl")
         assert any(s.get("step") for s in starts)
-    accounted(out, 4)
+    accounted(f"sqlite:///{out.parent / 'mlflow.db'}", out.name, 4)
     assert len(text.splitlines()) < 40
     again_and_done(sweep, shards, out)
     best = json.loads(json.dumps(max((r for r in done if r["state"] == "finished"), key=lambda r: r["metric"])))
@@ -231,17 +168,6 @@ def test_trials_that_are_paused_go_on(scheduler: str, shards: Path, tmp_path: Pa
         assert all(line["step"] > 0 for line in taken)
         assert all(1e-4 <= line["values"]["optim.lr.value"] <= 1e-2 for line in taken)
         assert all(0.5 <= line["values"]["method.momentum.value"] <= 0.99 for line in taken)
-
-
-def test_resources_are_said_when_they_are_missing(sweep: Path, shards: Path):
-    given = load(str(sweep), ["sweep.cpus=4"])
-    with pytest.raises(UserError, match="cpus=4: a trial needs 4 CPUs"):
-        ray_tune.share(given, [{"CPU": 2}])
-    assert ray_tune.share(given, [{"CPU": 9}, {"CPU": 4}]) == ({"CPU": 4, "GPU": 0}, 3)
-    assert ray_tune.share(given, [{"CPU": 16, "GPU": 2}]) == ({"CPU": 4, "GPU": 1}, 2)
-    nested = load(str(sweep), ["workers=2"])
-    assert ray_tune.share(nested, [{"CPU": 16, "GPU": 4}])[1] == 2
-    assert ray_tune.share(nested, [{"CPU": 16}])[1] == 1
 
 
 def test_data_without_labels_cannot_serve_knn(sweep: Path, tmp_path: Path):

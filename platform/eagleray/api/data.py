@@ -8,6 +8,7 @@ from typing import Any
 from eagleray.base.console import out as console
 from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
+from eagleray.cluster.scan_shards import scanner
 from eagleray.config import plugins as loading
 from eagleray.data.index import write_index
 from eagleray.datasets import card
@@ -30,7 +31,11 @@ def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
     urls = str(data) if isinstance(data, str | Path) else list(data)
     with progress_bar("shards") as progress:
         task = progress.add_task("index", total=None, rate="")
-        folders = write_index(urls, tick=lambda done, all: progress.update(task, completed=done, total=all))
+
+        def tick(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        folders = write_index(urls, tick=tick, scan_all=scanner())
     return [{"index": url, "images": images, "bad": bad} for url, images, bad in folders]
 
 

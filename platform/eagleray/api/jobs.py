@@ -1,11 +1,12 @@
-"""Submit, list, follow and stop runs on a cluster."""
+"""Submit, list, follow and stop runs and other long commands on a cluster."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.base.console import out as console
+from eagleray.base.errors import UserError
 from eagleray.cluster import jobs as cluster_jobs
 from eagleray.cluster.jobs import Cluster
 
@@ -14,7 +15,7 @@ from eagleray.cluster.jobs import Cluster
 class Job(cluster_jobs.Job):
     """A run that was submitted to a cluster, with its state at the time of the request."""
 
-    address: str  # of the cluster's dashboard
+    address: str = ""  # of the cluster's dashboard
 
     def follow(self) -> int:
         """Print the run's output until it ends, and return its exit status. Ctrl-C stops the printing, not the run.
@@ -43,13 +44,18 @@ def submit(
     insist: bool = False,
     address: str | None = None,
     join: bool = False,
+    command: str = "pretrain",
+    options: Sequence[str] = (),
 ) -> Job:
-    """Send a run to a Ray cluster, or let it continue there, and return its job.
+    """Send a run or another long command to a Ray cluster, or let it continue there, and return its job.
 
     `recipe`, `overrides`, `out`, `workers` and `plugins` are as in `pretrain`; data and `out` are s3:// URLs or paths
     that are the same on all nodes. `gpus` stands for as many workers with a GPU each. `address` is the dashboard of the
     Ray head, by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. With `join` a run that is running there already is
     returned.
+
+    `command` may also be `finetune`, `tune`, `evaluate`, `prepare` or `index`. `recipe` is then the first word that
+    follows it on the command line, and `options` are the further ones, such as `["--max-concurrent", "4"]`.
 
     Raises UserError for a wrong recipe or address, and for a run that is running there already without `join`.
 
@@ -60,13 +66,17 @@ def submit(
         )
         job.id, job.state
     """
+    from eagleray.api import job_commands
     from eagleray.api.plan import check_named
-    from eagleray.cluster import job_package  # both build the model, and so import PyTorch
+    from eagleray.cluster import job_package  # they build the model, and so import PyTorch
 
+    if command not in job_commands.COMMANDS:
+        raise UserError(f"command={command}: expected one of {', '.join(job_commands.COMMANDS)}")
     cluster_jobs.locate(address)
     variables, stays = job_package.environment()
-    package = job_package.pack(str(recipe), overrides_of(overrides, out=out, workers=workers), gpus, plugins)
-    if gpu:
+    words = [str(recipe), *options, *overrides_of(overrides, out=out, workers=workers)]
+    package = job_commands.pack(command, words, plugins, gpus)
+    if gpu and package.recipe:
         check_named(package.recipe, package.name, gpu, insist=insist)
     cluster = Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
@@ -75,7 +85,8 @@ def submit(
 
 
 def jobs(address: str | None = None) -> list[Job]:
-    """Return the runs that were submitted to a cluster, oldest first. Raises UserError.
+    """Return the runs and other commands that were submitted to a cluster, oldest first. `waits` says what one of them
+    waits for. Raises UserError.
 
     Example:
 
@@ -83,7 +94,7 @@ def jobs(address: str | None = None) -> list[Job]:
             print(job.id, job.state, job.out)
     """
     cluster = Cluster(address)
-    return [Job(**vars(job), address=cluster.address) for job in cluster.jobs()]
+    return [_job(cluster, job) for job in cluster.jobs()]
 
 
 def job(id: str, *, address: str | None = None) -> Job:
@@ -95,7 +106,12 @@ def job(id: str, *, address: str | None = None) -> Job:
             print(eagleray.job(known.id).logs())
     """
     cluster = Cluster(address)
-    return Job(**vars(cluster.job(id)), address=cluster.address)
+    return _job(cluster, cluster.job(id))
+
+
+def _job(cluster: Cluster, job: cluster_jobs.Job) -> Job:
+    """Return a job with what it waits for."""
+    return Job(**vars(replace(job, waits=cluster.waits(job))), address=cluster.address)
 
 
 def _print(line: str) -> None:

@@ -15,7 +15,7 @@ from eagleray.runs import accelerators, calibrate, fit, local_forecast
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_method
 from eagleray.runs.forecast import Data, Forecast, Target, forecast, refusal, report, target_of
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.plan import check_parallel, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
 
@@ -74,18 +74,18 @@ def plan(
         print(planned)
     """
     accelerator = accelerators.find(gpu) if gpu else None
-    given = overrides_of(overrides, workers=gpus, **keys)
-    loaded = recipes.load(str(recipe), given, [str(p) for p in plugins])
-    check_method(loaded)
+    lines = overrides_of(overrides, workers=gpus, **keys)
+    loaded = recipes.load(str(recipe), lines, [str(p) for p in plugins])
+    check_parallel(loaded, check_method(loaded))
     ranks = max(recipes.span(loaded.workers)[1], 1)
     known, files = _data(loaded, str(recipe), images)
     rate = input_rate or calibrate.input_rate(Views.of(loaded.views), files)
     data = replace(known, core_rate=rate, store_rate=store_rate and 1e6 * store_rate)
     target = target_of(gpu or "", accelerator, ranks) if accelerator else _here(loaded)
-    found = forecast(loaded, target, data)
-    if not found.fits:
-        raise refusal(loaded, found, target, data)
-    return Planned(loaded, found, data, price)
+    result = forecast(loaded, target, data)
+    if not result.fits:
+        raise refusal(loaded, result, target, data)
+    return Planned(loaded, result, data, price)
 
 
 def _here(recipe: Recipe) -> Target:
@@ -118,7 +118,7 @@ def check_named(recipe: Recipe, name: str, gpu: str, *, insist: bool) -> None:
     GPU, and for a run that cannot fit unless the user `insist`s."""
     target = target_of(gpu, accelerators.find(gpu), max(recipes.span(recipe.workers)[1], 1))
     data = Data(images_of(name) or fit.IMAGENET, calibrate.IMAGE_BYTES)  # the data may be out of reach from here
-    found = forecast(recipe, target, data)
-    console.print(found.line(), markup=False)
-    if not found.fits and not insist:
-        raise UserError(f"{refusal(recipe, found, target, data)}; --insist sends the run all the same")
+    result = forecast(recipe, target, data)
+    console.print(result.line(), markup=False)
+    if not result.fits and not insist:
+        raise UserError(f"{refusal(recipe, result, target, data)}; --insist sends the run all the same")

@@ -1,11 +1,10 @@
 """Pretrain and fine-tune: check the recipe and its data, train on Ray or in this process, and return the run."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,17 @@ from eagleray.base import files
 from eagleray.base.console import out as console
 from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
+from eagleray.cluster.scan_shards import scanner
 from eagleray.engine import world
+from eagleray.engine.compiling import compiles
+from eagleray.engine.precision import compute_dtype
 from eagleray.models import weights as pretrained_weights
 from eagleray.runs import layout, profile, remote
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs import tracking as track
 from eagleray.runs.build import build_backbone
+from eagleray.runs.command import hold, new_command
 from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.local_forecast import check_fit
@@ -31,6 +34,7 @@ from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import finished
+from eagleray.runs.stop_signal import StopRequest
 from eagleray.runs.tracking import Tracking, tracking_of
 
 
@@ -111,16 +115,30 @@ def see_through(
     """Start or continue a run, show its progress, and return it when it ends or was asked to stop. `insist` is as in
     `pretrain`."""
     recipe = resolve_paths(recipes.load(name, overrides, [str(p) for p in plugins]))
+    # From Python, the program's own arguments say nothing about the run.
+    line = sys.argv if name in sys.argv else ["eagleray", "pretrain", name, *overrides]
+    command = new_command()
+    with hold(recipe.out, command, say):
+        return _see_through(recipe, command, line, insist=insist)
+
+
+def say(line: str) -> None:
+    """Print a line of a text as it is."""
+    console.print(line, markup=False)
+
+
+def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: bool) -> Run:
+    """Start or continue the run that this command holds. `line` is the command as a list of words."""
     out = recipe.out
     remote.check_writable(out)
     folder = remote.view_dir(out)
     following = remote.Follower(out)
     following.copy.fetch()
-    begun = bool(files.read_lines(folder / layout.METRICS))
+    begun = bool(files.read_history(folder / layout.METRICS))
     if begun and (folder / layout.RECIPE).exists():
         check_same(recipe, folder / layout.RECIPE)
-    plan = make_plan(recipe, note=lambda line: console.print(line, markup=False))
-    check_device(recipe)
+    check_device(recipe)  # before the data, which may take long to index
+    plan = make_plan(recipe, note=say, scan_all=scanner())
     tracking = tracking_of(folder, out.rpartition("/")[2])
     if finished(folder, plan.steps):
         console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
@@ -128,16 +146,18 @@ def see_through(
         if (folder / layout.MLFLOW).exists():
             remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
     else:
-        check_fit(plan, lambda line: console.print(line, markup=False), insist=insist)
+        check_fit(plan, say, insist=insist)
         if recipe.backbone.weights and not begun:
             check_weights(recipe, recipe.backbone.weights)
-        # From Python, the program's own arguments say nothing about the run.
-        command = sys.argv if name in sys.argv else ["eagleray", "pretrain", name, *overrides]
-        write_beginning(recipe, command)
-        # In a thread: the signal may come while this one is in the middle of a request to the same store.
-        ask = threading.Thread(target=remote.write_note, args=(out, layout.STOP, "")).start
-        with FollowRun(folder, plan.steps), following, stop_on_signal(ask, "stopping after this step"):
-            run_in_world(recipe, tracking)
+        write_beginning(recipe, line)
+        stop = StopRequest(out, command)
+        with (
+            contextlib.closing(stop),
+            FollowRun(folder, plan.steps),
+            following,
+            stop_on_signal(stop.ask, "stopping after this step"),
+        ):
+            run_in_world(recipe, tracking, stop)
         table = folder / layout.PROFILE / profile.TABLE
         if recipe.profile and table.exists():
             console.print(f"{table.parent}:\n{table.read_text()}", markup=False, highlight=False, soft_wrap=True)
@@ -153,23 +173,30 @@ def check_weights(recipe: Recipe, source: str) -> None:
 
 
 def check_device(recipe: Recipe) -> None:
-    """Raises UserError when the recipe asks for GPUs and the run will stay on this machine, which has none. A cluster
-    may start machines that have them."""
-    if recipe.gpus and not (recipe.workers and os.environ.get("RAY_ADDRESS")):
-        world.require_accelerator()
+    """Raises UserError when the run will stay on this machine, which lacks the GPUs, the number format or the compiler
+    that the recipe asks for. A cluster may start machines that have them."""
+    if recipe.workers and os.environ.get("RAY_ADDRESS"):
+        return
+    device = world.device_of(recipe.gpus)
+    compute_dtype(recipe.precision, device)
+    compiles(recipe.compile, device)
 
 
 def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
-    """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder."""
+    """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder. Raises UserError
+    when it cannot be written."""
     out = recipe.out
-    remote.write_note(out, layout.RECIPE, config.dump(recipe))
-    write_plugins(out, recipe.plugins)
-    remote.write_note(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
-    for left in (layout.STOP, layout.FAILURE):
-        remote.delete_note(out, left)
+    try:
+        remote.write_note(out, layout.RECIPE, config.dump(recipe))
+        write_plugins(out, recipe.plugins)
+        remote.write_note(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
+        for left in (layout.STOP, layout.FAILURE):
+            remote.delete_note(out, left)
+    except OSError as e:
+        raise UserError(f"out={out}: cannot be written: {e.strerror or e}") from None
 
 
-def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
+def run_in_world(recipe: Recipe, tracking: Tracking, stop: StopRequest) -> dict[str, Any] | None:
     """Train on Ray's workers or in this process. Returns the summary, or None when the run was asked to stop."""
     if recipe.workers:
         if importlib.util.find_spec("ray") is None:
@@ -178,8 +205,9 @@ def run_in_world(recipe: Recipe, tracking: Tracking) -> dict[str, Any] | None:
             )
         from eagleray.cluster import ray_train
 
-        return ray_train.launch(recipe, tracking=tracking)
-    return training.pretrain(recipe, world.local(recipe.gpus), tracking=tracking, command=time.time())
+        return ray_train.launch(recipe, tracking=tracking, command=stop.command)
+    device = world.local(recipe.gpus)
+    return training.pretrain(recipe, device, tracking=tracking, command=stop.command, stop=stop.event)
 
 
 def check_same(recipe: Recipe, stored: Path) -> None:

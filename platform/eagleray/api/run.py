@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagleray.base.errors import UserError, hide_secrets
-from eagleray.base.files import read_lines
+from eagleray.base.files import read_history
+from eagleray.config import yaml_text
 from eagleray.engine.export import snippet
 from eagleray.models.backbone import Backbone
 from eagleray.runs import layout, remote, run_dir
@@ -53,13 +52,13 @@ class Run:
     def finished(self) -> bool:
         """Return whether the run has taken all its steps. A run that was interrupted is continued by the call that
         started it."""
-        lines = read_lines(self.folder / layout.METRICS)
+        lines = read_history(self.folder / layout.METRICS)
         return run_dir.finished(self.folder, max(self._steps, lines[-1]["step"] if lines else 0)) is not None
 
     @property
     def recipe(self) -> dict[str, Any]:
         """Return the resolved recipe with every default, as nested dictionaries."""
-        return dict(yaml.safe_load((self.folder / layout.RECIPE).read_text()))
+        return dict(yaml_text.parse((self.folder / layout.RECIPE).read_text()))
 
     def metrics(self, *, pandas: bool | None = None) -> Any:
         """Return a table with one row for each logged step: a pandas.DataFrame where pandas is installed, else a list
@@ -69,7 +68,7 @@ class Run:
 
             losses = [row["loss"] for row in eagleray.Run("runs/a").metrics(pandas=False)]
         """
-        rows = read_lines(self.folder / layout.METRICS)
+        rows = read_history(self.folder / layout.METRICS)
         if pandas is None:
             pandas = importlib.util.find_spec("pandas") is not None
         if not pandas:
@@ -80,7 +79,7 @@ class Run:
 
     def findings(self) -> list[dict[str, Any]]:
         """Return the problems that the run found in its own health, as in health.jsonl: step, kind and text of each."""
-        return read_lines(self.folder / layout.HEALTH)
+        return read_history(self.folder / layout.HEALTH)
 
     def backbone(self) -> Backbone:
         """Return the backbone of the newest intact checkpoint, in evaluation mode on the CPU. Raises UserError.
@@ -99,7 +98,7 @@ class Run:
         return self.out
 
     def __repr__(self) -> str:
-        lines = read_lines(self.folder / layout.METRICS)
+        lines = read_history(self.folder / layout.METRICS)
         step = lines[-1]["step"] if lines else 0
         return f"Run({self.out!r}, finished={self.finished}, step={step})"
 

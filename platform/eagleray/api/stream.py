@@ -76,7 +76,7 @@ class Loader:
             raise UserError(f"batch={batch} start={start}: expected a batch of 1 or more, and a start of 0 or more")
         rank, ranks = rank_of()
         lanes = lanes or next(n for n in range(min(LANES, batch), 0, -1) if batch % n == 0)
-        workers = min(WORKERS, lanes // ranks) if workers is None else workers
+        workers = min(WORKERS, max(batch // ranks, 1)) if workers is None else workers
         urls = str(data) if isinstance(data, str | Path) else list(data)
         index = open_index(urls, files.cache_folder("index"), note=lambda _: None)
         disk = Cache(Path(cache), cache_size) if cache else None

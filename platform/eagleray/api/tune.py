@@ -23,6 +23,8 @@ def tune(
     `sweep.KEY` for the sweep itself. At most `max_concurrent` trials run at once, by default as many as fit; `resume`
     continues a sweep that was ended. `plugins` are as in `pretrain`, for all trials.
 
+    `out` is a folder that all machines share, or an s3:// URL.
+
     Returns `out`, the folder with table, plots and the best recipe; `best`, the best trial or None; `trials`, a row
     each; and `finished`, which is False when the sweep was interrupted. Raises UserError and Outage.
 

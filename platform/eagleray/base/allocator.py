@@ -3,8 +3,9 @@
 import ctypes
 import sys
 
-# glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, with the most that it accepts for the first.
-MMAP, TRIM = (-3, 32 * 2**20), (-1, 2**30)  # bytes
+# glibc's M_MMAP_MAX and M_TRIM_THRESHOLD. Blocks above M_MMAP_THRESHOLD, which is at most 32 MiB, are mapped one by one
+# unless none may be.
+MMAPS, TRIM = (-4, 0), (-1, 2**30)  # blocks, bytes
 
 
 def keep_freed_memory() -> bool:
@@ -17,4 +18,4 @@ def keep_freed_memory() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(*setting) == 1 for setting in (MMAP, TRIM))
+    return mallopt is not None and all(mallopt(*setting) == 1 for setting in (MMAPS, TRIM))

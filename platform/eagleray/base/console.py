@@ -1,6 +1,7 @@
 """Prints the messages of commands and asks running work to stop at a signal."""
 
 import importlib.util
+import re
 import signal
 import sys
 import threading
@@ -9,8 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-out = Console(highlight=False, soft_wrap=True)
+from eagleray.base.errors import hide_secrets
+
+# C0 and C1 without tab and line end, what reverses the direction of text, and halves of characters.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class SafeConsole(Console):
+    """A console that shows the control characters of texts, which come from file names and recipes, and obeys none."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+        return super().render_str(visible(text), **options)
+
+
+out = SafeConsole(highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -53,6 +68,12 @@ def shows_live(console: Console) -> bool:
 
 
 def print_error(message: str) -> None:
-    """Print an error as one line to standard error."""
+    """Print an error as one line to standard error, without secrets, and without what a terminal would obey."""
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {visible(hide_secrets(message))}", file=sys.stderr)
+
+
+def visible(text: str) -> str:
+    """Return a text with its control characters, such as the escapes of a terminal, written as \\x1b; blanks and line
+    ends stay."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

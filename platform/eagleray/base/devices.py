@@ -4,9 +4,18 @@ The rest of the code asks these functions, and uses `torch.Stream`, `torch.Event
 `torch.cuda`. Code that runs on CUDA alone says so where it asks.
 """
 
+import os
+
 import torch
 
 CPU = torch.device("cpu")
+
+
+def cpus() -> float:
+    """Return how many CPUs this process may use, of those that it shares with the other ranks that torchrun started on
+    this machine."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -42,6 +51,14 @@ def synchronize(device: torch.device) -> None:
     """Wait until a device has done all work that was queued for it."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+def memory_size(device: torch.device) -> int | None:
+    """Return the bytes of an accelerator's memory, or None for a CPU and for an accelerator that does not tell."""
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1]) if is_accelerator(device) else None
+    except (AttributeError, RuntimeError, NotImplementedError):  # of a device, or a PyTorch before 2.9, that cannot
+        return None
 
 
 def memory_peak(device: torch.device) -> float | None:

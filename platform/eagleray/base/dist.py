@@ -4,12 +4,16 @@ Ranks may have different numbers of rows; an argument `rows` holds the number of
 single process each operation returns its input.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from eagleray.base.errors import Outage, UserError
+
+T = TypeVar("T")
 
 
 def size() -> int:
@@ -122,3 +126,67 @@ def gather_objects(x: Any) -> list[Any]:
     out: list[Any] = [None] * size()
     dist.all_gather_object(out, x)
     return out
+
+
+def gather_at_zero(x: T) -> list[T] | None:
+    """Return the objects of all ranks, in rank order, on rank 0, and None on the others."""
+    if size() == 1:
+        return [x]
+    out: list[Any] | None = [None] * size() if rank() == 0 else None
+    dist.gather_object(x, out)
+    return out
+
+
+def together(work: Callable[[], T]) -> T:
+    """Return the result of a computation in which no rank waits for another one.
+
+    If it fails on one rank, it fails on all, so that no rank goes on to wait for one that has given up. Raises the
+    error of this rank, or RuntimeError with the message of the first rank that failed."""
+    if size() == 1:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as e:
+        error = e
+    said = gather_objects(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" if error else "")
+    if error:
+        raise error
+    for other, text in enumerate(said):
+        if text:
+            raise RuntimeError(f"rank {other}: {text}")
+    return result  # type: ignore[return-value]
+
+
+def from_rank_zero(get: Callable[[], T]) -> T:
+    """Return on all ranks what a function returns on rank 0, the only one to call it. Raises on all ranks the UserError
+    or Outage that it raises there. Called by all ranks together."""
+    if size() == 1:
+        return get()
+    answer: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = get()
+        except (UserError, Outage) as e:
+            answer[1] = e
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]  # type: ignore[no-any-return]
+
+
+def tell(message: str) -> None:
+    """Let all ranks know something, also those that wait for their data and take part in no exchange. They find it
+    with `told`."""
+    if size() > 1:
+        _keys().set(message, "1")
+
+
+def told(message: str) -> bool:
+    """Return whether some rank has called `tell` with this message. It asks the key-value store with which the process
+    group was made, in the memory of rank 0."""
+    return size() > 1 and bool(_keys().check([message]))
+
+
+def _keys() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()  # type: ignore[no-any-return, no-untyped-call]

@@ -13,26 +13,50 @@ class PluginError(UserError):
     """A plug-in cannot be found or imported, or does not behave as its interface requires."""
 
 
+class Busy(UserError):
+    """Another process is working on the same run or sweep."""
+
+
 class Outage(RuntimeError):
     """A store or a server has not answered for too long; the same command may succeed later.
 
-    The command line exits with status 1."""
+    The command line exits with status 75, EX_TEMPFAIL of sysexits.h, after which Slurm and KubeRay start it again."""
+
+
+class Superseded(Outage):
+    """Another process has taken over what this one was writing, which must not write there any more."""
 
 
 class Preempted(RuntimeError):
-    """A machine is about to be preempted, and the run has been saved."""
+    """A machine is about to be taken away or added, and the run has been saved."""
 
 
 class Futile(RuntimeError):
     """Workers were started again and again without any progress."""
 
 
+# A user and a password before a host. AWS keys have slashes, passwords may have anything; a number is a port.
+USER = r"[^\s/@:]*:(?!\d+(?:[/?#\s]|$))"
+LOGIN = re.compile(rf"(?<=://)(?:{USER}\S{{0,400}}@|[^/\s]{{0,400}}@|{USER}[^@\n]{{0,80}}@)")
+# Parameters of URLs, also of signed ones, and assignments such as MLFLOW_TRACKING_PASSWORD=x.
+WORDS = "password|passwd|pwd|passphrase|secret|api[_-]?key|access[_-]?key(?:[_-]?id)?|signature|credential|accesskeyid"
+PARAMETER = re.compile(
+    rf"(?i)((?:(?<![.\w-])[\w-]*(?:{WORDS}|[_-]token)|(?<![.\w-])token|(?<=[?&;])(?:sig|key|auth))=)"
+    r"(?!\.\.\.)[^&\s;,'\"]+"
+)
+
+
 def hide_secrets(text: str) -> str:
-    """Return a text without the users and passwords in its URLs."""
-    return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(?i)((?:password|token|secret)=)[^&\s]+", r"\1...", text))
+    """Return a text without the users, passwords, keys and signatures in its URLs and assignments."""
+    return LOGIN.sub("", PARAMETER.sub(r"\1...", text))
 
 
-def one_line(error: Exception) -> str:
+def has_secrets(text: str) -> bool:
+    """Return whether a text contains what `hide_secrets` removes."""
+    return hide_secrets(text) != text
+
+
+def one_line(error: BaseException) -> str:
     """Return an error as one line without secrets, with the cause that a message of urllib3 hides."""
     text = hide_secrets(" ".join(str(error).split()))
     cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # what urllib3 wraps in three lines

@@ -1,10 +1,13 @@
 """Files shared between processes: atomic writes, JSON lines, locks and the cache folder."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
+import secrets
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,9 +15,11 @@ from typing import IO, Any
 
 from platformdirs.unix import Unix
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Busy, UserError
 
 log = logging.getLogger(__name__)
+LOCK = ".lock"  # in a folder: the file that the process locks which may write there
+LATE = "%s: %s; new lines are kept in memory until there is room"
 
 
 @contextlib.contextmanager
@@ -24,7 +29,8 @@ def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
     If the block raises, `path` stays as it was. `part` sets the temporary path, for callers to whom its name matters;
     it must be on the same file system as `path`.
     """
-    part = part or path.with_name(f".{path.name}.{os.getpid()}")
+    # No two writers share it, also not threads, or processes of two machines that have the same number.
+    part = part or path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield part
         part.replace(path)
@@ -33,12 +39,40 @@ def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a small file and flush it to the disk, so that readers see the old content or the new."""
+    """Write a small file and flush it and its folder to the disk, so that readers see the old content or the new, also
+    after a power loss."""
     # One name for all writers: the next one overwrites what a killed one left.
     with atomic_path(path, part=path.with_name(f".{path.name}.part")) as part, part.open("wb") as f:
         f.write(content.encode() if isinstance(content, str) else content)
         f.flush()
         os.fsync(f.fileno())
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk: what was renamed or created in it is still there after a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # some file systems cannot, and keep names as they can
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Flush the content of a file to the disk."""
+    with path.open("rb") as f:
+        os.fsync(f.fileno())
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, and flush their names to the disk."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for created in missing:
+        sync_folder(created.parent)
 
 
 def cache_folder(name: str) -> Path:
@@ -56,44 +90,118 @@ class JsonLines:
 
     def __init__(self, path: Path, *, step: int) -> None:
         """Continue a file after a step; lines of later steps are dropped, because those steps will be repeated."""
-        lines = [r for r in read_lines(path) if r["step"] <= step]
+        lines = [r for r in read_history(path) if r["step"] <= step]
         write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
         self._path, self._file = path, path.open("ab", buffering=0)
         self._late = b""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        data, size = self._late + json.dumps(record).encode() + b"\n", os.fstat(self._file.fileno()).st_size
-        rest = memoryview(data)
+        data = self._late + json.dumps(record).encode() + b"\n"
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            _append(self._file, data)
         except OSError as e:
-            os.ftruncate(self._file.fileno(), size)  # no part of a line
             if not self._late:
-                log.warning("%s: %s; new lines are kept in memory until there is room", self._path, e.strerror)
+                log.warning(LATE, self._path, e.strerror)
             self._late = data
             return
         self._late = b""
 
 
+class LateLines:
+    """Appends records to a file that is opened for each of them. Records that do not fit on a full disk are kept and
+    written together with later ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._late: list[Mapping[str, Any]] = []
+
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append records, each on a line of its own."""
+        known, self._late = len(self._late), [*self._late, *records]
+        try:
+            append_lines(self._path, self._late)
+        except OSError as e:
+            if not known:
+                log.warning(LATE, self._path, e.strerror)
+            return
+        self._late = []
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """Read a file of the steps of a run, such as `metrics.jsonl`, and skip what is no record of a step."""
+    return history(read_lines(path))
+
+
+def history(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records that tell their step."""
+    return [r for r in records if type(r.get("step")) is int]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file with a JSON object on each line, and skip lines that a killed writer left half written."""
-    records = []
     # splitlines would also split at other characters, which a text may contain.
-    for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+    return parse_lines(path.read_text(errors="replace").split("\n")[:-1]) if path.exists() else []
+
+
+def parse_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the JSON objects of lines. Lines that a killed writer left half written are skipped, and so is other JSON,
+    such as a number or lists in lists beyond what Python parses."""
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
     return records
 
 
+class Tail:
+    """Reads the complete lines that are appended to a file, each once, whatever the file's size."""
+
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
+        """`whole` begins with the lines that the file has already."""
+        self.path = path
+        self.offset = path.stat().st_size if path.exists() and not whole else 0
+
+    def lines(self) -> list[str]:
+        """Return the lines that were completed since the last call.
+
+        A file that became shorter, as a run that goes back to a checkpoint drops lines, is followed from its new end.
+        """
+        try:
+            with self.path.open("rb") as file:
+                self.offset = min(self.offset, os.fstat(file.fileno()).st_size)
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return complete.decode(errors="replace").split("\n")[:-1]
+
+
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append objects to a file, each on a line of its own, also after a line that was left half written."""
-    with path.open("a+b") as f:
+    """Append objects to a file, each on a line of its own, also after a line that was left half written.
+
+    Raises OSError, with the file as it was, when they do not fit on the disk."""
+    data = b"".join(json.dumps(r, ensure_ascii=False).encode(errors="replace") + b"\n" for r in records)
+    with path.open("a+b", buffering=0) as f:
         if f.tell():
             f.seek(-1, os.SEEK_END)
-            f.write(b"" if f.read(1) == b"\n" else b"\n")
-        f.writelines(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in records)
+            data = data if f.read(1) == b"\n" else b"\n" + data
+        _append(f, data)
+
+
+def _append(file: Any, data: bytes) -> None:
+    """Write to the end of an unbuffered file: all of the data, or nothing. Raises OSError."""
+    size, rest = os.fstat(file.fileno()).st_size, memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        os.ftruncate(file.fileno(), size)
+        raise
 
 
 @contextlib.contextmanager
@@ -104,35 +212,49 @@ def file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def lock_folder(folder: Path, *, patience: float = 0.0) -> IO[str]:
-    """Lock a folder until the returned file is closed. Raises UserError when another process still holds the lock after
-    `patience` seconds."""
-    file = (folder / ".lock").open("a+")
+def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: str = "") -> IO[str]:
+    """Lock a folder, by the file of this name in it, until the returned file is closed.
+
+    Raises Busy when another process still holds the lock after `patience` seconds, and UserError when the file system
+    has no locks. `note` is written into the file, for those to read.
+    """
+    file = (folder / name).open("a+")
     end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
+    try:
+        while not _locked(file, fcntl.LOCK_EX):
             if time.monotonic() >= end:
                 file.seek(0)
-                with file:
-                    raise UserError(f"out={folder}: process {file.read()} is still using this folder") from None
+                raise Busy(f"out={folder}: {file.read().strip() or 'another process'} is still using this folder")
             time.sleep(0.2)
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{note}")
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
     return file
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    """Return whether this process has got a lock on a file. Raises UserError where the file system has none."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        if e.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        raise UserError(
+            f"out={Path(file.name).parent}: this file system has no locks ({e.strerror}), which keep two commands from "
+            "writing one run; mount it with them (Lustre: -o flock), or give another out="
+        ) from None
+    return True
 
 
 def is_folder_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a folder."""
-    path = folder / ".lock"
+    path = folder / LOCK
     if not path.exists():
         return False
     with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not _locked(file, fcntl.LOCK_SH)

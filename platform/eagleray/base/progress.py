@@ -41,10 +41,11 @@ def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iter
 
 
 class PhaseProgress:
-    """Shows how many images each phase of a job has handled: a bar in a terminal, an occasional line elsewhere."""
+    """Shows how many images, or other units, each phase of a job has handled: a bar in a terminal, an occasional line
+    elsewhere."""
 
-    def __init__(self) -> None:
-        self.bar: Progress = progress_bar("images")
+    def __init__(self, unit: str = "images") -> None:
+        self.unit, self.bar = unit, progress_bar(unit)
         self.phase, self.task = "", TaskID(0)
         self.began, self.first, self.shown = 0.0, 0, 0
 
@@ -56,9 +57,9 @@ class PhaseProgress:
         self.bar.stop()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show that a phase has handled `done` of `total` images.
+        """Show that a phase has handled `done` of `total` units.
 
-        The first call of a phase starts its clock, so images handled before it do not count for the rate.
+        The first call of a phase starts its clock, so what was handled before it does not count for the rate.
         """
         now = time.monotonic()
         if phase != self.phase:
@@ -66,8 +67,8 @@ class PhaseProgress:
             self.began, self.first, self.shown = now, done, done
             return
         rate = (done - self.first) / max(now - self.began, 1e-3)
-        self.bar.update(self.task, completed=done, rate=f"{rate:,.0f} images/s")
+        self.bar.update(self.task, completed=done, rate=f"{rate:,.0f} {self.unit}/s")
         if not shows_live(out) and (done - self.shown) * PHASE_LINES >= total:
             left = seconds_left(done, total, start=self.first, seconds=now - self.began)
-            out.print(f"{phase} {done:,}/{total:,} ({done / total:.0%})  {rate:,.0f} images/s  ETA {left:.0f} s")
+            out.print(f"{phase} {done:,}/{total:,} ({done / total:.0%})  {rate:,.0f} {self.unit}/s  ETA {left:.0f} s")
             self.shown = done

@@ -53,17 +53,19 @@ def evaluate(
     protocol: Annotated[
         str, typer.Option(help="Names shown by `eagleray list protocols`, separated by commas.")
     ] = "knn,linear",
-    coco: Annotated[str | None, typer.Option(help="Folder in COCO's layout, for the detection protocol.")] = None,
-    masks: Annotated[str | None, typer.Option(help="Folder of images and masks, for segmentation.")] = None,
-    davis: Annotated[str | None, typer.Option(help="Folder in DAVIS's layout, for the davis protocol.")] = None,
+    coco: Annotated[str | None, typer.Option(help="Folder or s3:// URL in COCO's layout, for detection.")] = None,
+    masks: Annotated[str | None, typer.Option(help="Folder or s3:// URL of images with masks.")] = None,
+    davis: Annotated[str | None, typer.Option(help="Folder or s3:// URL in DAVIS's layout, for davis.")] = None,
     suite: Suite = None,
     architecture: Architecture = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="Evaluate the same architecture without training too, for comparison.")
     ] = False,
     workers: Annotated[
-        int, typer.Option(help="Ray tasks that extract features at the same time. 0: this process, without Ray.", min=0)
+        int,
+        typer.Option(help="Ray workers that share the work of most protocols. 0: no Ray, this process.", min=0),
     ] = 0,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray workers a GPU.")] = False,
     plugin: Plugins = None,
     form: Annotated[Format, typer.Option("--format", help="Format of the table.")] = Format.markdown,
     folder: Folder = None,
@@ -86,6 +88,7 @@ def evaluate(
         "architecture": architecture,
         "untrained": untrained,
         "workers": workers,
+        "gpus": gpus,
         "plugins": plugin or (),
         "out": folder,
     }

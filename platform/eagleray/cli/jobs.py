@@ -1,4 +1,4 @@
-"""Define the commands submit, jobs, logs and stop, for runs on a cluster."""
+"""Define the commands submit, jobs, logs and stop, for runs and other long commands on a cluster."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import out
-from eagleray.cli.options import Insist, Overrides, Plugins, RecipeName
+from eagleray.cli.options import Insist, Plugins, complete_recipe
 
 Address = Annotated[
     str | None,
@@ -23,7 +23,9 @@ Id = Annotated[str, typer.Argument(help="Id of the run, as `eagleray jobs` shows
 
 
 def register(app: typer.Typer) -> None:
-    for command in (submit, jobs, logs, stop):
+    # The options of the command that is submitted are its own, and are checked by it.
+    app.command(context_settings={"ignore_unknown_options": True})(submit)
+    for command in (jobs, logs, stop):
         app.command()(command)
 
 
@@ -32,8 +34,22 @@ def say(line: str) -> None:
 
 
 def submit(
-    name: RecipeName,
-    overrides: Overrides = None,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Recipe: a name shown by `eagleray list recipes`, or the path of a YAML file. Or a command: pretrain, "
+            "finetune, tune, evaluate, prepare or index, followed by its own arguments and options.",
+            metavar="RECIPE|COMMAND",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Recipe keys to change, such as optim.batch=256, or the arguments and options of the command.",
+            metavar="[KEY=VALUE|WORD]...",
+        ),
+    ] = None,
     plugin: Plugins = None,
     address: Address = None,
     gpus: Annotated[
@@ -48,38 +64,67 @@ def submit(
         bool, typer.Option("--follow", help="Print the log until the run ends, and exit with its status.")
     ] = False,
 ) -> None:
-    """Send a run to a Ray cluster, where it goes on without this machine. Sent again, an interrupted run continues.
+    """Send a run, or any other long command, to a Ray cluster, where it goes on without this machine. Sent again, an
+    interrupted one continues.
 
     The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
     from eagleray.api import jobs as api
+    from eagleray.api.job_commands import COMMANDS
 
+    command, first, *rest = (
+        (name, *words_of(name, words or [])) if name in COMMANDS else ("pretrain", name, *(words or []))
+    )
     job = api.submit(
-        name, overrides, plugins=plugin or (), gpus=gpus, gpu=gpu, insist=insist, address=address, join=follow
+        first,
+        command=command,
+        options=rest,
+        plugins=plugin or (),
+        gpus=gpus,
+        gpu=gpu,
+        insist=insist,
+        address=address,
+        join=follow,
     )
     if follow:
         with leaving(job.id):
             sys.exit(job.follow())
 
 
+def words_of(command: str, words: list[str]) -> list[str]:
+    """Return the words that follow a command, after its own parser has accepted them: it exits with 2 for an unknown
+    option, a value of the wrong type or a missing argument."""
+    from eagleray.cli.main import app
+
+    group = typer.main.get_command(app)
+    group.commands[command].make_context(f"eagleray {command}", list(words))  # type: ignore[attr-defined]
+    return words
+
+
 def jobs(
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
 ) -> None:
-    """List the runs that were submitted to a cluster, with their state and exit status."""
+    """List the runs and other commands that were submitted to a cluster, with their state and exit status, and what
+    they wait for."""
     from eagleray.api import jobs as api
 
     runs = api.jobs(address)
     if as_json:
         print(json.dumps([{k: v for k, v in asdict(j).items() if k not in ("address", "digest")} for j in runs]))
         return
-    rows = [("ID", "STATE", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
+    rows = [("ID", "STATE", "COMMAND", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
     for j in runs:
         since = datetime.fromtimestamp(j.since).strftime("%Y-%m-%d %H:%M")
         length = str(timedelta(seconds=round(j.seconds)))
-        rows.append((j.id, j.state, j.recipe, j.out, since, length, "" if j.status is None else str(j.status)))
+        state = "waiting" if j.waits else j.state
+        status = "" if j.status is None else str(j.status)
+        rows.append((j.id, state, j.command, j.recipe, j.out, since, length, status))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for j in runs:
+        if j.waits:
+            say(f"{j.id}: {j.waits}")
 
 
 def logs(

@@ -1,6 +1,7 @@
 """Define the command line and most of its commands."""
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,7 @@ import typer
 
 import eagleray
 from eagleray.base.console import out, print_error, silence
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, UserError
 from eagleray.cli import catalogue, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName
@@ -246,7 +247,8 @@ tune.register(app)
 
 
 def main() -> Any:
-    """Run the command line. The exit status is 0 for success, 2 for wrong input and 1 for anything else."""
+    """Run the command line. The exit status is 0 for success, 2 for wrong input, 75 where a store or a server stayed
+    away, and 1 for anything else."""
     try:
         app()
     except UserError as e:
@@ -254,7 +256,7 @@ def main() -> Any:
         sys.exit(2)
     except RuntimeError as e:
         print_error(str(e))
-        sys.exit(1)
+        sys.exit(os.EX_TEMPFAIL if isinstance(e, Outage) else 1)
 
 
 if __name__ == "__main__":

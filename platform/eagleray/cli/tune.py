@@ -26,7 +26,8 @@ def tune(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Recipe keys for all trials, out=FOLDER, or keys of the sweep itself such as sweep.trials=20.",
+            help="Recipe keys for all trials, out=FOLDER or out=s3://BUCKET/FOLDER, or keys of the sweep itself such "
+            "as sweep.trials=20.",
             metavar="[KEY=VALUE]...",
         ),
     ] = None,

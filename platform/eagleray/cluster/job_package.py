@@ -1,54 +1,89 @@
-"""Pack a run for a cluster: the resolved recipe, its plug-ins, this package and a few environment variables, but no
-secrets."""
+"""Pack a command for a cluster: its words, the resolved recipe or sweep, plug-ins, this package and a few environment
+variables, but no secrets."""
 
 import hashlib
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import eagleray
 from eagleray import config
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, has_secrets, hide_secrets
 from eagleray.config import plugins as loading
+from eagleray.data.order import lane_length
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_method
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import is_remote, local_path, store
 
-ADDRESSES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+# The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
+# PyTorch and Ray Train are tuned with. None of them is meant to hold a secret.
+SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "OMP_NUM_THREADS")
+BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
+OF_THIS_MACHINE = ("TORCH_HOME",)  # a path
+SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # in the name of a variable
 SHARED = "expected an s3:// URL, or an absolute path that is the same on all nodes"
 
 
 @dataclass(frozen=True)
 class JobPackage:
-    """A run that is ready to be sent to a cluster."""
+    """A command that is ready to be sent to a cluster."""
 
-    id: str  # of the run, the same whenever it is sent
-    name: str  # of the recipe
-    recipe: Recipe
+    id: str  # the same whenever the command is sent
+    command: str  # such as pretrain
+    name: str  # of the recipe, the sweep, the backbone or the data
+    out: str  # where the results go
+    digest: str  # of all that the results depend on
+    words: tuple[str, ...]  # what the head runs, after `eagleray`
+    asks: str  # what it asks of the cluster, in words
+    files: Mapping[str, str] = field(default_factory=dict)  # texts that are sent with it, by file name
+    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # by where they are written
+    recipe: Recipe | None = None  # of a run
+
+    def __post_init__(self) -> None:
+        """Raises UserError when a word or a file holds a user, password or key, without repeating it."""
+        words = [(word.partition("=")[0] if "=" in word else "an argument", word) for word in self.words]
+        for where, text in [("out", self.out), *words, *self.files.items()]:
+            if has_secrets(text):
+                raise UserError(
+                    f"{hide_secrets(where)}: contains a user, password or key, which everyone who sees the cluster's "
+                    "jobs could read; set it on the cluster's nodes, in the environment of `ray start`"
+                )
 
     @property
     def labels(self) -> dict[str, str]:
         """Return the labels that the cluster stores with the job."""
-        digest = recipes.digest(self.recipe)
-        return {"eagleray": "pretrain", "recipe": self.name, "out": self.recipe.out, "digest": digest}
+        return {"eagleray": self.command, "recipe": self.name, "out": self.out, "digest": self.digest}
+
+    @property
+    def busy(self) -> str:
+        """Return in words that the command is being run."""
+        return "this run is being trained" if self.command in ("pretrain", "finetune") else f"{self.command} is running"
 
     def write(self, folder: Path) -> None:
         """Write everything that is sent into an empty folder."""
-        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe has no base any more
+        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # nothing that is sent has a base any more
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
-        (folder / layout.RECIPE).write_text(config.dump(self.recipe))
-        for sources in loading.pack(self.recipe.plugins).values():
-            loading.write(folder / loading.FOLDER, sources)
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
+        for place, sources in self.plugins.items():
+            loading.write(folder / place, sources)
 
 
-def pack(name: str, overrides: Sequence[str], gpus: int | None, plugins: Sequence[str | Path] = ()) -> JobPackage:
-    """Return the package of a recipe, after checking it. `name` and `overrides` are as for `pretrain`; `gpus` is the
-    number of workers, each with one GPU. Raises UserError."""
+def pack(
+    name: str,
+    overrides: Sequence[str],
+    gpus: int | None,
+    plugins: Sequence[str | Path] = (),
+    *,
+    command: str = "pretrain",
+) -> JobPackage:
+    """Return the package of a run, after checking its recipe. `name` and `overrides` are as for `pretrain`;
+    `gpus` is the number of workers, each with one GPU. Raises UserError."""
     given = [o for o in overrides if o.startswith("workers=")]
     if gpus and given:
         raise UserError(
@@ -57,46 +92,100 @@ def pack(name: str, overrides: Sequence[str], gpus: int | None, plugins: Sequenc
     recipe = recipes.load(
         name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])], [str(p) for p in plugins]
     )
-    check_places(recipe)
+    check_data_places(recipe)
+    check_place("out", recipe.out)
+    check_lanes(recipe)
     check_method(recipe)
-    return JobPackage(identify(recipe.out), Path(name).stem, recipe)
+    return JobPackage(
+        identify(recipe.out),
+        command,
+        Path(name).stem,
+        recipe.out,
+        recipes.digest(recipe),
+        ("pretrain", layout.RECIPE),
+        f"{recipe.workers} worker(s)" + (" with a GPU each" if recipe.gpus else ""),
+        {layout.RECIPE: config.dump(recipe)},
+        {loading.FOLDER: _joined(loading.pack(recipe.plugins))},
+        recipe,
+    )
 
 
-def identify(out: str) -> str:
-    """Return the job id of a run folder: its name, which people can read, and a hash of its whole path or URL."""
+def pack_words(
+    command: str,
+    name: str,
+    out: str,
+    words: Sequence[str],
+    plugins: Sequence[str | Path] = (),
+    files: Mapping[str, str] | None = None,
+    *,
+    asks: str,
+) -> JobPackage:
+    """Return the package of another command than `pretrain`. `words` are those after its name, and `files` are sent
+    with it. Plug-ins lie in the folder that the command runs in, where it looks for them. Raises UserError."""
+    loaded = [config.check(loading.Plugin, tree, "plugins") for tree in loading.resolve([str(p) for p in plugins])]
+    line = (command, *words, *(word for p in loaded for word in ("--plugin", p.name)))
+    everything = [*line, *(files or {}).values(), *(p.sha256 for p in loaded)]
+    digest = hashlib.sha256("\0".join(everything).encode()).hexdigest()
+    sources = {".": _joined(loading.pack(loaded))}
+    return JobPackage(identify(out, command), command, name, out, digest, line, asks, files or {}, sources)
+
+
+def _joined(packed: Mapping[str, loading.Sources]) -> loading.Sources:
+    """Return the files of all plug-ins together."""
+    return {path: data for sources in packed.values() for path, data in sources.items()}
+
+
+def identify(out: str, command: str = "pretrain") -> str:
+    """Return the job id of a command: the last part of `out`, which people can read, and a hash of its whole path or
+    URL. The ids of other commands than runs begin with the command, as several may work on one folder."""
     place = out.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2]).strip("-.")
-    return f"{name[:60]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    own = "" if command == "pretrain" else f"{command}-"
+    return f"{own}{name[:60]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
-def check_places(recipe: Recipe) -> None:
-    """Raises UserError when the recipe has a path that other nodes of the cluster could not find."""
+def check_data_places(recipe: Recipe) -> None:
+    """Raises UserError when the recipe reads from a path that other nodes of the cluster could not find."""
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
-            _check(key, source.url)
-    _check("out", recipe.out)
+            check_place(key, source.url)
     if recipe.data.cache:
-        _check("data.cache", recipe.data.cache)
+        check_place("data.cache", recipe.data.cache)
 
 
-def _check(key: str, place: str) -> None:
+def check_place(key: str, place: str) -> None:
     """Raises UserError when the path of a key is relative."""
+    if has_secrets(place):
+        there = "set them in the environment of `ray start` on the nodes"
+        raise UserError(f"{key}: contains a user, password or key; expected {hide_secrets(place)}; {there}")
     store(place)
     if not is_remote(place) and not local_path(place).is_absolute():
         raise UserError(f"{key}={place}: a relative path; {SHARED}")
 
 
+def check_lanes(recipe: Recipe) -> None:
+    """Raises UserError when the lanes do not divide the batch, which would otherwise be found on the cluster."""
+    batch, lanes = recipe.optim.batch, recipe.data.lanes
+    try:
+        lane_length(batch, lanes=lanes, batch=batch)
+    except ValueError as e:
+        raise UserError(f"optim.batch={batch} data.lanes={lanes}: {e}") from None
+
+
 def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:
     """Return the environment variables to send with the job, and a line about each that is not sent. Raises
     UserError when one contains a user or password."""
-    sent = {k: v for k, v in sorted(here.items()) if v and (k in ADDRESSES or k.startswith("EAGLERAY_"))}
+    sent = {k: v for k, v in sorted(here.items()) if v and (k in SENT or k.startswith(BEGINNINGS))}
+    for key in OF_THIS_MACHINE:
+        sent.pop(key, None)
+    stays = [f"{key} is not sent: it may hold a secret" for key in sent if SECRET.search(key)]
+    sent = {key: value for key, value in sent.items() if not SECRET.search(key)}
     for key, value in sent.items():
-        if re.search(r"://[^/\s]*@", value):
+        if has_secrets(value):
             raise UserError(
                 f"{key}: contains a user or password, which everyone who sees the cluster's jobs could read; set "
                 f"the URL without it here, and set the password on the cluster's nodes, {_secret(key)}"
             )
-    stays = []
     uri = sent.get("MLFLOW_TRACKING_URI", "")
     if uri and not uri.startswith(("http://", "https://")):
         del sent["MLFLOW_TRACKING_URI"]

@@ -1,8 +1,9 @@
-"""Submit, follow, list and stop runs as jobs of a Ray cluster, over HTTP through Ray's Jobs API."""
+"""Submit, follow, list and stop commands as jobs of a Ray cluster, over HTTP through Ray's Jobs API."""
 
 import logging
 import os
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.cluster import head
+from eagleray.cluster.waiting import START as WAITING
 from eagleray.config import nearest
 
 if TYPE_CHECKING:
     from eagleray.cluster.job_package import JobPackage
 
-ENTRY = "exec python -m eagleray.cli pretrain recipe.yaml"  # on the head, with the package as its working folder
+# What the head runs, with the package as its working folder: the interpreter of the Ray that started it, whatever
+# `python` is on PATH. Its parent, a process of that Ray, has the library of its environment in memory.
+LIBRARY = r"s|.* \(/.*\)/lib[^/]*/python[^/]*/[^/]*/ray/_raylet.so$|\1/bin/python3|p"
+ENTRY = (
+    f"p=$(sed -n '{LIBRARY}' /proc/$PPID/maps | head -n 1); "
+    '[ -x "$p" ] || p=python3; exec "$p" eagleray/cluster/job_start.py eagleray.cli'
+)
 TIMEOUTS = (4, 30)  # seconds to connect, and to wait for an answer
 PATIENCE = 300  # seconds that a follower waits for a head that was there before
 STOPPING = 300  # seconds for a stopped run to save, then Ray kills it
@@ -44,13 +52,15 @@ class Job:
 
     id: str
     state: str  # pending, running, succeeded, failed, stopped
-    recipe: str
+    recipe: str  # or sweep, backbone, data
     out: str
     digest: str
     since: float  # seconds since 1970
     seconds: float
     status: int | None  # exit status; None while it runs, or where Ray has none
     message: str
+    command: str = "pretrain"
+    waits: str = ""  # what it waits for, in words, where it does
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> "Job":
@@ -68,6 +78,7 @@ class Job:
             round(max(end - since, 0), 1),
             details.get("driver_exit_code"),
             " ".join((details.get("message") or "").split())[:300],
+            labels.get("eagleray", ""),
         )
 
     @property
@@ -130,6 +141,19 @@ class Cluster:
             text: str = self._ask(f"/api/jobs/{name}/logs")["logs"] or ""
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
+    def waits(self, job: Job) -> str:
+        """Return what a job waits for, in words: the last line of its log, if that says so. Otherwise, and where the
+        head does not answer, an empty string."""
+        if job.state == "pending":
+            return job.message
+        if job.state != "running":
+            return ""
+        try:
+            last = self.logs(job.id).rstrip().rpartition("\n")[2]
+        except Silent:
+            return ""
+        return last if last.startswith(WAITING) else ""
+
     def submit(self, name: str, package: "JobPackage", variables: dict[str, str]) -> None:
         """Submit a package as a job with this id and these environment variables. Raises Silent, also when another
         job has the id already."""
@@ -138,7 +162,8 @@ class Cluster:
             runtime = {"working_dir": folder, "env_vars": variables | STOP}
             # No resources: Ray puts such a job's driver on the head, which is no spot node.
             client = _client(self.address)
-            client.submit_job(entrypoint=ENTRY, submission_id=name, runtime_env=runtime, metadata=package.labels)
+            line = f"{ENTRY} {shlex.join(package.words)}"
+            client.submit_job(entrypoint=line, submission_id=name, runtime_env=runtime, metadata=package.labels)
 
     def stop(self, name: str) -> bool:
         """Ask a job to end; return False when it has not started."""
@@ -234,30 +259,29 @@ def _reason(error: Exception, said: str) -> str:
 
 
 def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], say: Say, *, join: bool) -> str:
-    """Submit a run, and return its job id. If the run is being trained already, raises UserError, or with `join`
+    """Submit a command, and return its job id. If the same one is being run already, raises UserError, or with `join`
     returns the id of that job."""
     while True:
         family = [j for j in cluster.jobs() if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
         if running := next((j for j in family if not j.ended), None):
             if running.digest != package.labels["digest"]:
-                raise UserError(
-                    f"out={package.recipe.out}: the job {running.id} is training another "
-                    "recipe there; give another out="
-                )
+                other = "is training another recipe there" if package.recipe else "works there with other options"
+                raise UserError(f"out={package.out}: the job {running.id} {other}; give another out")
             if not join:
-                raise UserError(f"{running.id}: this run is being trained already; {manage(running.id)}")
-            say(f"{running.id}: this run is being trained already")
+                raise UserError(f"{running.id}: {package.busy} already; {manage(running.id)}")
+            say(f"{running.id}: {package.busy} already")
             return running.id
         number = max((int(j.id[len(package.id) + 1 :] or 1) for j in family), default=0) + 1
         name = package.id if number == 1 else f"{package.id}-{number}"
-        say(f"the cluster {cluster.size()}; this run asks for {package.recipe.workers} worker(s)")
+        say(f"the cluster {cluster.size()}; this asks for {package.asks}")
         try:
             cluster.submit(name, package, variables)
         except Silent as e:
             if "already exists" not in str(e):
                 raise
             continue  # somebody was faster
-        say(f"{name}: submitted, {package.name} to {package.recipe.out}; {manage(name)}")
+        what = package.name if package.recipe else f"{package.command} {package.name}"
+        say(f"{name}: submitted, {what} to {package.out}; {manage(name)}")
         return name
 
 

@@ -1,33 +1,45 @@
 """Apply a function to tasks on Ray, with a limited number of them at once."""
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from eagleray.base.errors import Outage, UserError
-from eagleray.cluster.session import session
+from eagleray.cluster.session import machines, session
 from eagleray.config import plugins
 
 T = TypeVar("T")
 R = TypeVar("R")
+WAITING = 64  # tasks that wait for a CPU; an autoscaler starts nodes for them
+SECONDS = 10.0  # between two looks how large the cluster is
 
 
-def ray_map(function: Callable[[T], R], tasks: Iterable[T], *, workers: int | None = None) -> Iterator[R]:
+def ray_map(
+    function: Callable[[T], R], tasks: Iterable[T], *, workers: int | None = None, gpus: bool = False
+) -> Iterator[R]:
     """Yield the results of a function for all tasks, in the order in which they finish. Runs on the cluster of
     RAY_ADDRESS if that is set, else in a Ray that is started on this machine. `workers` tasks run at once, by default
-    as many as there are CPUs.
+    as many as there are CPUs, also those of nodes that join later. With `gpus` each of them has a GPU, and its share of
+    the machine's CPUs.
 
-    A task whose process died is run once more. Raises the UserError or Outage that the function raises, and
-    RuntimeError when a task's process dies twice.
+    A task whose process died is run once more. Raises the UserError or Outage that the function raises, UserError when
+    `gpus` is true and there are none, and RuntimeError when a task's process dies twice.
     """
-    with session(cpus=workers) as ray:
+    with session(cpus=None if gpus else workers) as ray:
         from ray.exceptions import RayError, RayTaskError
 
+        each = gpu_share(machines(ray)) if gpus else {"num_cpus": 1}
+
+        def width() -> int:
+            """Return how many tasks to hand to Ray: those that run now, on nodes that may have joined meanwhile, and
+            some that wait, for which an autoscaler starts nodes."""
+            return workers or int(ray.cluster_resources().get("CPU", 0)) + WAITING
+
         try:
-            width = workers or max(int(ray.cluster_resources().get("CPU", 1)), 1)
             from ray import cloudpickle
 
-            remote = ray.remote(num_cpus=1, max_retries=1)(_as_function(cloudpickle.dumps(function), plugins.pack()))
+            remote = ray.remote(**each, max_retries=1)(_as_function(cloudpickle.dumps(function), plugins.pack()))
             yield from _results(ray, remote, map(cloudpickle.dumps, tasks), width)
         except RayTaskError as e:
             if isinstance(e.cause, UserError | Outage):
@@ -36,6 +48,16 @@ def ray_map(function: Callable[[T], R], tasks: Iterable[T], *, workers: int | No
         except RayError as e:
             said = " ".join(str(e).split())[:300]
             raise RuntimeError(f"the process of a Ray task died twice: {said}; the same command continues") from None
+
+
+def gpu_share(nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the resources of a task with a GPU: as many CPUs as every machine with GPUs has for each of them.
+
+    Raises UserError when no machine has a GPU."""
+    shares = [node.get("CPU", 1) // node["GPU"] for node in nodes if node.get("GPU")]
+    if not shares:
+        raise UserError("gpus: none of the cluster's machines that are up has a GPU; without --gpus the tasks use CPUs")
+    return {"num_gpus": 1, "num_cpus": max(min(shares), 1)}
 
 
 def _as_function(function: bytes, packed: Mapping[str, plugins.Sources]) -> Callable[[bytes], Any]:
@@ -49,12 +71,12 @@ def _as_function(function: bytes, packed: Mapping[str, plugins.Sources]) -> Call
     return call
 
 
-def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: int) -> Iterator[Any]:
-    """Yield the results, with at most `width` tasks running."""
+def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: Callable[[], int]) -> Iterator[Any]:
+    """Yield the results, with at most `width()` tasks handed to Ray."""
     running: set[Any] = set()
-    more = True
+    more, most, asked = True, width(), time.monotonic()
     while more or running:
-        while more and len(running) < width:
+        while more and len(running) < most:
             try:
                 running.add(remote.remote(next(tasks)))
             except StopIteration:
@@ -63,3 +85,5 @@ def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: int) -> Itera
             [ready], _ = ray.wait(list(running), num_returns=1)
             running.remove(ready)
             yield ray.get(ready)
+            if time.monotonic() > asked + SECONDS:
+                most, asked = width(), time.monotonic()

@@ -5,16 +5,20 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from eagleray import config
 from eagleray.base import dist
-from eagleray.base.errors import Futile, Outage, Preempted, UserError
+from eagleray.base.console import out
+from eagleray.base.errors import Futile, Outage, Preempted, Superseded, UserError, one_line
 from eagleray.cluster.prometheus import Gauges
-from eagleray.cluster.session import session
+from eagleray.cluster.resize import asked_to_save, note_saved, save_before_resize
+from eagleray.cluster.session import aside, machines, session
+from eagleray.cluster.waiting import Say, Waiting
 from eagleray.config import plugins
 from eagleray.engine import checkpoint
 from eagleray.engine.precision import compute_dtype
@@ -22,8 +26,12 @@ from eagleray.engine.world import World
 from eagleray.runs import layout, pretrain, remote
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking
+from eagleray.storage.store import is_remote
 
-RESIZE = 20.0  # seconds between two looks whether there is room for more workers
+# Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
+# seconds still spends most of its time training.
+RESIZE = 60.0
+HANGING = 45  # seconds without an answer after which a worker counts as dead
 
 
 class RayWorld(World):
@@ -31,16 +39,17 @@ class RayWorld(World):
 
     spot = True
 
-    def __init__(self, device: torch.device, name: str, method: str) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, name: str, method: str, cpus: float) -> None:
+        super().__init__(device, cpus)
         self.name, self.method = name, method
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
-        """Return whether Ray has announced that a machine of this run will be taken away."""
+        """Return whether Ray has announced that a machine of this run will be taken away, or waits for the run to save
+        before it changes the number of workers."""
         from ray.train import get_preemption_info
 
-        return get_preemption_info() is not None
+        return get_preemption_info() is not None or asked_to_save()
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
         """Export the numbers of a record, from rank 0."""
@@ -48,29 +57,49 @@ class RayWorld(World):
         self.gauges.update(record)
 
 
-def launch(recipe: Recipe, *, tracking: Tracking) -> dict[str, Any] | None:
+def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any] | None:
     """Train on `recipe.workers` Ray workers, on the cluster of RAY_ADDRESS if that is set, else in a Ray that is
     started on this machine.
 
     Returns the summary, or None when the run was asked to stop. Raises UserError.
     """
-    with session() as ray:
-        return fit(ray, recipe, tracking=tracking)
+    log = remote.view_dir(recipe.out) / layout.RAY_LOG
+    try:
+        with aside(log), session() as ray:
+            return fit(ray, recipe, tracking=tracking, command=command, say=lambda line: out.print(line, markup=False))
+    finally:
+        if is_remote(recipe.out) and log.exists():
+            remote.write_note(recipe.out, layout.RAY_LOG, log.read_text(errors="replace")[-(2**20) :])
 
 
-def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any] = ()) -> dict[str, Any] | None:
-    """Train in a Ray that is connected already. `callbacks` are passed to Ray Train. Returns and raises the same as
-    `launch`."""
+def fit(
+    ray: Any,
+    recipe: Recipe,
+    *,
+    tracking: Tracking,
+    command: str,
+    callbacks: Sequence[Any] = (),
+    say: Say = lambda line: None,
+) -> dict[str, Any] | None:
+    """Train in a Ray that is connected already. `callbacks` are passed to Ray Train; `say` gets a line while the run
+    waits for resources. Returns and raises the same as `launch`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
+
+    from eagleray.cluster import process_group
 
     least, most = recipe.ranks
     # Ray waits so long for workers before it makes do with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # until a dead worker is noticed
-    gpu, cpus = resources(recipe, [n["Resources"] for n in ray.nodes() if n["Alive"]])
-    if not gpu:
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(HANGING))
+    gpu, cpus = resources(recipe, machines(ray))
+    if gpu:
+        process_group.watch_hangs(recipe.data.patience)
+    else:
         compute_dtype(recipe.precision, torch.device("cpu"))  # an error here is one line; a worker's comes later
+    each = {"CPU": cpus} | ({"GPU": 1.0} if gpu else {})
+    waiting = Waiting(ray, least, most, each, say)
     began = time.time()
     trainer = TorchTrainer(
         _rank,  # type: ignore[arg-type]
@@ -78,13 +107,14 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
             "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
             "tracking": tracking,  # not in pieces: Ray records them, and the address may hold a password
-            "threads": max(int(cpus), 1),
-            "command": began,
+            "cpus": cpus,
+            "command": command,
         },
+        torch_config=process_group.process_group(recipe.data.patience),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most),  # type: ignore[arg-type]
             use_gpu=gpu,
-            resources_per_worker={"CPU": cpus} | ({"GPU": 1} if gpu else {}),
+            resources_per_worker=each,
             elastic_resize_monitor_interval_s=RESIZE,  # type: ignore[call-arg]
         ),
         run_config=RunConfig(
@@ -92,21 +122,37 @@ def fit(ray: Any, recipe: Recipe, *, tracking: Tracking, callbacks: Sequence[Any
             storage_path=str(remote.view_dir(recipe.out) / ".ray"),
             # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `_count`.
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=list(callbacks),
+            callbacks=[*callbacks, save_before_resize()],
         ),
     )
-    result = _fit(trainer)
-    if failure := remote.read_note(recipe.out, layout.FAILURE):
-        note = json.loads(failure)
-        raise (UserError if note["user"] else RuntimeError)(note["why"])
+    result = _fit(trainer, waiting, lambda: remote.read_note(recipe.out, layout.STOP) is not None)
+    if result is None:
+        return None
+    raise_failure(recipe.out, command)
     if isinstance(result, BaseException):
-        raise RuntimeError(f"Ray Train failed: {result}; see {recipe.out}/{layout.LOG}") from result
+        os.write(2, f"{result}\n".encode())  # dozens of lines, such as who had how much memory when Ray ended a worker
+        where = f"see {layout.LOG} and {layout.RAY_LOG} in {recipe.out}"
+        raise RuntimeError(f"Ray Train failed: {one_line(result)}; {where}") from result
     return result.return_value  # type: ignore[no-any-return]
+
+
+def raise_failure(out: str, command: str) -> None:
+    """Raise the error of a command's run that no restart can mend, if there is one.
+
+    Its traceback is added to the log of a remote run, which is rank 0's: another rank may have failed elsewhere.
+    """
+    failure = _failure(out, command)
+    if failure is None:
+        return
+    if is_remote(out) and failure.get("trace"):
+        remote.write_note(out, layout.LOG, (remote.read_note(out, layout.LOG) or "") + failure["trace"])
+    raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 
 def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[bool, float]:
     """Return the resources of each worker: a GPU if the recipe or the cluster has GPUs, and a number of CPUs. Raises
-    UserError when there are GPUs, but fewer than workers."""
+    UserError when there are GPUs, but fewer than workers, and when there is neither and the recipe does not say which
+    of the two to wait for."""
     least, most = recipe.ranks
     gpus = sum(n.get("GPU", 0) for n in nodes)
     if recipe.gpus is None and 0 < gpus < least:
@@ -114,21 +160,27 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
             f"workers={recipe.workers}: there are {gpus:g} GPUs, and each worker needs one; gpus=true waits for more, "
             "gpus=false trains on CPUs"
         )
+    if recipe.gpus is None and not any(n.get("CPU", 0) or n.get("GPU", 0) for n in nodes):
+        raise UserError(
+            f"workers={recipe.workers}: the cluster has no machine with CPUs or GPUs yet; gpus=true waits for GPUs, "
+            "gpus=false for CPUs"
+        )
     gpu = gpus >= least if recipe.gpus is None else recipe.gpus
     # What is there per worker, on the machine that has the least of it; machines that only direct have none.
     if gpu:
         shares = [n.get("CPU", 1) / n["GPU"] for n in nodes if n.get("GPU")]
     else:
         with_cpus = [n["CPU"] for n in nodes if n.get("CPU")]
-        shares = [*with_cpus, sum(with_cpus) / most]
+        shares = [*with_cpus, sum(with_cpus) / most] if with_cpus else []
     each = math.floor(100 * min(shares, default=1)) / 100
     whole = each >= 1 or gpu or least < most  # Ray resizes by whole CPUs
     return gpu, max(int(each), 1) if whole else each
 
 
-def _fit(trainer: Any) -> Any:
+def _fit(trainer: Any, waiting: Waiting, stopped: Callable[[], bool]) -> Any:
     """Run the trainer in a thread of its own, and return Ray's result or the error: in the main thread Ray would handle
-    Ctrl-C itself, but the run has to save first."""
+    Ctrl-C itself, but the run has to save first. Meanwhile say what the run waits for, if it does; None is returned
+    when it is stopped before there was room for it, as no worker is there to see that."""
     results: list[Any] = []
 
     def work() -> None:
@@ -141,6 +193,8 @@ def _fit(trainer: Any) -> Any:
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
+        if waiting.look() and stopped():
+            return None
     return results[0]
 
 
@@ -150,31 +204,47 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
     from ray.train.torch import get_device
 
     out = given["recipe"]["out"] or ""
-    if remote.read_note(out, layout.FAILURE):
+    command = given["command"]
+    if _failure(out, command):
         return None
     try:
         plugins.install(given["plugins"])
         recipe = config.check(Recipe, given["recipe"], "recipe")
     except UserError as e:  # such as of a plug-in that imports what this machine has not
-        remote.write_note(out, layout.FAILURE, json.dumps({"user": True, "why": str(e)}))
+        _fail(out, command, {"user": True, "why": str(e)})
         raise
     device = get_device()
     if device.type == "cpu":
-        torch.set_num_threads(given["threads"])
-    world = RayWorld(device, out.rpartition("/")[2], recipe.method.name)
+        torch.set_num_threads(max(int(given["cpus"]), 1))
+    world = RayWorld(device, out.rpartition("/")[2], recipe.method.name, given["cpus"])
     try:
-        return pretrain.pretrain(recipe, world, tracking=given["tracking"], command=given["command"])
+        return pretrain.pretrain(recipe, world, tracking=given["tracking"], command=command)
+    except Superseded:
+        raise  # a rank that hung came back, and the run goes on without it
     except Preempted:
-        raise  # the restarted workers sit on other machines
+        note_saved()
+        raise  # the restarted workers sit on other machines, or there are more or fewer of them
     except (UserError, Outage) as e:
-        remote.write_note(out, layout.FAILURE, json.dumps({"user": isinstance(e, UserError), "why": str(e)}))
+        failure = {"user": isinstance(e, UserError), "outage": isinstance(e, Outage), "why": str(e)}
+        _fail(out, command, failure)
         raise
     except Exception as e:
-        _count(out, given["command"], e)
+        _count(out, command, e)
         raise
 
 
-def _count(out: str, command: float, error: Exception) -> None:
+def _failure(out: str, command: str) -> dict[str, Any] | None:
+    """Return why no restart can mend a command's run, or None."""
+    failure = json.loads(remote.read_note(out, layout.FAILURE) or "{}")
+    return failure if failure.get("command") == command else None
+
+
+def _fail(out: str, command: str, failure: dict[str, Any]) -> None:
+    """Write down why no restart can mend a command's run. The id keeps it from being another command's failure."""
+    remote.write_note(out, layout.FAILURE, json.dumps(failure | {"command": command}))
+
+
+def _count(out: str, command: str, error: Exception) -> None:
     """Write `.failure` when an error came back twice since this command started, without a new checkpoint in
     between."""
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
@@ -182,6 +252,10 @@ def _count(out: str, command: float, error: Exception) -> None:
     known = json.loads(remote.read_note(out, name) or "{}")
     times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
     remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
-    if times == 3 or isinstance(error, Futile):
-        why = f"failed {times} times without progress: {type(error).__name__}: {error}; see {out}/train.log"
-        remote.write_note(out, layout.FAILURE, json.dumps({"user": False, "why": why}))
+    first = _failure(out, command) is None  # the others fail because this rank has
+    if first and (times == 3 or isinstance(error, Futile)):
+        why = (
+            f"failed {times} times without progress: {type(error).__name__}: {one_line(error)}; see {out}/{layout.LOG}"
+        )
+        trace = f"rank {dist.rank()} failed\n{''.join(traceback.format_exception(error))}"
+        _fail(out, command, {"user": False, "why": why, "trace": trace})

@@ -3,10 +3,14 @@
 import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from eagleray.cluster import private_files
 
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # the default of 15 starves workers on a shared machine
@@ -29,6 +33,10 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
     import ray
 
     own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
+    if not joining:
+        own["_temp_dir"] = str(private_files.session_dir())
+        if os.environ["RAY_AUTH_MODE"] == "token":
+            private_files.protect_token()
     own |= {"num_cpus": cpus} if cpus else {}
     before = signal.getsignal(signal.SIGTERM)
     _connect(ray, {} if joining else own)
@@ -38,6 +46,40 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def machines(ray: Any) -> list[Mapping[str, float]]:
+    """Return the resources of each machine that is up."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[None]:
+    """A context in which what Ray's libraries print goes to the end of a file, such as dozens of lines after a node was
+    lost. They write to the process's standard error; what Python prints there is printed as before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    before, kept = sys.stderr, os.dup(2)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    shown = os.fdopen(os.dup(kept), "w", buffering=1)
+    if _is_standard(before):
+        sys.stderr = shown
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        shown.close()
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _is_standard(stream: Any) -> bool:
+    """Return whether a stream writes to the process's standard error, as one that a test has put there does not."""
+    try:
+        return bool(stream.fileno() == 2)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _connect(ray: Any, options: dict[str, Any]) -> None:

@@ -7,16 +7,14 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from eagleray.base.errors import UserError
+from eagleray.config import yaml_text
 from eagleray.config.tables import ShippedRecipe, expand, own_keys
 from eagleray.config.tree import RecipeError, merge, nearest, read
 
 Kind = Literal["recipe", "sweep"]
 FOLDERS: dict[Kind, str] = {"recipe": "pipelines", "sweep": "tune"}
 SCHEDULES = "detection"  # a folder of pipelines/ that holds schedules of detectors, not recipes
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is there
 
 
 def folder(name: str) -> Path:
@@ -43,7 +41,7 @@ def recipes() -> dict[str, ShippedRecipe]:
     for path in sorted(folder(FOLDERS["recipe"]).glob("*/*.yaml")):
         if path.parent.name == SCHEDULES:
             continue
-        tree = yaml.load(path.read_text(), LOADER)
+        tree = yaml_text.parse(path.read_text())
         for one in expand(path, tree):
             if one.name in shipped:
                 raise RecipeError(f"{path}: {one.name}: {shipped[one.name].file} has a recipe of this name too")

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
 from pydantic_core import ArgsKwargs
 
-from eagleray.base.errors import UserError
-from eagleray.config import register, signature
+from eagleray.base.errors import UserError, has_secrets
+from eagleray.config import register, signature, yaml_text
 
 ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names, which no key has
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -32,6 +32,13 @@ def load(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
 
 def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
     """Turn a tree of plain values into a checked, complete recipe. Raises RecipeError, which names `source`."""
+    if path := yaml_text.find(tree, lambda value: isinstance(value, str) and has_secrets(value)):
+        raise RecipeError(
+            f"{source}: {path}: contains a user, password or key, which everyone who sees the run could read; give it "
+            "in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if path := yaml_text.find(tree, yaml_text.is_huge):
+        raise RecipeError(f"{source}: {path}: expected a number that fits into 64 bits")
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as e:
@@ -76,11 +83,13 @@ def read(
     the files that led to this one through their `base`, so that a circle is noticed. Raises RecipeError.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml_text.parse(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
     except yaml.YAMLError as e:
         raise RecipeError(f"{path}: is not YAML: " + " ".join(str(e).split())) from None
+    except ValueError as e:
+        raise RecipeError(f"{path}: {e}") from None
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: expected a mapping of keys to values, got a {type(tree).__name__}")
     if base := tree.pop("base", None):
@@ -108,7 +117,9 @@ def override(item: str) -> dict[str, Any]:
     if not equals or not all(key.split(".")):
         raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
     try:
-        value = yaml.safe_load(text)
+        value = yaml_text.parse(text)
+    except ValueError as e:
+        raise RecipeError(f"{key}: {e}") from None
     except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of them
         listed = text.startswith("[") and text.endswith("]")
         value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text

@@ -11,10 +11,10 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "M
 def _bytes(value: Any) -> Any:
     """Turn a size such as `200GiB` or `1.5 TB` into bytes, and leave everything else to pydantic."""
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
-    return int(float(match[1]) * UNITS[match[2]]) if match else value
+    return int(float(match[1][:20]) * UNITS[match[2]]) if match else value  # 20 digits are 100 million TiB
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Classes = Annotated[int, Field(ge=2)]
-Bytes = Annotated[int, Field(gt=0), BeforeValidator(_bytes)]
+Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]
 Format = Literal["auto", "bf16", "fp16", "fp32"]  # of the numbers that a network computes with; auto: by the device

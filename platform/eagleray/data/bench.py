@@ -18,7 +18,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data.blocks import THREADS
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.index import Index, Note, open_index, shard_repeats
+from eagleray.data.index import Index, Note, list_data, open_index
 from eagleray.data.loader import Loader
 from eagleray.data.reader import StepPart, Stream
 from eagleray.storage.ordered_map import ordered_map
@@ -89,7 +89,7 @@ class Report:
 def bench(url: str, *, seconds: float, note: Note) -> Report:
     """Measure each stage for some seconds. Raises UserError when the shards or all of their images are unreadable."""
     begin = time.perf_counter()
-    shard_repeats(url)
+    list_data(url)
     listed = time.perf_counter()
     with TemporaryDirectory() as spare:
         index = open_index(url, Path(spare), note=note)

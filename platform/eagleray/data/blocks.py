@@ -6,16 +6,12 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from eagleray.data.checksum import crc32
 from eagleray.data.decode import BadImage
 from eagleray.data.index import Index, byte_range
 from eagleray.data.order import Run
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
-
-try:
-    from isal.isal_zlib import crc32  # the same checksum, six times faster
-except ImportError:
-    from zlib import crc32
 
 T = TypeVar("T")
 THREADS = 8  # requests at a time
@@ -59,30 +55,39 @@ class _Bytes(NamedTuple):
     data: memoryview
 
 
+class Content(NamedTuple):
+    """The bytes of a block's samples, whose checksums have been compared."""
+
+    begin: int  # where in the shard
+    data: memoryview
+    wrong: set[int]  # the offsets of the images whose checksum is wrong
+
+
+Pass = Callable[[Callable[[], Content]], Content]  # gets a block from another reader, or fetches it and passes it on
+
+
 class Block:
     """The samples that one lane reads from a block, which are fetched in the background.
 
     Checksums are compared at every read, so that a sample whose bytes have changed is rejected in every epoch.
     """
 
-    def __init__(self, fetcher: "Fetcher", run: Run) -> None:
+    def __init__(self, fetcher: "Fetcher", run: Run, pool: Pool | None = None, through: Pass | None = None) -> None:
+        """`through` gets the block where several readers share it, in a thread of `pool`."""
         self.fetcher, self.run = fetcher, run
         self.first = int(fetcher.index.starts[run.block]) + run.first
         last = self.first + run.last - run.first
         rows = fetcher.index.rows(self.first, last)
         self.spans = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
         self.labels = rows.label.tolist()
-        self.future = fetcher.pool.submit(
-            lambda: self._verify(fetcher.read_through_cache(run) if fetcher.cache else fetcher.read(self.first, last))
-        )
+        self.future = (pool or fetcher.pool).submit(lambda: through(self._fetch) if through else self._fetch())
 
-    def _verify(self, content: _Bytes) -> tuple[_Bytes, set[int]]:
-        """Return the fetched bytes, and the offsets of the images whose checksum is wrong.
-
-        Runs in the thread that fetches the block.
-        """
-        begin, data = content
-        return content, {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
+    def _fetch(self) -> Content:
+        """Fetch the bytes and compare the checksums. Runs in the thread that fetches the block."""
+        f = self.fetcher
+        begin, data = f.read_through_cache(self.run) if f.cache else f.read(self.first, self.first + len(self.spans))
+        wrong = {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
+        return Content(begin, data, wrong)
 
     def label(self, sample: int) -> int:
         """Return the class of a sample, -1 where it has none."""
@@ -91,7 +96,7 @@ class Block:
     def bytes(self, sample: int) -> memoryview:
         """Return an image's bytes as they were indexed. Raises BadImage when they have changed in the store."""
         offset, size, crc = self.spans[sample - self.first]
-        (begin, data), wrong = self.future.result()
+        begin, data, wrong = self.future.result()
         if offset not in wrong:
             return data[offset - begin : offset - begin + size]
         data = self.fetcher.read_again(self.run, sample)  # they may have changed in transit

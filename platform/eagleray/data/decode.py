@@ -9,6 +9,8 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from eagleray.data.pixels import BadImage, open_upright, reason
 
 MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
+# Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
+MAX_SCANS = 100
 
 
 def decode(data: bytes | memoryview) -> Tensor:
@@ -25,6 +27,8 @@ def _jpeg(data: bytes | memoryview) -> Tensor:
     height, width, channels = jpeg_size(data)
     if height * width > MAX_PIXELS:
         raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
+    if (scans := bytes(data).count(b"\xff\xda")) > MAX_SCANS:  # in compressed data 0 follows every 255
+        raise BadImage(f"{scans} scans, more than {MAX_SCANS}")
     if channels == 4:  # only PIL decodes Adobe's inverted CMYK
         return _other(data)
     with warnings.catch_warnings():
@@ -40,9 +44,15 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:
         if data[at] != 0xFF:
             raise BadImage("damaged JPEG header")
         kind = data[at + 1]
+        if kind == 0x01 or 0xD0 <= kind <= 0xD7:  # markers without a length, which libjpeg passes over
+            at += 2
+            continue
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             return int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9]), data[at + 9]
-        at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+        length = int.from_bytes(data[at + 2 : at + 4])
+        if kind in (0xD8, 0xD9, 0xDA) or (length < 2 and kind != 0xFF):
+            raise BadImage("damaged JPEG header")
+        at += 1 if kind == 0xFF else 2 + length
     raise BadImage("the JPEG ends inside its header")
 
 

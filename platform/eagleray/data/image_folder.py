@@ -6,16 +6,15 @@ would be of one class.
 
 import hashlib
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from eagleray.base.errors import UserError
-from eagleray.data.index_file import SCHEMA
-from eagleray.data.tar_scan import Row, image_extensions
+from eagleray.data.checksum import crc32
+from eagleray.data.file_names import from_text, readable
+from eagleray.data.tar_scan import LARGEST, READ, Row, image_extensions
 from eagleray.storage import store
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.ordered_map import ordered_map
@@ -77,9 +76,9 @@ def difference(table: pa.Table, listing: Listing) -> str:
     """
     for path, size in _sizes(table).items():
         if path not in listing.sizes:
-            return f"{path}: is gone"
+            return f"{readable(path)}: is gone"
         if listing.sizes[path] != size:
-            return f"{path}: has changed"
+            return f"{readable(path)}: has changed"
     return ""
 
 
@@ -89,7 +88,7 @@ def scan_folder(folder: str, listing: Listing, known: pa.Table | None) -> Iterat
     Every image is read once for its checksum, unless the table `known` has its checksum already.
     """
     labels = class_labels(listing.sizes)
-    rows = {row["key"]: row for row in known.to_pylist()} if known is not None else {}
+    rows = {from_text(row["key"]): row for row in known.to_pylist()} if known is not None else {}
     end = 0
     for path, (crc, reason) in ordered_map(
         lambda path: (path, _known(rows.get(path)) or _checksum(folder, path, listing.sizes[path])), listing.sizes
@@ -97,10 +96,6 @@ def scan_folder(folder: str, listing: Listing, known: pa.Table | None) -> Iterat
         size, label = listing.sizes[path], labels.get(path.partition("/")[0], -1)
         yield Row(path, -1 if reason else end, size, label, crc, reason)
         end += 0 if reason else size
-
-
-def table_of(rows: Iterator[Row]) -> pa.Table:
-    return pa.Table.from_pylist([asdict(row) for row in rows], SCHEMA)
 
 
 def class_labels(paths: Mapping[str, int]) -> dict[str, int]:
@@ -113,14 +108,16 @@ def class_labels(paths: Mapping[str, int]) -> dict[str, int]:
 
 
 def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float) -> memoryview:
-    """Return the bytes of some files, one after the other.
+    """Return the bytes of some files, one after the other; `paths` are texts of an index.
 
     A file that is gone or has become too short is filled with zeros. Their checksum is wrong, so the file counts as a
     broken sample and does not stop the run.
     """
     data, at = new_buffer(sum(sizes)), 0
-    for path, size in zip(paths, sizes, strict=True):
+    for path, size in zip(map(from_text, paths), sizes, strict=True):
         url = f"{folder}/{path}"
+        if ".." in path.split("/") or "\0" in path:  # an index of a stranger
+            raise UserError(f"{folder}: its index has an image outside of the folder: {readable(path)}")
         try:
             data[at : at + size] = store.store(url).read(url, 0, size, patience=patience)
         except UserError:
@@ -147,7 +144,7 @@ def _order(path: str) -> tuple[bytes, str]:
 
 
 def _sizes(table: pa.Table) -> dict[str, int]:
-    return dict(zip(table["key"].to_pylist(), table["size"].to_pylist(), strict=True))
+    return dict(zip(map(from_text, table["key"].to_pylist()), table["size"].to_pylist(), strict=True))
 
 
 def _known(row: Mapping[str, int] | None) -> tuple[int, None] | None:
@@ -155,10 +152,15 @@ def _known(row: Mapping[str, int] | None) -> tuple[int, None] | None:
 
 
 def _checksum(folder: str, path: str, size: int) -> tuple[int | None, str | None]:
-    """Return the checksum of a file, or why it cannot be used."""
+    """Return the checksum of a file, or why it cannot be used. Only a part of the file is in memory at a time."""
     if size == 0:
         return None, "the image has no bytes"
+    if size > LARGEST:
+        return None, f"the image has {size} bytes, more than {LARGEST}"
+    url, crc = f"{folder}/{path}", 0
     try:
-        return zlib.crc32(store.store(folder).read(f"{folder}/{path}", 0, size)), None
+        for at in range(0, size, READ):
+            crc = crc32(store.store(folder).read(url, at, min(READ, size - at)), crc)
+        return crc, None
     except UserError as e:
-        return None, str(e).removeprefix(f"{folder}/{path}: ")
+        return None, str(e).removeprefix(f"{url}: ")

@@ -3,9 +3,9 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
+from eagleray.data.file_names import readable
 from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
@@ -27,6 +28,19 @@ CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
 Note = Callable[[str], None]
 Tick = Callable[[int, int], None]  # shards done, shards in all
+ScanAll = Callable[[Sequence[Blob]], Iterable[tuple[Blob, pa.Table]]]  # reads tars, in any order
+THREADS = 8  # shards that are read at a time
+
+
+def scan_shard(blob: Blob) -> tuple[Blob, pa.Table]:
+    """Read a whole tar, and return the rows of its samples with it."""
+    return blob, index_file.table_of(scan(blob))
+
+
+def scan_here(blobs: Sequence[Blob]) -> Iterator[tuple[Blob, pa.Table]]:
+    """Yield tars with their rows, in any order, several read at a time."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        yield from pool.map(scan_shard, blobs)
 
 
 class Rows(NamedTuple):
@@ -98,9 +112,9 @@ class Index:
         return store.store(rows.blob.url).read(rows.blob.url, begin, end - begin, tag=rows.blob.tag, patience=patience)
 
     def key(self, sample: int) -> str:
-        """Return the WebDataset key of a sample."""
+        """Return the WebDataset key of a sample, for a person: what is not UTF-8 or not printable is escaped."""
         s = self._shard_of(sample)
-        return str(self.files[s].read(self._group(s), ["key"])["key"][sample - self.first[s]])
+        return readable(str(self.files[s].read(self._group(s), ["key"])["key"][int(sample - self.first[s])]))
 
     def bad_sample(self, sample: int, reason: str) -> BadSample:
         """Describe a sample that turned out to be broken."""
@@ -147,15 +161,23 @@ def byte_range(rows: Rows) -> tuple[int, int]:
     return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])
 
 
-def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, patience: float = PATIENCE) -> Index:
+def open_index(
+    urls: Urls,
+    spare: Path | None = None,
+    *,
+    note: Note = print,
+    patience: float = PATIENCE,
+    scan_all: ScanAll = scan_here,
+) -> Index:
     """Open the index of some shards or of local folders of images.
 
     Shards and folders without an index are indexed first, which `note` is called to report. The index file is stored
-    beside the shards or, where nothing can be written there, in the folder `spare`. Raises UserError when an indexed
-    shard has changed or is missing, and when there is no usable image at all.
+    beside the shards or, where nothing can be written there, in the folder `spare`. `scan_all` reads the tars. Raises
+    UserError when an indexed shard has changed or is missing, and when there is no usable image at all.
     """
-    repeats = shard_repeats(urls, patience)
-    known = dict(itertools.chain.from_iterable(_folders(urls, spare, note=note, patience=patience)))
+    listed = list_data(urls, patience)
+    known = dict(itertools.chain.from_iterable(_folders(listed, spare, note=note, scan_all=scan_all)))
+    repeats = listed.repeats()
     blobs = sorted(known, key=lambda b: b.url)
     files = [known[b] for b in blobs]
     shards = [f.shards[f.groups[name(b)]] for b, f in zip(blobs, files, strict=True)]
@@ -177,13 +199,13 @@ def open_index(urls: Urls, spare: Path | None = None, *, note: Note = print, pat
     )
 
 
-def write_index(urls: Urls, *, tick: Tick | None = None) -> list[tuple[str, int, int]]:
-    """Index shards again, replacing any older index.
+def write_index(urls: Urls, *, tick: Tick | None = None, scan_all: ScanAll = scan_here) -> list[tuple[str, int, int]]:
+    """Index shards again, replacing any older index. `scan_all` reads the tars.
 
     Return the index's URL and the numbers of usable and of bad samples for every folder.
     """
     out = []
-    for known in _folders(urls, None, note=lambda _: None, again=True, tick=tick):
+    for known in _folders(list_data(urls), None, note=lambda _: None, again=True, tick=tick, scan_all=scan_all):
         mine = [f.shards[f.groups[name(b)]] for b, f in known]
         place = f"{store.parent(known[0][0].url)}/{NAME}"
         out.append((place, sum(s.usable for s in mine), sum(s.bad for s in mine)))
@@ -196,47 +218,70 @@ def save(folder: str, shards: Tables) -> str:
     return index_file.save(tagged, [f"{folder}/{NAME}"])
 
 
-def shard_repeats(urls: Urls, patience: float = PATIENCE) -> dict[str, int]:
-    """Return how often each shard is read in an epoch.
+@dataclass(frozen=True)
+class Listing:
+    """The tars and the local folders of images that some URLs select, with one listing of every folder."""
 
-    Raises UserError when a shard is listed with two different repeat counts.
-    """
-    out: dict[str, int] = {}
-    for source in [urls] if isinstance(urls, str) else urls:
-        one = Source(url=source) if isinstance(source, str) else source
-        tars, folders = _split([one.url])
-        urls_of_one = [b.url for b in store.list_shards(tars, patience=patience)] if tars else []
-        for url in urls_of_one + [f"{folder}/{image_folder.NAME}" for folder in folders]:
-            if out.setdefault(url, one.repeat) != one.repeat:
-                raise UserError(f"{one.url}: repeat={one.repeat}, but {url} is also listed with another repeat count")
-    return out
+    sources: list[Source]
+    tars: list[str]  # URLs
+    folders: list[str]
+    blobs: list[Blob]  # of the tars
+
+    def repeats(self) -> dict[str, int]:
+        """Return how often each shard is read in an epoch.
+
+        Raises UserError when a shard is listed with two different repeat counts.
+        """
+        by_folder: dict[str, list[str]] = {}
+        for blob in self.blobs:
+            by_folder.setdefault(store.parent(blob.url), []).append(blob.url)
+        out: dict[str, int] = {}
+        for source in self.sources:
+            for pattern in store.patterns(source.url):
+                if not pattern.name and pattern.folder in self.folders:
+                    urls = [f"{pattern.folder}/{image_folder.NAME}"]
+                elif pattern.is_glob:
+                    urls = [u for u in by_folder.get(pattern.folder, []) if pattern.matches(u.rpartition("/")[2])]
+                else:
+                    urls = [f"{pattern.folder}/{pattern.name}"]
+                for url in urls:
+                    if out.setdefault(url, source.repeat) != source.repeat:
+                        raise UserError(
+                            f"{source.url}: repeat={source.repeat}, but {url} is also listed with another repeat count"
+                        )
+        return out
+
+
+def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
+    """List the data that some URLs select. Raises UserError."""
+    given = [urls] if isinstance(urls, str) else urls
+    sources = [Source(url=u) if isinstance(u, str) else u for u in given]
+    tars, folders = _split([s.url for s in sources])
+    blobs = store.list_shards(tars, patience=patience) if tars or not folders else []
+    return Listing(sources, tars, folders, blobs)
 
 
 ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
-    urls: Urls,
+    listed: Listing,
     spare: Path | None,
     *,
     note: Note,
     again: bool = False,
     tick: Tick | None = None,
-    patience: float = PATIENCE,
+    scan_all: ScanAll,
 ) -> Iterator[ShardFiles]:
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""
-    given = [urls] if isinstance(urls, str) else [u if isinstance(u, str) else u.url for u in urls]
-    tars, folders = _split(given)
-    for folder in folders:
+    for folder in listed.folders:
         yield [_folder_of_images(folder, spare, note=note, again=again, tick=tick)]
-    if folders and not tars:
-        return
-    asked = [p for url in tars for p in store.patterns(url)]
-    blobs = store.list_shards(tars, patience=patience)
-    by_folder = sorted(blobs, key=lambda b: store.parent(b.url))
+    asked = [p for url in listed.tars for p in store.patterns(url)]
+    by_folder = sorted(listed.blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
-        mine = [replace(b, tag=store.store(b.url).tag(b)) for b in group]
+        with ThreadPoolExecutor(THREADS) as pool:  # a local file is opened for its tag
+            mine = list(pool.map(lambda b: replace(b, tag=store.store(b.url).tag(b)), group))
         beside = f"{folder}/{NAME}"
         aside = _aside(folder, spare)
         known = (load(aside, again) if aside else {}) | load(beside, again)
@@ -251,7 +296,8 @@ def _folders(
             note(f"indexing {len(new)} shards of {folder}")
             kept = ((_old_blob(n, f, folder), f.read(f.groups[n])) for n, f in known.items() if n not in names | gone)
             same = ((b, _rows(b, known)) for b in mine if b not in new)
-            index_file.save(itertools.chain(kept, same, _scan_all(new, tick)), [u for u in (beside, aside) if u])
+            rows = itertools.chain(kept, same, _counted(scan_all(new), len(new), tick))
+            index_file.save(rows, [u for u in (beside, aside) if u])
             known = (load(aside, again) if aside else {}) | load(beside, again)
         yield [(b, known[name(b)]) for b in mine]
 
@@ -290,9 +336,13 @@ def _folder_of_images(
         rows = image_folder.scan_folder(folder, listing, old)
         total = len(listing.sizes)
         counted = (row for n, row in enumerate(rows, 1) if tick is None or tick(n, total) is None)
-        index_file.save([(blob, image_folder.table_of(counted))], [u for u in (beside, aside) if u])
+        index_file.save([(blob, index_file.table_of(counted))], [u for u in (beside, aside) if u])
         known = (load(aside, again) if aside else {}) | load(beside, again)
-    return blob, known[name(blob)]
+    file = known[name(blob)]
+    shard = file.shards[file.groups[name(blob)]]
+    if shard.size != blob.size or shard.usable + shard.bad != len(listing.sizes):
+        raise file.damaged(f"{shard.usable + shard.bad} images of {shard.size} bytes")
+    return blob, file
 
 
 def _aside(folder: str, spare: Path | None) -> str | None:
@@ -326,12 +376,12 @@ def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
 def _unusable(blob: Blob, file: File) -> Iterator[BadSample]:
     group = file.groups[name(blob)]
     rows = file.read(group, ["key", "offset", "reason"]).slice(file.shards[group].usable)
-    return (BadSample(image_folder.address(blob), row["key"], row["offset"], row["reason"]) for row in rows.to_pylist())
+    address = image_folder.address(blob)
+    return (BadSample(address, readable(row["key"]), row["offset"], row["reason"]) for row in rows.to_pylist())
 
 
-def _scan_all(blobs: list[Blob], tick: Tick | None) -> Iterator[tuple[Blob, pa.Table]]:
-    with ThreadPoolExecutor(8) as pool:
-        for done, (blob, rows) in enumerate(zip(blobs, pool.map(lambda b: list(scan(b)), blobs), strict=True), 1):
-            yield blob, pa.Table.from_pylist([asdict(r) for r in rows], SCHEMA)
-            if tick:
-                tick(done, len(blobs))
+def _counted(tables: Tables, total: int, tick: Tick | None) -> Iterator[tuple[Blob, pa.Table]]:
+    for done, item in enumerate(tables, 1):
+        yield item
+        if tick:
+            tick(done, total)

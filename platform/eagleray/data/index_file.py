@@ -9,7 +9,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +20,61 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import cache_folder
+from eagleray.base.files import cache_folder, file_lock, write_atomic
+from eagleray.data.file_names import readable, to_text
+from eagleray.data.index_schema import BLOCK, SCHEMA, Shard, check_rows, check_shards
+from eagleray.data.tar_scan import Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 NAME = "index.parquet"
-BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
-SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("offset", pa.int64()),  # of the image's bytes in the shard
-        ("size", pa.int64()),  # of the image, bytes
-        ("label", pa.int64()),  # -1: none
-        ("crc", pa.uint32()),  # zlib.crc32 of the image's bytes
-        ("reason", pa.string()),  # why the sample cannot be used; null where it can
-    ]
-)
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
 
 
 Tables = Iterable[tuple[Blob, pa.Table]]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The entry of a shard in the metadata of an index."""
-
-    name: str
-    size: int  # bytes
-    tag: str
-    usable: int
-    bad: int
-    labelled: bool
-    blocks: list[int]  # usable samples in each
+def table_of(rows: Iterable[Row]) -> pa.Table:
+    """Return rows as a table with the columns of SCHEMA."""
+    columns = zip(
+        *((to_text(r.key), r.offset, r.size, r.label, r.crc, r.reason and readable(r.reason)) for r in rows),
+        strict=True,
+    )
+    values = list(columns) or [()] * len(SCHEMA)
+    return pa.table([pa.array(c, f.type) for c, f in zip(values, SCHEMA, strict=True)], SCHEMA)
 
 
 class File:
     """One index.parquet on a local disk."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file. Raises ValueError when it is not an index."""
+    def __init__(self, path: Path, url: str = "") -> None:
+        """Open the file, a copy of the one at `url` if that is given. Raises ValueError when it is not an index."""
         try:
-            self.path, self._lock = path, threading.Lock()
+            self.path, self.url, self._lock = path, url or str(path), threading.Lock()
             self._file = pq.ParquetFile(path, memory_map=True)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
-        except (pa.ArrowException, KeyError, TypeError, ValueError) as e:
-            raise ValueError(" ".join(str(e).split())) from None
+            check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
+        except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as e:
+            raise ValueError(" ".join(str(e).split())[:300]) from None
         self.groups = {s.name: i for i, s in enumerate(self.shards)}
 
     def __reduce__(self) -> Any:
-        return File, (self.path,)
+        return File, (self.path, self.url)
 
     def read(self, group: int, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
-        """Return all rows of a shard."""
-        with self._lock:
-            return self._file.read_row_group(group, list(columns), use_threads=False)
+        """Return all rows of a shard. Raises UserError when they cannot be true."""
+        try:
+            with self._lock:
+                table = self._file.read_row_group(group, list(columns), use_threads=False)
+            check_rows(table, self.shards[group])
+        except (pa.ArrowException, ValueError, OSError) as e:
+            raise self.damaged(f"{self.shards[group].name}: {' '.join(str(e).split())[:300]}") from None
+        return table
+
+    def damaged(self, what: str) -> UserError:
+        """Return the error for an index whose content contradicts itself or its shards."""
+        folder = store.parent(self.url)
+        return UserError(f"{self.url}: is damaged ({what}); delete it, or run `eagleray index {folder}`")
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
@@ -97,7 +97,7 @@ def load(url: str, again: bool) -> dict[str, File]:
     unreadable index counts as missing; otherwise it raises UserError.
     """
     try:
-        file = File(local_copy(url))
+        file = File(local_copy(url), url)
     except FileNotFoundError:
         return {}
     except ValueError as e:
@@ -123,15 +123,27 @@ def local_copy(url: str) -> Path:
     if not here:
         raise FileNotFoundError(url)
     digest = hashlib.sha256(f"{url} {here[0].tag}".encode()).hexdigest()[:24]
-    path = cache_folder("index") / f"{digest}.parquet"
-    if not path.exists():
-        data = store.store(url).get(url)
-        try:
-            store.put_bytes(str(path), data)
-        except OSError:  # a home folder that cannot be written
-            path = Path(tempfile.mkdtemp(prefix="eagleray-")) / path.name
-            path.write_bytes(data)
-    return path
+    return fetch_once(url, f"{digest}.parquet")
+
+
+def fetch_once(url: str, name: str) -> Path:
+    """Return this machine's copy of an index in a bucket, which one of its processes fetches. `name` is different for
+    every content of the file. Raises FileNotFoundError when there is no such file."""
+    folder = cache_folder("index")
+    if (folder / name).exists():
+        return folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(folder / "lock"):
+            if not (folder / name).exists():
+                write_atomic(folder / name, store.store(url).get(url))
+            return folder / name
+    except FileNotFoundError:
+        raise
+    except OSError:  # a home folder that cannot be written
+        path = Path(tempfile.mkdtemp(prefix="eagleray-")) / name
+        path.write_bytes(store.store(url).get(url))
+        return path
 
 
 def save(shards: Tables, urls: Sequence[str]) -> str:

@@ -3,13 +3,15 @@
 Where the device is the CPU, the worker processes apply the colour operations, too.
 """
 
+import itertools
+import math
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,28 +20,36 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from eagleray.base import devices
 from eagleray.config import plugins
 from eagleray.data.batch import Batch
-from eagleray.data.order import lanes_of, rows
+from eagleray.data.order import Share, rank_rows, rows
 from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import StepPart, Stream
+from eagleray.data.shared_lane import SharedLane
 from eagleray.views import photometric
 
 T = TypeVar("T")
 POLL = 0.5  # seconds between two calls of `should_stop`
+LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
 LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
 
 
-class Loader:
-    """Loads one rank's rows of every global batch.
+def processes(asked: int | Literal["auto"], cpus: float) -> int:
+    """Return the number of loader processes of a rank that has so many CPUs; auto leaves two of them to training."""
+    return max(int(cpus) - LEFT, 1) if asked == "auto" else asked
 
-    Raises UserError when there are more readers than lanes, the fixed slices of the global batch that readers own.
+
+class Loader:
+    """Loads one rank's rows of every global batch, with any number of loader processes.
+
+    Raises UserError when there are more ranks than images in a step.
     """
 
     def __init__(self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device) -> None:
         self.stream = replace(stream, colours=device.type == "cpu")
         self.rank, self.workers, self.device = rank, workers, device
         self.waited = 0.0  # seconds that `batches` has waited for readers
-        self.readers = ranks * max(workers, 1)
-        self.rows = rows(stream.lanes, stream.batch, ranks=ranks, workers=workers)
+        self.rows = rows(stream.lanes, stream.batch, ranks=ranks)
+        own, many = rank_rows(stream.lanes, stream.batch, rank=rank, ranks=ranks), max(workers, 1)
+        self.shares = [Share(own, stream.batch // stream.lanes, reader, many) for reader in range(many)]
 
     def batches(
         self, start: int, stop: int | None = None, *, should_stop: Callable[[], bool] = lambda: False
@@ -48,22 +58,36 @@ class Loader:
 
         Ends before the step `stop`, or when `should_stop`, which is called while a batch is waited for, returns true.
         Raises UserError or Outage when a reader cannot go on."""
-        parts = _PartDataset(self.stream, self.rank * max(self.workers, 1), self.readers, start, stop)
         loader: DataLoader[StepPart] = DataLoader(
-            parts,
+            _PartDataset(self.stream, self.shares, start, stop),
             batch_size=None,
             num_workers=self.workers,
+            prefetch_factor=self._steps_ahead() if self.workers else None,
             pin_memory=devices.has_streams(self.device),
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
         )
-        readers = iter(loader)
-        if self.workers and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGCHLD, signal.SIG_DFL
-            )  # PyTorch's handler raises wherever the main thread happens to be
-        parts_in_turn = [readers] * max(self.workers, 1)  # a step consists of one part per worker
-        steps = self._timed(_interruptible(zip(*parts_in_turn, strict=False), should_stop))
+        parts = begin(loader)
+        steps = self._timed(_interruptible(self._in_steps(parts, start), should_stop))
         yield from _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
+
+    def _steps_ahead(self) -> int:
+        """Return how many steps a loader process may be ahead. Where processes take turns, all have work within that
+        time."""
+        many, own = len(self.shares), len(self.shares[0].own)
+        return 2 if own % many == 0 or not self.shares[0].takes_turns else 2 + 2 * math.ceil(many / own)
+
+    def _in_steps(self, parts: Iterator[StepPart], start: int) -> Iterator[tuple[StepPart, ...]]:
+        """Yield the parts of each step, one of each reader, in the order of their rows. After an error, the others of
+        the step may never come."""
+        for step in itertools.count(start):
+            of_step: list[StepPart] = []
+            for part in itertools.islice(parts, len(self.shares)):
+                of_step.append(part)
+                if part.error:
+                    yield (part,)
+            if len(of_step) < len(self.shares):
+                return
+            yield tuple(self.shares[0].in_order(of_step, step))
 
     def _timed(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the steps, and add the time spent waiting for them to `waited`."""
@@ -102,8 +126,12 @@ class _PartDataset(IterableDataset[StepPart]):
     The reader is this process, or the loader process that iterates over the dataset.
     """
 
-    def __init__(self, stream: Stream, first: int, readers: int, start: int, stop: int | None) -> None:
-        self.stream, self.first, self.readers, self.start, self.stop = stream, first, readers, start, stop
+    def __init__(self, stream: Stream, shares: list[Share], start: int, stop: int | None) -> None:
+        self.stream, self.shares, self.start, self.stop = stream, shares, start, stop
+        turns = len(shares) > 1 and shares[0].takes_turns
+        self.lanes = {
+            lane: SharedLane(n % len(shares), len(shares)) for n, lane in enumerate(shares[0].lanes if turns else ())
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"plugins": plugins.pack()}
@@ -115,15 +143,23 @@ class _PartDataset(IterableDataset[StepPart]):
 
     def __iter__(self) -> Iterator[StepPart]:
         info = get_worker_info()
-        reader = self.first + (info.id if info else 0)
-        lanes = lanes_of(self.stream.lanes, reader=reader, readers=self.readers)
-        return self.stream.parts(lanes, start=self.start, stop=self.stop)
+        reader = info.id if info else 0
+        ends = {number: lane.end_of(reader) for number, lane in self.lanes.items()}
+        return self.stream.parts(self.shares[reader], start=self.start, stop=self.stop, ends=ends)
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ignore Ctrl-C in a loader process; the main process handles it, and finishes the step and saves first."""
+def ignore_signals(worker: int) -> None:
+    """Ignore Ctrl-C in a loader process; the main process handles it, and a run finishes the step and saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def begin(loader: DataLoader[T]) -> Iterator[T]:
+    """Start the processes of a DataLoader, and return the iterator over what they load."""
+    items = iter(loader)
+    if loader.num_workers and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises wherever the main thread happens to be
+    return items
 
 
 def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Iterator[T]:

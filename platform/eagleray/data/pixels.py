@@ -1,5 +1,6 @@
 """Decodes image files with Pillow, which reads nearly every format and does not import PyTorch."""
 
+import functools
 import io
 import re
 import warnings
@@ -8,9 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+# What a sample may be. Pillow reads about forty formats, and starts Ghostscript for some, whatever a file is called.
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM")
+
 
 class BadImage(ValueError):
     """The reason why an image cannot be used."""
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Return those of the formats that this build of Pillow has."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def open_image(data: bytes | memoryview) -> Image.Image:
+    """Read the header of an image of one of the allowed formats. Raises whatever Pillow does."""
+    return Image.open(io.BytesIO(data), formats=_formats())
 
 
 def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
@@ -25,13 +41,13 @@ def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
     """Decode an image into upright RGB pixels (H, W, 3). Raises whatever Pillow does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large images and palettes with transparency
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(data) as image:
             image.load()  # the first frame of an animation
             upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more, which PIL would clip to white
-            deep = np.asarray(upright, np.float32)
-            scale = 1 / 257 if deep.max() > 255 else 1.0
-            upright = Image.fromarray((deep * scale).clip(0, 255).astype(np.uint8))
+            deep = np.array(upright, np.float32)
+            deep *= np.float32(1 / 257 if deep.max() > 255 else 1.0)  # in place: an image may have 179 million pixels
+            upright = Image.fromarray(deep.clip(0, 255, out=deep).astype(np.uint8))
         return np.array(upright.convert("RGB"))
 
 

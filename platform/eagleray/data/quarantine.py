@@ -1,11 +1,11 @@
 """Records broken samples in `quarantine.jsonl`, and ends a run that has too many of them."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import append_lines, read_lines
+from eagleray.base.files import LateLines, read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,17 @@ class Quarantine:
         """`limit` is the largest fraction of the `samples` that may be broken. Without a `path` the records are in
         memory alone."""
         self.path, self.samples, self.limit = path, samples, limit
-        self.bad = {_identity(b): b for b in (BadSample(**line) for line in (read_lines(path) if path else ()))}
+        self._lines = LateLines(path) if path else None
+        names = {f.name for f in fields(BadSample)}
+        lines = [line for line in (read_lines(path) if path else ()) if line.keys() == names]
+        self.bad = {_identity(b): b for b in (BadSample(**line) for line in lines)}
 
     def add(self, bad_samples: Iterable[BadSample], *, write: bool = True) -> None:
         """Record the samples that are new. Raises UserError when more samples are broken than the limit allows."""
         new = {_identity(b): b for b in bad_samples if _identity(b) not in self.bad}
         self.bad |= new
-        if self.path and write and new:
-            append_lines(self.path, map(asdict, new.values()))
+        if self._lines and write and new:
+            self._lines.add(map(asdict, new.values()))
         if len(self) > self.limit * self.samples:
             first = next(iter(self.bad.values()))
             key = f"{'data.' if self.path else ''}bad_limit={self.limit:g}"

@@ -1,10 +1,10 @@
-"""Reads the samples of a reader's lanes: decodes and crops them, and replaces broken ones."""
+"""Reads the samples of a reader's rows: decodes and crops them, and replaces broken ones."""
 
 import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,8 +17,9 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
-from eagleray.data.order import Epoch, Lane, lane_length
+from eagleray.data.order import Epoch, Lane, Share, lane_length
 from eagleray.data.quarantine import BadSample
+from eagleray.data.shared_lane import Follower, Leader
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views import photometric_cpu, sampling
@@ -26,6 +27,8 @@ from eagleray.views.crop import crop
 from eagleray.views.operations import operate
 from eagleray.views.randaugment import augment
 from eagleray.views.sampling import Views
+
+Ends = Mapping[int, Leader | Follower]  # by lane
 
 
 @dataclass
@@ -68,7 +71,8 @@ def pixel_buffer(*shape: int) -> Tensor:
 class Stream:
     """The endless sequence of global batches.
 
-    A global batch is divided into lanes, fixed slices of equal length. Each reader reads its own lanes.
+    A global batch is divided into lanes, fixed slices of equal length. Each reader reads its own lanes, or its own rows
+    of lanes that it shares.
     """
 
     index: Index
@@ -106,45 +110,62 @@ class Stream:
         """The number of samples of each visit (M,)."""
         return self.index.block_sizes[self.visits]
 
-    def parts(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[StepPart]:
-        """Yield these lanes' part of every step from `start` on, before `stop`.
+    def share(self, lanes: range | None = None) -> Share:
+        """Return the share of a reader that has these lanes, by default all, for itself."""
+        each, own = self.batch // self.lanes, lanes or range(self.lanes)
+        return Share(range(own.start * each, own.stop * each), each)
 
-        An error is stored in the part in which it occurs, and that part is the last.
+    def parts(
+        self, share: range | Share, *, start: int, stop: int | None = None, ends: Ends | None = None
+    ) -> Iterator[StepPart]:
+        """Yield these lanes' part, or that of a share of the rows, of every step from `start` on, before `stop`.
+
+        Blocks of a lane in `ends` are got from there. An error is stored in the part in which it occurs, and that part
+        is the last.
         """
-        rows = len(lanes) * (self.batch // self.lanes)
-        steps = self._steps(lanes, start, stop)
-        for _ in itertools.count() if stop is None else range(start, stop):
-            part = self._empty(rows)
+        share = self.share(share) if isinstance(share, range) else share
+        steps = self._steps(share, start, stop, ends or {})
+        for step in itertools.count(start) if stop is None else range(start, stop):
+            part = self._empty(len(share.at(step)))
             try:
                 numbers = [self._fill(part, row, item) for row, item in enumerate(next(steps))]
-                u, more = (np.array(x) for x in zip(*numbers, strict=True))
-                params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
-                part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
+                if numbers:
+                    u, more = (np.array(x) for x in zip(*numbers, strict=True))
+                    params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
+                    part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
                 if self.colours:
                     for crops, rows_of_params in zip(itertools.chain(*part.pixels), part.params, strict=True):
                         photometric_cpu.apply_(crops, rows_of_params)
             except (UserError, Outage) as e:
                 part.error = e
+                _fail(ends, e)
+            except Exception as e:
+                _fail(ends, RuntimeError(f"another loader process failed: {e}"))
+                raise
             yield part
             if part.error:
                 return
 
     def samples(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """Yield the lanes' samples and their undecoded bytes, in reading order. Raises BadImage."""
-        for items in self._steps(lanes, start, stop):
+        for items in self._steps(self.share(lanes), start, stop, {}):
             for item in items:
                 sample = int(item.lane_run.order[item.at])
                 yield sample, item.block.bytes(sample)
 
-    def _steps(self, lanes: range, start: int, stop: int | None) -> Iterator[list["_NextSample"]]:
+    def _steps(self, share: Share, start: int, stop: int | None, ends: Ends) -> Iterator[list["_NextSample"]]:
         """Yield the samples of every step. All blocks of a step are requested before the first one is waited for."""
-        each = self.batch // self.lanes
+        each, lanes = share.each, share.lanes
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
         try:
-            walks = [_LaneReader(fetcher, self._lane_runs(number, start, stop, epochs), each) for number in lanes]
-            for _ in itertools.count() if stop is None else range(start, stop):
-                yield [next(walk) for walk in walks for _ in range(each)]
+            runs = {number: self._lane_runs(number, start, stop, epochs) for number in lanes}
+            walks = [_LaneReader(fetcher, runs[number], each, ends.get(number)) for number in lanes]
+            for step in itertools.count(start) if stop is None else range(start, stop):
+                rows = share.at(step)
+                first = rows.start - lanes.start * each
+                items = [next(walk) for walk in walks for _ in range(each)]
+                yield items[first : first + len(rows)]
                 for walk in walks:
                     walk.look_ahead()
         finally:
@@ -179,7 +200,7 @@ class Stream:
     def _empty(self, rows: int) -> StepPart:
         return StepPart(
             pixels=[pixel_buffer(n, rows, 3, size, size) for n, size in size_groups(self.views)],
-            params=torch.empty(0),
+            params=torch.empty(len(self.views.views), rows, len(sampling.COLUMNS)),
             index=torch.empty(rows, dtype=torch.long),
             label=torch.empty(rows, dtype=torch.long),
         )
@@ -233,6 +254,12 @@ class Stream:
                 yield int(self.index.starts[run.block]) + sample, block
 
 
+def _fail(ends: Ends | None, error: Exception) -> None:
+    """Let the readers know that wait for blocks of this one."""
+    for end in (ends or {}).values():
+        end.fail(error)
+
+
 @dataclass(slots=True)
 class _LaneRun:
     """A run, the range of a block that a lane reads, with the lane's position in the run."""
@@ -257,9 +284,12 @@ class _NextSample:
 class _LaneReader:
     """Yields a lane's samples, and fetches the next block while the current one is read."""
 
-    def __init__(self, fetcher: Fetcher, lane_runs: Iterator[_LaneRun], each: int) -> None:
+    def __init__(
+        self, fetcher: Fetcher, lane_runs: Iterator[_LaneRun], each: int, end: Leader | Follower | None = None
+    ) -> None:
         """Request the blocks of the first step, which takes `each` samples of the lane."""
-        self.fetcher, self.lane_runs = fetcher, lane_runs
+        self.fetcher, self.lane_runs, self.end = fetcher, lane_runs, end
+        self.requested = 0
         self.open: deque[tuple[_LaneRun, Block]] = deque()
         while each > sum(len(lane_run.order) - lane_run.at for lane_run, _ in self.open) and self._request_block():
             pass
@@ -273,7 +303,10 @@ class _LaneReader:
         """Request the next block, and return whether there is one."""
         lane_run = next(self.lane_runs, None)
         if lane_run:
-            self.open.append((lane_run, Block(self.fetcher, lane_run.runs[lane_run.run])))
+            through = functools.partial(self.end.get, self.requested) if self.end else None
+            block = Block(self.fetcher, lane_run.runs[lane_run.run], self.end.pool if self.end else None, through)
+            self.open.append((lane_run, block))
+            self.requested += 1
         return lane_run is not None
 
     def __next__(self) -> _NextSample:

@@ -32,7 +32,8 @@ def write(folder: str, card: dict[str, Any]) -> None:
         "sides": {"edges": SIDES, "counts": card["sides"]},
         "aspects": {"edges": ASPECTS, "counts": card["aspects"]},
     }
-    put_bytes(f"{folder}/{NAME}", json.dumps(card | bins, indent=1, ensure_ascii=False).encode())
+    text = json.dumps(card | bins, indent=1, ensure_ascii=False)
+    put_bytes(f"{folder}/{NAME}", text.encode(errors="backslashreplace"))  # as JSON escapes bytes that are not UTF-8
 
 
 def find(folder: str) -> dict[str, Any] | None:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eagleray.datasets.pack import put_table
 from eagleray.datasets.sources.source import Read, fetch
+from eagleray.storage import store
 
 BYTES = 16  # of a digest: among 1e10 images the chance that two different ones collide is below 1e-18
 
@@ -19,18 +21,28 @@ class HashTask:
 
     notes: str
     read: Read
+    plan: str  # digest of the plan that the items belong to
 
     def __call__(self, task: tuple[int, bytes]) -> int:
         """Run one task, given as its number and its serialized items; return the number of items."""
         number, message = task
         items = pa.ipc.open_stream(message).read_all()
         digests = [_digest(data) for _, data in fetch(items, self.read)]
-        put_table(f"{self.notes}/{self.name(number)}", pa.table({"digest": pa.array(digests, pa.binary(BYTES))}))
+        table = pa.table({"digest": pa.array(digests, pa.binary(BYTES))})
+        put_table(self._url(number), table.replace_schema_metadata({"plan": self.plan}))
         return len(items)
 
-    @staticmethod
-    def name(number: int) -> str:
-        return f"hash-{number:06d}.parquet"
+    def digests(self, number: int) -> pa.Table | None:
+        """Return what a task has written; None if that is missing, damaged or of another plan."""
+        url = self._url(number)
+        try:
+            table = pq.read_table(pa.BufferReader(store.store(url).get(url)))
+        except (FileNotFoundError, pa.ArrowException):
+            return None
+        return table if (table.schema.metadata or {}).get(b"plan") == self.plan.encode() else None
+
+    def _url(self, number: int) -> str:
+        return f"{self.notes}/hash-{number:06d}.parquet"
 
 
 def _digest(data: bytes | memoryview) -> bytes | None:

@@ -2,11 +2,12 @@
 
 import io
 import json
-import tarfile
 import tempfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,9 @@ from PIL import Image
 
 from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.index_file import SCHEMA
+from eagleray.data.file_names import to_text
+from eagleray.data.index_schema import SCHEMA
+from eagleray.data.tar_headers import members
 from eagleray.data.tar_scan import image_extensions
 from eagleray.datasets.sources.item import Item
 from eagleray.datasets.sources.source import Read, fetch
@@ -32,7 +35,7 @@ NOTES = ".prepare"  # folder in the destination that records what is done; it is
 class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
-    blob: Blob  # of size 0 where no image was left, in which case there is no file
+    blob: Blob  # with its tag; of size 0 where no image was left, in which case there is no file
     rows: pa.Table  # SCHEMA
     stats: ImageStats
 
@@ -45,6 +48,7 @@ class PackTask:
     read: Read
     max_side: int
     min_side: int
+    plan: str  # digest of the plan that the shard belongs to
 
     def __call__(self, task: tuple[int, bytes]) -> int:
         """Run one task, given as the shard's number and its serialized items; return the number of items."""
@@ -55,10 +59,23 @@ class PackTask:
             stats, rows = self._write(items, file)
             file.flush()
             size = file.tell() if stats.images else 0
+            tag = store.local_tag(Blob(file.name, size)) if size else ""
             if size:
                 put(url, Path(file.name))
-        write_note(f"{self.destination}/{NOTES}/{note_name(number)}", ShardNote(Blob(url, size), rows, stats))
+        note = ShardNote(Blob(url, size, tag), rows, stats)
+        write_note(f"{self.destination}/{NOTES}/{note_name(number)}", note, self.plan)
         return len(items)
+
+    def is_done(self, number: int, sizes: Mapping[str, int]) -> bool:
+        """Return whether a shard was finished under this plan, and still is what was written.
+
+        `sizes` are those of the destination's files, by URL. The ends of a local file are read as well.
+        """
+        note = read_note(f"{self.destination}/{NOTES}/{note_name(number)}", self.plan)
+        if note is None or not note.blob.size:
+            return note is not None
+        blob = note.blob
+        return sizes.get(blob.url) == blob.size and (store.is_remote(blob.url) or store.local_tag(blob) == blob.tag)
 
     def _write(self, items: pa.Table, file: "tempfile._TemporaryFileWrapper[bytes]") -> tuple[ImageStats, pa.Table]:
         from webdataset import TarWriter
@@ -70,12 +87,12 @@ class PackTask:
                 try:
                     data, extension = self._image(item, data, stats)
                 except BadImage as e:
-                    stats.drop(str(e), item.key)
+                    stats.drop(str(e), to_text(item.key))
                     continue
                 label = {} if item.label < 0 else {"cls": str(item.label).encode()}
                 meta = {} if item.meta is None else {"json": item.meta.encode()}
                 tar.write({"__key__": item.key, extension: data, **label, **meta})
-                rows.append((item.key, f"{item.key}.{extension}", len(data), item.label, zlib.crc32(data)))
+                rows.append((to_text(item.key), f"{item.key}.{extension}", len(data), item.label, zlib.crc32(data)))
         keys, members, sizes, labels, crcs = zip(*rows, strict=True) if rows else ((),) * 5
         offsets = _offsets(file)
         columns = [keys, [offsets[m] for m in members], sizes, labels, crcs, [None] * len(rows)]
@@ -135,24 +152,31 @@ def note_name(number: int) -> str:
     return f"shard-{number:06d}.parquet"
 
 
-def write_note(url: str, note: ShardNote) -> None:
+def write_note(url: str, note: ShardNote, plan: str) -> None:
     """Write the note of a shard: its rows as a table, everything else in the table's metadata."""
-    about = {"url": note.blob.url, "size": note.blob.size, "census": note.stats.to_json()}
+    blob = note.blob
+    about = {"url": blob.url, "size": blob.size, "tag": blob.tag, "census": note.stats.to_json(), "plan": plan}
     put_table(url, note.rows.replace_schema_metadata({"part": json.dumps(about)}))
 
 
-def read_note(url: str) -> ShardNote:
-    """Read the note that `write_note` wrote."""
-    table = pq.read_table(pa.BufferReader(store.store(url).get(url)))
-    about = json.loads(table.schema.metadata[b"part"])
-    return ShardNote(Blob(about["url"], about["size"]), table.cast(SCHEMA), ImageStats.from_json(about["census"]))
+def read_note(url: str, plan: str) -> ShardNote | None:
+    """Read the note that `write_note` wrote under a plan; None if it is missing, damaged or of another plan."""
+    try:
+        table = pq.read_table(pa.BufferReader(store.store(url).get(url)))
+        about = json.loads(table.schema.metadata[b"part"])
+        if about["plan"] != plan:
+            return None
+        blob = Blob(about["url"], about["size"], about["tag"])
+        return ShardNote(blob, table.cast(SCHEMA), ImageStats.from_json(about["census"]))
+    except (FileNotFoundError, pa.ArrowException, KeyError, TypeError, ValueError) as e:
+        if isinstance(e, UserError):
+            raise
+        return None
 
 
 def _offsets(file: "tempfile._TemporaryFileWrapper[bytes]") -> dict[str, int]:
     """Return the offset in bytes of each member's data in a tar that has just been written."""
     end = file.tell()
-    file.seek(0)
-    with tarfile.open(fileobj=file, mode="r:") as tar:
-        offsets = {m.name: m.offset_data for m in tar}
+    offsets = {member.name: member.offset for member in members(cast(BinaryIO, file), end)}
     file.seek(end)
     return offsets

@@ -2,9 +2,11 @@
 
 An interrupted preparation can be continued and ends with the same bytes. First the plan is written: the options and the
 items (the images of the source). Each shard is a pure function of the plan and the shard's number. A finished shard
-leaves a small file, its note, beside the plan. The card is written last.
+leaves a small file, its note, beside the plan. The card is written last. Each file is on the disk before the next one
+is written, and a shard whose size or ends differ from its note is written again.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -19,14 +21,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Busy, UserError
+from eagleray.base.files import lock_folder
 from eagleray.data import index
 from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets import card
 from eagleray.datasets.assignment import ShardAssignment, cut_evenly
 from eagleray.datasets.catalogue import SOURCES, find
 from eagleray.datasets.dedup import HashTask, first_copies
-from eagleray.datasets.pack import NOTES, PackTask, note_name, put_bytes, put_table, read_note
+from eagleray.datasets.pack import NOTES, PackTask, note_name, put_table, read_note
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import table
 from eagleray.datasets.sources.options import PrepareOptions
@@ -57,20 +60,51 @@ def prepare(
     """
     source = find(options)
     identity = options.identity() | {FILES: _fingerprint(source)}
-    plan = _read_plan(options, identity)
-    if plan is not None and plan["done"]:
-        _delete_notes(options.destination)
-        note(f"{options.destination}: already complete")
-        return card.read(options.destination)
-    if plan is None:
-        note(f"listing {options.origin}")
-        plan = _write_plan(options, source, identity)
-    stats = ImageStats()
-    items = _drop_unusable(_load(f"{options.destination}/{NOTES}/items.parquet"), stats, options.origin)
-    passes = TaskPasses(options, source.read, run, note, tick)
-    if options.dedup:
-        items = passes.unique(items, stats)
-    return _finish(options, plan, command, stats, shards=passes.write(items))
+    _read_plan(options, identity)  # refuses before anything is written
+    with _alone(options.destination, note):
+        plan = _read_plan(options, identity)
+        if plan is not None and plan["done"]:
+            _delete_notes(options.destination)
+            note(f"{options.destination}: already complete")
+            return card.read(options.destination)
+        if plan is None:
+            note(f"listing {options.origin}")
+            plan = _write_plan(options, source, identity)
+        stats = ImageStats()
+        items = _drop_unusable(_load(f"{options.destination}/{NOTES}/{plan['items']}"), stats, options.origin)
+        passes = TaskPasses(options, source.read, run, note, tick, _digest(identity))
+        if options.dedup:
+            items = passes.unique(items, stats)
+        return _finish(options, identity, plan, command, stats, shards=passes.write(items))
+
+
+@contextlib.contextmanager
+def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
+    """Keep other commands of this machine from a local destination while the block runs. Raises UserError."""
+    if store.is_remote(destination):  # two commands are noticed by their plans
+        yield
+        return
+    notes = store.local_path(f"{destination}/{NOTES}")
+    there = notes.parent.exists()
+    try:
+        notes.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(notes)
+    except Busy:
+        raise UserError(f"{destination}: another `eagleray prepare` is at work there") from None
+    except UserError:  # the file system has no locks
+        note(f"{destination}: cannot be locked; do not start a second command for it")
+        yield
+        return
+    except OSError as e:
+        raise UserError(f"{destination}: cannot be written: {e.strerror}") from None
+    with lock:
+        try:
+            yield
+        finally:
+            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # nothing was begun
+                shutil.rmtree(notes)
+                if not there:
+                    notes.parent.rmdir()
 
 
 @dataclass(frozen=True)
@@ -85,6 +119,7 @@ class TaskPasses:
     run: Run
     note: Callable[[str], None]
     tick: Tick
+    plan: str  # its digest
 
     @property
     def notes(self) -> str:
@@ -97,9 +132,12 @@ class TaskPasses:
         """
         cuts = cut_evenly(items["size"].to_numpy(), self.options.size * MIB)
         pieces = [np.arange(a, b) for a, b in itertools.pairwise(cuts)]
-        names = [HashTask.name(n) for n in range(len(pieces))]
-        self._run_missing("hash", HashTask(self.notes, self.read), items, pieces, names)
-        digests = pa.concat_tables(ordered_map(lambda name: _load(f"{self.notes}/{name}"), names))
+        task = HashTask(self.notes, self.read, self.plan)
+        finished = [digests is not None for digests in ordered_map(task.digests, range(len(pieces)))]
+        self._run_missing("hash", task, items, pieces, finished)
+        digests = pa.concat_tables(
+            ordered_map(lambda n: _present(task.digests(n), self.options.destination), range(len(pieces)))
+        )
         first = first_copies(digests["digest"])
         rows = np.arange(len(items))
         for row in np.flatnonzero(first != rows):
@@ -111,8 +149,11 @@ class TaskPasses:
         assignment = ShardAssignment.shuffle(items, size=self.options.size * MIB, seed=self.options.seed)
         pieces = [assignment.rows(n) for n in range(len(assignment))]
         self.note(f"{len(items):,} images, {len(pieces):,} shard(s)")
-        pack = PackTask(self.options.destination, self.read, self.options.max_side, self.options.min_side)
-        self._run_missing("write", pack, items, pieces, [note_name(n) for n in range(len(pieces))])
+        pack = PackTask(self.options.destination, self.read, self.options.max_side, self.options.min_side, self.plan)
+        sizes = {b.url: b.size for b in files.list_folder(self.options.destination + "/")}
+        noted = {b.url.rpartition("/")[2] for b in files.list_folder(self.notes + "/")}
+        finished = ordered_map(lambda n: note_name(n) in noted and pack.is_done(n, sizes), range(len(pieces)))
+        self._run_missing("write", pack, items, pieces, list(finished))
         return len(pieces)
 
     def _run_missing(
@@ -121,13 +162,10 @@ class TaskPasses:
         function: Callable[[tuple[int, bytes]], int],
         items: pa.Table,
         pieces: Sequence[NDArray[np.int64]],
-        notes: Sequence[str],
+        finished: Sequence[bool],
     ) -> None:
-        """Run the tasks whose note is missing. Task i receives the items in rows `pieces[i]` and writes the note
-        `notes[i]`.
-        """
-        finished = {b.url.rpartition("/")[2] for b in files.list_folder(self.notes + "/")}
-        missing = [n for n, note in enumerate(notes) if note not in finished]
+        """Run the tasks that are not finished. Task i receives the items in rows `pieces[i]`."""
+        missing = [n for n, done in enumerate(finished) if not done]
         done = len(items) - sum(len(pieces[n]) for n in missing)
         if done:
             self.note(f"{name}: {done:,} images were done before")
@@ -163,13 +201,24 @@ def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, A
     """
     done = card.find(options.destination)
     if done is not None:
-        plan = {"options": done["options"], "done": True}
+        plan = {"options": done.get("options"), "done": True}
     else:
+        url = f"{options.destination}/{NOTES}/plan.json"
         try:
-            plan = json.loads(bytes(store.store(options.destination).get(f"{options.destination}/{NOTES}/plan.json")))
+            plan = json.loads(bytes(store.store(url).get(url)))
+            items = plan.get("items", "items.parquet")  # as in preparations that were begun before
+            plan = {name: plan[name] for name in ("options", "done", "classes")} | {"items": items}
         except FileNotFoundError:
             _check_empty(options.destination)
             return None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            if isinstance(e, UserError):
+                raise
+            raise UserError(f"{url}: damaged; delete {options.destination}, and the same command begins again") from e
+    if not isinstance(plan["options"], dict):
+        raise UserError(
+            f"{options.destination}: its shards were not written by `eagleray prepare`; give another folder"
+        )
     for name, value in identity.items():
         before = plan["options"].get(name)
         if before != value and name == FILES:
@@ -201,10 +250,15 @@ def _write_plan(options: PrepareOptions, source: SourceFiles, identity: dict[str
     """
     listing = source.listing()
     items = _unique_keys(table(listing.items))
-    plan = {"options": identity, "done": False, "classes": list(listing.classes)}
-    put_table(f"{options.destination}/{NOTES}/items.parquet", items)
-    put_bytes(f"{options.destination}/{NOTES}/plan.json", json.dumps(plan).encode())
-    return plan
+    name = f"items-{_digest(identity)}.parquet"  # another command with other options has its own
+    plan = {"options": identity, "done": False, "classes": list(listing.classes), "items": name}
+    url = f"{options.destination}/{NOTES}/plan.json"
+    put_table(f"{options.destination}/{NOTES}/{name}", items)
+    try:
+        store.store(url).create(url, json.dumps(plan).encode())  # of two commands at once one makes it
+    except OSError as e:
+        raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None
+    return _present(_read_plan(options, identity), options.destination)
 
 
 def _unique_keys(items: pa.Table) -> pa.Table:
@@ -222,8 +276,24 @@ def _unique_keys(items: pa.Table) -> pa.Table:
     return items.set_column(0, KEY, keys)
 
 
+def _digest(identity: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _present(thing: T | None, destination: str) -> T:
+    """Return a thing that this command needs and has found or written before. Raises UserError when it is gone."""
+    if thing is None:
+        raise UserError(f"{destination}: another command has changed it meanwhile; run this one again")
+    return thing
+
+
 def _load(url: str) -> pa.Table:
-    return pq.read_table(pa.BufferReader(store.store(url).get(url)))
+    """Return the table that `put_table` stored. Raises UserError when it is damaged."""
+    try:
+        return pq.read_table(pa.BufferReader(store.store(url).get(url)))
+    except (FileNotFoundError, pa.ArrowException):
+        folder = store.parent(store.parent(url))
+        raise UserError(f"{url}: damaged; delete {folder}, and the same command begins again") from None
 
 
 def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
@@ -245,11 +315,19 @@ def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
 
 
 def _finish(
-    options: PrepareOptions, plan: dict[str, Any], command: str, stats: ImageStats, shards: int
+    options: PrepareOptions,
+    identity: dict[str, Any],
+    plan: dict[str, Any],
+    command: str,
+    stats: ImageStats,
+    shards: int,
 ) -> dict[str, Any]:
     """Write the index and the card from the notes of the shards, without reading an image again; delete the notes."""
     listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
-    for note in ordered_map(lambda n: read_note(f"{options.destination}/{NOTES}/{note_name(n)}"), range(shards)):
+    _read_plan(options, identity)  # it may have become another command's
+    urls = [f"{options.destination}/{NOTES}/{note_name(n)}" for n in range(shards)]
+    for intact in ordered_map(lambda url: read_note(url, _digest(identity)), urls):
+        note = _present(intact, options.destination)
         stats.add(note.stats)
         listed += note.stats.images + sum(d.count for d in note.stats.dropped.values())
         labels |= set(pc.unique(note.rows["label"]).to_pylist()) - {-1}

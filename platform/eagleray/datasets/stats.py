@@ -1,13 +1,14 @@
 """Compute statistics of a set of images: number, formats, sizes, aspect ratios, and how many were left out and why."""
 
-import io
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from PIL import Image
+
+from eagleray.data.file_names import readable
+from eagleray.data.pixels import open_image
 
 EXAMPLES = 20  # dropped images that are named, per reason
 REASONS = 50  # reasons that are listed; all further ones are counted under OTHER
@@ -53,7 +54,7 @@ class ImageStats:
         entry = self.dropped.setdefault(reason, DropCount())
         entry.count += count
         if len(entry.examples) < EXAMPLES:
-            entry.examples.append(example)
+            entry.examples.append(readable(example))
 
     def add(self, other: "ImageStats") -> None:
         """Add the counts of another set of images to these counts."""
@@ -81,7 +82,7 @@ class ImageStats:
 
 def image_format(data: Data) -> str:
     """Return the format of an image by its name in PIL, detected from the bytes of the file."""
-    with Image.open(io.BytesIO(data)) as image:
+    with open_image(data) as image:
         return str(image.format)
 
 

@@ -2,6 +2,9 @@
 
 A checkpoint counts once it has been read back from its folder or store and its checksum agrees. A run continues from
 the newest intact one.
+
+Where two writers may meet, in a store, the name of a checkpoint ends with the epoch of its writer, which grows with
+every start: `step-000000110-e000002`. A checkpoint of a later epoch is newer, whatever its step.
 """
 
 import contextlib
@@ -18,10 +21,11 @@ from typing import Any
 
 import torch
 
-from eagleray.base.errors import Outage, UserError
-from eagleray.base.files import atomic_path, file_lock, write_atomic
+from eagleray.base.errors import Outage, Superseded, UserError
+from eagleray.base.files import atomic_path, file_lock, make_folder, write_atomic
+from eagleray.engine.checkpoint_names import epoch_of, last_epoch, names_in, order, stem, step_name
 from eagleray.engine.host_copy import HostCopy
-from eagleray.engine.serialise import serialise, sha256
+from eagleray.engine.serialise import NOT_NUMBERS, ruined, serialise, sha256
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE
@@ -39,7 +43,9 @@ class Writer:
 
     `scratch` is a local folder for files on their way to a store and for a copy of the newest checkpoint. Checkpoints
     in a local folder need no `scratch`. A request to a store is repeated for `patience` seconds. `first` is called in
-    the background before a checkpoint counts, to upload the other files of the run that belong to it.
+    the background before a checkpoint counts, to store the other files of the run that belong to it. `epoch` is part
+    of the names of checkpoints. `guard` is called before one counts and before others are deleted: it raises Superseded
+    when another writer has begun since.
     """
 
     def __init__(
@@ -49,9 +55,12 @@ class Writer:
         keep: int,
         scratch: Path | None = None,
         patience: float = LONG,
-        first: Callable[[], None] | None = None,
+        first: Callable[[], None] = lambda: None,
+        epoch: int = 0,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.url, self.keep, self.patience, self.first = _url(url), keep, patience, first
+        self.epoch, self.guard = epoch, guard
         self.scratch = _scratch(self.url, scratch)
         self._host_copy = HostCopy()
         self._thread: threading.Thread | None = None
@@ -88,12 +97,14 @@ class Writer:
             self._thread.join()
 
     def _run(self, step: int, state: dict[str, Any], finish: Callable[[], dict[str, Any]]) -> None:
-        name = step_name(step)
+        name = step_name(step, self.epoch)
         try:
-            self._write(name, {"step": step} | finish(), state)
+            epoch = {"epoch": self.epoch} if self.epoch else {}
+            self._write(name, {"step": step} | epoch | finish(), state)
         except Exception as e:
             self._problem = self._named(e)
-            self._warn(f"{name} was not saved: {self._problem}", exc_info=self._problem is e)
+            bug = self._problem is e and not isinstance(e, Superseded)
+            self._warn(f"{name} was not saved: {self._problem}", exc_info=bug)
             return
         log.debug("%s is saved and verified", name)
         try:
@@ -103,17 +114,19 @@ class Writer:
 
     def _write(self, name: str, manifest: dict[str, Any], state: dict[str, Any]) -> None:
         """Write and verify the checkpoint, then its manifest, which makes it count."""
-        self.scratch.mkdir(parents=True, exist_ok=True)
+        if names := ruined(state.get("method", {})):
+            raise UserError(f"{name}: {NOT_NUMBERS} {names[0]}")
+        make_folder(self.scratch)
         for orphan in self.scratch.glob("step-*.part"):  # a killed writer's, which would fill the disk
             orphan.unlink()
         part, path, manifest_path = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
         with atomic_path(path, part=part):
             manifest |= serialise(state, part)
             self._verify(part, f"{self.url}/{name}.pt", manifest)
-            if self.first:
-                self.first()
+            self.first()
+            self.guard()
         try:
-            write_atomic(manifest_path, json.dumps(manifest))
+            write_atomic(manifest_path, json.dumps(manifest))  # which flushes the name of the checkpoint too
             if is_remote(self.url):
                 store(self.url).put(f"{self.url}/{name}.json", manifest_path, patience=self.patience)
         except BaseException:
@@ -142,19 +155,21 @@ class Writer:
     def _drop(self, newest: str) -> None:
         """Delete all checkpoints but the `keep` newest that count, of which `newest` is the last.
 
-        A checkpoint of a later step is deleted too. It must be damaged, or the run would have continued from it.
+        A checkpoint of a later step is deleted too. It must be damaged, or the run would have continued from it. One of
+        a later epoch is another writer's, and stays.
         """
+        self.guard()
         blobs = _blobs(self.url, self.patience)
-        names = {newest, *[n for n in _names(blobs) if n < newest][: self.keep - 1]}
+        names = {newest, *[n for n in names_in(blobs) if order(n) < order(newest)][: self.keep - 1]}
         for url in sorted(blobs):  # a manifest before its checkpoint
-            if _stem(url) not in names:
+            if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
                 _delete(url)
         if is_remote(self.url):
             _delete_others(self.scratch, newest)
 
     def _named(self, e: Exception) -> Exception:
         """Return an error of one line that names the folder or URL. An error that is a bug is returned unchanged."""
-        if not isinstance(e, OSError | UserError | Outage):
+        if not isinstance(e, OSError | UserError | Outage) or isinstance(e, Superseded):
             return e
         line = f"{self.scratch}: {e.strerror}" if isinstance(e, OSError) and e.strerror else str(e)
         line = line if self.url in line else f"{self.url}: cannot be written: {line}"
@@ -167,25 +182,36 @@ class Writer:
         self._warned.add(kind)
 
 
-def save(folder: str | Path, step: int, state: dict[str, Any], *, keep: int) -> None:
-    """Write one checkpoint to a folder and wait until it counts. Raises UserError when it cannot be written."""
-    writer = Writer(folder, keep=keep)
+def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int, scratch: Path | None = None) -> None:
+    """Write one checkpoint, of the same epoch as the newest, and wait until it counts. The arguments are those of
+    `Writer`. Raises UserError when it cannot be written."""
+    writer = Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(listing(url)))
     writer.save(step, state)
     writer.settle()
 
 
+def listing(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
+    """Return the files of all checkpoints by URL. Raises UserError and Outage when the store cannot be read."""
+    return _blobs(_url(url), patience)
+
+
 def newest(
-    url: str | Path, scratch: Path | None = None, *, patience: float = PATIENCE, whole: bool = True
+    url: str | Path,
+    scratch: Path | None = None,
+    *,
+    patience: float = PATIENCE,
+    whole: bool = True,
+    blobs: dict[str, Blob] | None = None,
 ) -> dict[str, Any] | None:
     """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
 
-    `whole` is explained at `read`.
+    `whole` is explained at `read`. `blobs` is a `listing` that another rank has made.
     A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
     Raises UserError and Outage when the store cannot be read.
     """
     url = _url(url)
-    blobs = _blobs(url, patience)
-    for name in _names(blobs):
+    blobs = _blobs(url, patience) if blobs is None else blobs
+    for name in names_in(blobs):
         path = _local_file(name, url, blobs, _scratch(url, scratch), patience)
         if path:
             return read(path, whole=whole)
@@ -201,14 +227,16 @@ def read(path: Path, *, whole: bool = True) -> dict[str, Any]:
     """
     from eagleray.engine import sharded_checkpoint
 
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as e:  # torch reports in many ways that a file is none of its own, or holds more than tensors
+        raise UserError(f"{path}: not a checkpoint written by eagleray ({type(e).__name__})") from None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: not a checkpoint written by eagleray, but a {type(state).__name__}")
     folder = path.with_suffix(".shards")
     return sharded_checkpoint.fill(state, folder) if whole else state | {"shards": str(folder)}
-
-
-def step_name(step: int) -> str:
-    """Return the name of the checkpoint of a step, without the ending of a file."""
-    return f"step-{step:09d}"
 
 
 def manifests(url: str | Path) -> list[str]:
@@ -216,7 +244,7 @@ def manifests(url: str | Path) -> list[str]:
 
     Raises UserError and Outage when the store cannot be read.
     """
-    return _names(_blobs(_url(url), PATIENCE))
+    return names_in(_blobs(_url(url), PATIENCE))
 
 
 def intact(path: Path) -> bool:
@@ -246,14 +274,6 @@ def _blobs(url: str, patience: float) -> dict[str, Blob]:
         # Without their sizes: a file may be deleted by another process before its size is read.
         return {str(p): Blob(str(p), 0) for p in local_path(url).glob("step-*")}
     return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
-
-
-def _names(blobs: dict[str, Blob]) -> list[str]:
-    return sorted((_stem(url) for url in blobs if url.endswith(".json")), reverse=True)
-
-
-def _stem(url: str) -> str:
-    return re.findall(r"step-[^/.]*", url)[-1]  # also of a file in the folder of a sharded checkpoint
 
 
 def _flat(url: str, scratch: Path, path: Path) -> str:

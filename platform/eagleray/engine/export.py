@@ -3,6 +3,7 @@
 timm loads the file where timm can build the backbone; otherwise this package does.
 """
 
+import ast
 import copy
 import json
 import subprocess
@@ -20,24 +21,30 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import atomic_path, write_atomic
 from eagleray.config import plugins
 from eagleray.models import vit
-from eagleray.models.backbone import Backbone
+from eagleray.models.backbone import Backbone, check_option
 from eagleray.models.network import Network
 
 TOLERANCE = 1e-4  # relative to the largest output
 
+# Runs in a new process. What describes the model comes as JSON and is never run as code.
 CHECK = """
-import sys, torch
-module, line, probe, *plugin = sys.argv[1:]
+import json, sys, torch
+call, probe, *plugin = sys.argv[1:]
+call = json.loads(call)
 torch.set_num_threads(1)
 if plugin:
     from pathlib import Path
     from eagleray.config import plugins
     plugins.load(plugin[0], Path(plugin[1]))
-exec(f"import {module}")
-model = eval(line).eval()
+if call["function"] == "timm.create_model":
+    import timm
+    model = timm.create_model(*call["arguments"], **call["keywords"])
+else:
+    import eagleray
+    model = eagleray.load(*call["arguments"])
 x, want = torch.load(probe, weights_only=True)
 with torch.inference_mode():
-    out = model(x)
+    out = model.eval()(x)
     print(float((getattr(out, "pooled", out) - want).abs().max() / want.abs().max()))
 """
 
@@ -103,7 +110,7 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
     """Return the largest difference of a new process's outputs from ours, relative to the largest output."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
-    line = load_line(description, weights)
+    call = load_call(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
         # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
         want = Backbone._pooled(copy.deepcopy(backbone).cpu().eval(), x)
@@ -113,7 +120,7 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
             plugins.write(Path(scratch), sources)
         of_plugin = [plugin.name, scratch] if plugin else []
         done = subprocess.run(
-            [sys.executable, "-c", CHECK, line.partition("(")[0].rpartition(".")[0], line, str(probe), *of_plugin],
+            [sys.executable, "-c", CHECK, json.dumps(call), str(probe), *of_plugin],
             capture_output=True,
             text=True,
         )
@@ -124,16 +131,22 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
 
 def snippet(folder: Path) -> str:
     """Return one line of Python that loads the export in a folder."""
-    return load_line(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
+    call = load_call(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
+    return str(ast.unparse(call_expression(**call)))
 
 
-def load_line(description: dict[str, Any], file: Path) -> str:
-    """Return one line of Python that loads a file of weights with this description."""
+def load_call(description: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the function, arguments and keywords that load a file of weights with this description. Raises UserError
+    for an option that is no argument of a model."""
+    if "timm" not in description:
+        return {"function": "eagleray.load", "arguments": [str(file)], "keywords": {}}
+    for name in description["options"]:
+        check_option(name)
+    keywords = {"num_classes": 0, "checkpoint_path": str(file)} | description["options"]
+    return {"function": "timm.create_model", "arguments": [description["timm"]], "keywords": keywords}
 
-    def keywords(args: dict[str, Any]) -> str:
-        return "".join(f", {k}={v!r}" for k, v in args.items())
 
-    if "timm" in description:
-        start = f"timm.create_model({description['timm']!r}, num_classes=0, checkpoint_path={str(file)!r}"
-        return start + keywords(description["options"]) + ")"
-    return f"eagleray.load({str(file)!r})"
+def call_expression(function: str, arguments: list[Any], keywords: dict[str, Any]) -> ast.Call:
+    """Return a call as a syntax tree, from which Python quotes every value by itself."""
+    values = [ast.keyword(arg=name, value=ast.Constant(value)) for name, value in keywords.items()]
+    return ast.Call(ast.parse(function, mode="eval").body, [ast.Constant(a) for a in arguments], values)

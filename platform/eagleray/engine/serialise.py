@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+NOT_NUMBERS = "the weights are no numbers any more, so it does not count; the first tensor with a NaN is"
 # A process that ends while torch's C++ code runs would abort, so exit waits for the serialisation, not for the store.
 _in_torch = threading.Lock()
 atexit.register(_in_torch.acquire, timeout=60)
@@ -17,6 +18,16 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def ruined(tensors: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors that hold a NaN."""
+    floats = {n: x for n, x in tensors.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()}
+    floats = {n: x for n, x in floats.items() if not x.is_meta}
+    if not floats:
+        return []
+    largest = torch._foreach_norm(list(floats.values()), float("inf"))  # NaN where there is one
+    return [name for name, x in zip(floats, largest, strict=True) if x.isnan()]
 
 
 def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.base.errors import Outage, UserError
+from eagleray.base.files import sync_folder
 from eagleray.base.shards import sharded
+from eagleray.engine.serialise import NOT_NUMBERS, ruined
 from eagleray.engine.sharded import Path as Keys
 from eagleray.engine.sharded import replace, tensors
 
@@ -63,8 +65,9 @@ class ShardWriter:
         self.folder, self.settle, self.scratch = folder, settle, scratch
         self.group: Any = td.new_group(backend="gloo")  # its own: it is used while the training step uses the others
         self._thread: threading.Thread | None = None
+        self._ruined: list[str] = []  # tensors of the rows on their way that hold a NaN
 
-    def save(self, name: str, rows: Mapping[Keys, Tensor]) -> Callable[[], dict[str, Any]]:
+    def save(self, name: str, rows: Mapping[Keys, Any]) -> Callable[[], dict[str, Any]]:
         """Copy the rows and begin to write them. Called by all ranks together.
 
         Returns a function that waits for all ranks and returns the files for the manifest. Each rank has to call it
@@ -76,6 +79,7 @@ class ShardWriter:
         folder = self.folder / f"{name}.shards"
         for old in self.folder.glob("step-*.shards") if self.scratch else ():
             shutil.rmtree(old, ignore_errors=True)  # another rank of this machine may be at it too
+        self._ruined = ruined({_name(keys): x.to_local() for keys, x in rows.items() if keys[0] == "method"})
         state = {_name(keys): x for keys, x in rows.items()}
         future: Any = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
         return partial(self._finish, folder, future)
@@ -84,7 +88,7 @@ class ShardWriter:
         """Take part in a save on a rank that writes no manifest. Its problems are raised on rank 0."""
 
         def run() -> None:
-            with contextlib.suppress(OSError, UserError, Outage):  # told by rank 0
+            with contextlib.suppress(OSError, UserError, Outage):  # rank 0 raises them
                 finish()
 
         self._thread = threading.Thread(target=run, name="shards", daemon=True)
@@ -100,6 +104,10 @@ class ShardWriter:
         problem: Exception | None = None
         try:
             future.result()
+            if self._ruined:
+                raise UserError(f"{folder.stem}: {NOT_NUMBERS} {self._ruined[0]}")
+            for written in (folder, folder.parent):
+                sync_folder(written)
             for path in [*folder.glob(f"__{dist.rank()}_*"), *([folder / ".metadata"] * (dist.rank() == 0))]:
                 files[path.name] = self.settle(path)
         except (OSError, UserError, Outage) as e:
@@ -111,7 +119,7 @@ class ShardWriter:
         for _, other in answers:
             if other:
                 raise other
-        return {"shards": {name: told for part, _ in answers for name, told in part.items()}}
+        return {"shards": {name: entry for part, _ in answers for name, entry in part.items()}}
 
 
 def _name(keys: Keys) -> str:

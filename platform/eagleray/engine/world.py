@@ -21,8 +21,9 @@ class World:
 
     spot = False  # whether the cluster announces that it will take a machine away
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, cpus: float | None = None) -> None:
+        """`cpus` are those of this rank; None: this machine's."""
+        self.device, self.cpus = device, cpus or devices.cpus()
         self.rank, self.size = dist.rank(), dist.size()
         self._control: Any = td.new_group(backend="gloo") if self.size > 1 and devices.is_accelerator(device) else None
 
@@ -30,14 +31,17 @@ class World:
         """Turn the batch norms of a module, in place, into ones over all ranks."""
         return sync_batch_norms(module, self.device) if self.size > 1 else module
 
-    def wrap(self, module: nn.Module, reduce: Literal["fp32", "bf16"] = "fp32") -> nn.Module:
-        """Return a module that averages its gradients over ranks, sent in the format `reduce`."""
+    def wrap(self, module: nn.Module, reduce: Literal["fp32", "bf16"] = "fp32", *, unused: bool = False) -> nn.Module:
+        """Return a module that averages its gradients over ranks, sent in the format `reduce`. With `unused`, some
+        parameters may have no gradient in a step."""
         if self.size == 1 or sharded(next(module.parameters())):  # FSDP averages by itself
             return module
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
             # Gradients lie in the buffers that are sent, which saves a copy of them.
-            out = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+            out = DistributedDataParallel(
+                module, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=unused
+            )
         if reduce == "bf16":
             out.register_comm_hook(None, bf16_compress_hook)
         return out
@@ -59,12 +63,17 @@ class World:
 
 
 def local(gpus: bool | None = None) -> World:
-    """Return the world of this process alone: on its accelerator where it has one, or with `gpus` false on the CPU.
+    """Return the world of this process alone, on the device of `device_of`. Raises UserError as that does."""
+    return World(device_of(gpus))
+
+
+def device_of(gpus: bool | None) -> torch.device:
+    """Return this process's accelerator where it has one, or with `gpus` false the CPU.
 
     Raises UserError when `gpus` is true and there is none."""
     if gpus:
         require_accelerator()
-    return World(devices.CPU if gpus is False else devices.current())
+    return devices.CPU if gpus is False else devices.current()
 
 
 def require_accelerator() -> None:

@@ -5,9 +5,10 @@ import json
 import os
 import re
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from eagleray import config
 from eagleray.base.console import out, print_error
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.config import plugins
 from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import results
 from eagleray.evaluation.extraction import Task, features
+from eagleray.evaluation.on_workers import Job, measure_videos, run_on_ranks
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, load_target
 from eagleray.protocols import feature_types
@@ -34,6 +36,7 @@ from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
 from eagleray.runs import layout, remote, tracking
 from eagleray.storage import store
+from eagleray.storage.folder_copy import local_folder
 from eagleray.storage.store import is_remote
 
 
@@ -50,7 +53,8 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     architecture: str | None = None  # timm's name, for a file of tensors
     untrained: bool = False  # evaluate the untrained architecture too
-    workers: int = 0  # Ray tasks that extract features; 0: this process
+    workers: int = 0  # Ray tasks or ranks that share the work; 0: this process
+    gpus: bool = False  # whether each of them has a GPU
     out: str | None = None  # folder of the results
 
     def data(self, protocol: Protocol) -> dict[str, str]:
@@ -83,6 +87,8 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
     Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or (lambda line: out.print(line, markup=False))
+    if request.gpus and not request.workers:
+        raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")
     names, refused = select(request.protocols)
     report = Report()
     for line in refused:
@@ -147,12 +153,18 @@ class Evaluation:
     note: Note
 
     def run_or_refuse(self, name: str) -> None:
-        """Run a protocol and store its result, or print in one line why it cannot run."""
+        """Run a protocol and store its result, or print in one line why it cannot run, or where it failed."""
         try:
             self.run(name, PROTOCOLS[name])
         except UserError as e:
             message = str(e)
             refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
+        except Outage:
+            raise
+        except Exception as e:  # such as of a plug-in; the other protocols go on
+            frame = traceback.extract_tb(e.__traceback__)[-1]
+            at = f"{Path(frame.filename).name}, line {frame.lineno}"
+            refuse(self.report, f"{name}: failed: {type(e).__name__}: {one_line(e)} ({at})")
 
     def run(self, name: str, protocol: Protocol) -> None:
         """Run a protocol and store its result.
@@ -168,7 +180,7 @@ class Evaluation:
         if protocol.frozen:
             outcome, data = self.run_on_features(protocol, settings, arguments)
         else:
-            outcome, data = self.run_on_backbone(protocol, arguments)
+            outcome, data = self.run_on_backbone(name, protocol, arguments)
         plugin = plugins.plugin_of(name, "protocol")
         result = Result(
             protocol=name,
@@ -220,13 +232,13 @@ class Evaluation:
             raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
         return settings
 
-    def run_on_backbone(self, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
+    def run_on_backbone(self, name: str, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
         """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
         backbone = self.target.backbone.to(world.local().device)
         parameter = protocol.parameters.get("size")
         size = arguments.get("size", parameter.default if parameter else self.target.settings.size)
         inputs: list[Any] = []
-        data = ""
+        data, copies = "", {}
         for need in protocol.needs:
             if need == "patches":
                 check_patches(backbone, size)
@@ -236,12 +248,30 @@ class Evaluation:
                 inputs.append(self.images)
                 data = data_digest(self.images, np.arange(len(self.images)))
             else:
-                inputs.append(Path(self.request.folders[need]))
+                url = store.absolute(self.request.folders[need])
+                inputs.append(local_folder(url, self.note))
+                copies[str(inputs[-1])] = url
                 data = tree_digest(inputs[-1])
         pictures = remote.view_dir(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
         pictures.mkdir(parents=True, exist_ok=True)
-        extra = {k: v for k, v in (("out", pictures), ("note", self.note)) if k in protocol.parameters}
-        outcome: Any = protocol.run(backbone, *inputs, **arguments, **extra)
+        extra: dict[str, Any] = {"out": pictures, "note": self.note}
+        if is_remote(self.report.folder):  # so that a training continues on any machine
+            extra["checkpoints"] = f"{self.report.folder}/{pictures.relative_to(remote.view_dir(self.report.folder))}"
+        run: Any = protocol.run
+        if workers := self.request.workers:
+            architecture, urls = self.request.architecture, tuple(copies.values())
+            job = Job(self.target.name, architecture, self.target.digest, name, urls, arguments, gpus=self.request.gpus)
+            extra["elsewhere"] = partial(measure_videos, job, workers)
+            if protocol.ranks:
+                run = partial(run_on_ranks, job, workers)
+        extra = {k: v for k, v in extra.items() if k in protocol.parameters}
+        try:
+            outcome: Any = run(backbone, *inputs, **arguments, **extra)
+        except UserError as e:  # names files of the copy
+            message = str(e)
+            for copy, url in copies.items():
+                message = message.replace(copy, url.rstrip("/"))
+            raise UserError(message) from None
         if not isinstance(outcome, Outcome):
             outcome = Outcome(outcome)
         return replace(outcome, settings={**arguments, **outcome.settings}), data
@@ -302,7 +332,7 @@ class Evaluation:
         self, index: Index, url: str, samples: NDArray[np.int64], size: int, resize: int, wanted: Sequence[str]
     ) -> dict[str, LabelledFeatures]:
         """Return the features of some samples of the shards at a URL, from the cache or extracted now."""
-        task = Task(self.target.name, self.request.architecture, url, samples, size, resize)
+        task = Task(self.target.name, self.request.architecture, url, samples, size, resize, gpus=self.request.gpus)
         return features(self.target, index, task, wanted, workers=self.request.workers, note=self.note)
 
     @cached_property

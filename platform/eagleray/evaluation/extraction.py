@@ -36,6 +36,7 @@ class Task:
     kinds: Sequence[str] = ()
     number: int = 0  # of the share, in the order of the samples
     digest: str = ""  # of the backbone
+    gpus: bool = False  # each worker has a GPU
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
         """Yield one task for each worker, each with an equal share of the samples."""
@@ -52,11 +53,12 @@ def features(
     """Return several types of features of the task's images.
 
     Features are read from the cache if they are in it. Otherwise this process extracts them if `workers` is 0, or else
-    that many Ray tasks.
+    that many Ray tasks, with a GPU each if `task.gpus` is true.
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    precision = format_name(devices.CPU if workers else device)
+    # This machine need not have the GPUs of the tasks; theirs compute in bfloat16.
+    precision = "bfloat16" if task.gpus else format_name(devices.CPU if workers else device)
     task = replace(task, digest=one.digest)
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
@@ -64,9 +66,9 @@ def features(
         with progress_bar("images") as progress:
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
-                return join_shares(
-                    report_progress(ray_map(share, task.shares(missing, workers), workers=workers), tick)
-                )
+                tasks = task.shares(missing, workers)
+                parts = ray_map(share, tasks, workers=workers, gpus=task.gpus)
+                return join_shares(report_progress(parts, tick))
             return extract_features(
                 one.backbone.to(device),
                 index,
@@ -89,7 +91,15 @@ def share(task: Task) -> Share:
             f"{task.backbone}: the weights changed during the evaluation; name a checkpoint file, or try again"
         )
     index = open_index(task.url, note=lambda _: None)
-    parts = extract_features(one.backbone, index, task.samples, size=task.size, resize=task.resize, kinds=task.kinds)
+    parts = extract_features(
+        one.backbone.to(world.local(task.gpus).device),
+        index,
+        task.samples,
+        size=task.size,
+        resize=task.resize,
+        kinds=task.kinds,
+        precision="bf16" if task.gpus else "auto",
+    )
     return task.number, parts
 
 

@@ -1,6 +1,7 @@
 """One interface to every timm backbone: a pooled vector and a grid of patch vectors."""
 
 import difflib
+import keyword
 import types
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.models import vit
+from eagleray.models.class_token import class_token_pooled, class_tokens
 from eagleray.models.micro_batch import micro_batched
 from eagleray.models.packing import packable, packed_features
 from eagleray.models.stages import stage_outputs, stages, widths
@@ -23,6 +25,9 @@ Head = TypeVar("Head", bound=nn.Module)
 # The arguments that let the models of a timm module take any crop size.
 ANY_SIZE = {"vision_transformer": {"dynamic_img_size": True}, "deit": {"dynamic_img_size": True}}
 ANY_SIZE |= {"swin_transformer": {"strict_img_size": False}}
+# Arguments of timm.create_model that name files or addresses, or change what is returned.
+RESERVED = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path"}
+RESERVED |= {"cache_dir", "num_classes", "features_only", "model_name"}
 
 
 class Features(NamedTuple):
@@ -108,27 +113,29 @@ class Backbone(nn.Module):
         """Return the pooled vectors (B, D) of images of several sizes, as `sizes` does."""
         if not self._packs(images):
             return [self.pooled(x) for x in images]
-        return [self.model.forward_head(out, pre_logits=True) for out in self._run(images)]
+        return [self.model.forward_head(out, pre_logits=True) for out in self._run(images, pooled=True)]
 
     def _packs(self, images: Sequence[Tensor]) -> bool:
         return len(images) > 1 and not (self.micro_batch and self.training) and packable(self.model)
 
     @cached_property
     def batch_norm(self) -> bool:
-        """Whether the output for an image depends on the other images of the batch."""
+        """Return whether the output for an image depends on the other images of the batch."""
         return any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.modules())
 
     def _pooled(self, images: Tensor) -> Tensor:
-        out: Tensor = self.model.forward_head(self._run([images])[0], pre_logits=True)
+        out: Tensor = self.model.forward_head(self._run([images], pooled=True)[0], pre_logits=True)
         return out
 
     def _features(self, images: Tensor) -> Features:
         return self._split(self._run([images])[0], images)
 
-    def _run(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output of the model's `forward_features` for images of one size or, where it packs, of several."""
+    def _run(self, images: Sequence[Tensor], *, pooled: bool = False) -> list[Tensor]:
+        """Return the output of the model's `forward_features` for images of one size or, where it packs, of several.
+
+        With `pooled` the output may be the class token alone. Evaluations take whole outputs, as timm computes them."""
         run = compiled_outputs if self.compiled and self.training else outputs
-        return run(self.model, list(images))
+        return run(self.model, list(images), pooled and self.training and class_token_pooled(self.model))
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
         """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`."""
@@ -182,8 +189,11 @@ class Backbone(nn.Module):
         return (attn.q_norm(q) @ attn.k_norm(k).mT * attn.scale).softmax(-1)
 
 
-def outputs(model: Any, images: list[Tensor]) -> list[Tensor]:
-    """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several."""
+def outputs(model: Any, images: list[Tensor], class_token: bool) -> list[Tensor]:
+    """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several: all
+    tokens, or the class token alone."""
+    if class_token:
+        return class_tokens(model, images)
     return [model.forward_features(images[0])] if len(images) == 1 else packed_features(model, images)
 
 
@@ -227,6 +237,13 @@ def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
     return next(m for m in module.modules() if isinstance(m, Encoder) and m.backbone is backbone)
 
 
+def check_option(name: str) -> None:
+    """Raises UserError for a name that `backbone.options` cannot have: one that is no argument of a function, and one
+    with which timm would read a file or make a request."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
+        raise UserError(f"backbone.options: {name!r} is no option; expected an argument of the model, such as img_size")
+
+
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Create the timm model `name`.
 
@@ -250,6 +267,8 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
         if twice := sorted(extra.keys() & options.keys()):
             raise UserError(f"backbone.options.{twice[0]}: backbone.{key}={value} sets it already")
         arguments |= extra
+    for option in options:
+        check_option(option)
     try:
         model = timm.create_model(base, num_classes=0, **{**arguments, **options})
     except (TypeError, ValueError, AssertionError, RuntimeError) as e:

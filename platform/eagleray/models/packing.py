@@ -18,10 +18,11 @@ def packable(model: Any) -> bool:
     """Return whether `packed_features` computes what the model does; of timm's models, only plain ViTs."""
     if hasattr(model, "forward_sizes"):
         return bool(model.packs())
-    return type(model) is VisionTransformer and all(map(_plain, model.blocks)) and even(drop_rates(model.blocks))
+    return type(model) is VisionTransformer and all(map(plain, model.blocks)) and even(drop_rates(model.blocks))
 
 
-def _plain(block: nn.Module) -> bool:
+def plain(block: nn.Module) -> bool:
+    """Return whether a block is timm's own and nothing replaces or watches its layers."""
     return (
         type(block) is Block
         and type(block.attn) is Attention
@@ -38,15 +39,36 @@ def packed_features(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
     """Return what the model's `forward_features` returns for each of the images (B, 3, S, S) of several sizes."""
     if hasattr(model, "forward_sizes"):
         return model.forward_sizes(sizes)  # type: ignore[no-any-return]
-    tokens = [model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x)))) for x in sizes]
-    shapes = [(x.shape[0], x.shape[1]) for x in tokens]  # (B, N)
-    x = torch.cat([x.flatten(0, 1) for x in tokens])  # (T, D)
-    drawn = drop_factors(drop_rates(model.blocks), sum(b for b, _ in shapes), x)
-    for block, (keep1, keep2) in zip(model.blocks, of_tokens(drawn, shapes, len(model.blocks)), strict=True):
+    x, shapes = packed_tokens(model, sizes)
+    factors = drop_factors(drop_rates(model.blocks), sum(b for b, _ in shapes), x)
+    return unpacked(model.norm(packed_blocks(model.blocks, x, shapes, factors)), shapes)
+
+
+def packed_tokens(model: Any, sizes: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return what enters a ViT's blocks: the tokens (T, D) of images of several sizes, and the shape (B, N) of each."""
+    tokens = [embedded(model, x) for x in sizes]
+    return torch.cat([x.flatten(0, 1) for x in tokens]), [(x.shape[0], x.shape[1]) for x in tokens]
+
+
+def embedded(model: Any, images: Tensor) -> Tensor:
+    """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block."""
+    tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+    return tokens
+
+
+def packed_blocks(
+    blocks: Sequence[Any], x: Tensor, shapes: Sequence[tuple[int, int]], factors: Tensor | None
+) -> Tensor:
+    """Return the output (T, D) of blocks for tokens (T, D), with drop path's factors (blocks, 2, crops)."""
+    for block, (keep1, keep2) in zip(blocks, of_tokens(factors, shapes, len(blocks)), strict=True):
         x = add(x, block.ls1(_attend(block.attn, block.norm1(x), shapes)), keep1)
         x = add(x, block.ls2(block.mlp(block.norm2(x))), keep2)
-    parts = model.norm(x).split([b * n for b, n in shapes])
-    return [part.view(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
+    return x
+
+
+def unpacked(x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the rows of x (T, C) apart, as (B, N, C) for each of the shapes (B, N)."""
+    return [part.view(*shape, -1) for part, shape in zip(x.split([b * n for b, n in shapes]), shapes, strict=True)]
 
 
 def add(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
@@ -57,10 +79,10 @@ def add(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
 def _attend(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
     """Return the output (T, D) of an attention layer for tokens (T, D) of crops with `shapes` (B, N)."""
     out = []
-    for part, (b, n) in zip(attn.qkv(x).split([b * n for b, n in shapes]), shapes, strict=True):
-        q, k, v = part.view(b, n, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    for part in unpacked(attn.qkv(x), shapes):
+        q, k, v = part.unflatten(2, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v)
-        out.append(y.transpose(1, 2).reshape(b * n, attn.attn_dim))
+        out.append(y.transpose(1, 2).reshape(-1, attn.attn_dim))
     projected: Tensor = attn.proj_drop(attn.proj(attn.norm(torch.cat(out))))
     return projected
 
@@ -92,12 +114,12 @@ def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | N
 
 
 def of_tokens(
-    drawn: Tensor | None, shapes: Sequence[tuple[int, int]], blocks: int
+    factors: Tensor | None, shapes: Sequence[tuple[int, int]], blocks: int
 ) -> Sequence[Sequence[Tensor | None]]:
     """Return the factors (T, 1) of both branches of each block, alike for a crop's tokens; `shapes` are (B, N)."""
-    if drawn is None:
+    if factors is None:
         return [(None, None)] * blocks
-    parts = drawn.flatten(0, 1).split([b for b, _ in shapes], 1)
+    parts = factors.flatten(0, 1).split([b for b, _ in shapes], 1)
     tokens = [part.repeat_interleave(n, 1) for part, (_, n) in zip(parts, shapes, strict=True)]
     each = torch.cat(tokens, 1).unsqueeze(2).unbind(0)
     return list(zip(each[::2], each[1::2], strict=True))

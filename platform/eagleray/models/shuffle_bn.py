@@ -16,7 +16,8 @@ from eagleray.base.errors import UserError
 class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
     """Batch norm with separate statistics for each `group` consecutive images; in the paper a group is one GPU's batch.
 
-    It is not a subclass of PyTorch's `_BatchNorm`, so that it is never synchronised over ranks.
+    A group may be spread over several ranks with equally many images. It is not a subclass of PyTorch's `_BatchNorm`,
+    which would be synchronised over all ranks.
     """
 
     group: int  # images; the last group of a batch may be smaller
@@ -27,6 +28,8 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         assert self.running_var is not None
         if not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if dist.size() > 1 and len(x) < self.group:
+            return self._over_ranks(x)
         parts = x.split(self.group)
         moments = self.running_mean.new_zeros(2, len(parts), x.shape[1])  # mean and variance of each group
         out = [
@@ -35,6 +38,25 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         ]
         self._update_running(moments)
         return torch.cat(out)
+
+    def _over_ranks(self, x: Tensor) -> Tensor:
+        """Normalise x (B, C, ...) where each group consists of the images of `group / B` neighbouring ranks."""
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        own, groups = dist.rank() * len(x) // self.group, dist.size() * len(x) // self.group
+        count = self.group * x[0, 0].numel()
+
+        def means(values: Tensor) -> Tensor:
+            """Return the means (G, C) over the images and places of every group."""
+            sums = values.transpose(0, 1).flatten(1).sum(1)[None]
+            return dist.total_with_grad(F.pad(sums, (0, 0, own, groups - own - 1))) / count
+
+        values = x.to(self.weight.dtype)
+        mean = means(values)
+        centred = values - mean[own].view(shape)
+        var = means(centred.square())
+        self._update_running(torch.stack([mean, var * count / (count - 1)]))
+        scaled = centred * (var[own] + self.eps).rsqrt().view(shape)
+        return (scaled * self.weight.view(shape) + self.bias.view(shape)).to(x.dtype)
 
     @torch.no_grad()
     def _update_running(self, moments: Tensor) -> None:
@@ -68,19 +90,27 @@ def group_batch_norms(module: nn.Module, group: int | None) -> None:
             child.group = group  # type: ignore[assignment]
 
 
+def check_groups(group: int, rows: tuple[int, ...]) -> None:
+    """Check that every rank has whole groups, or every group whole ranks with equally many rows. Raises UserError."""
+    counts = sorted(set(rows))
+    if any(n % group for n in rows) and not (len(counts) == 1 and group % counts[0] == 0 == sum(rows) % group):
+        given = ", ".join(map(str, counts))
+        raise UserError(
+            f"method.norm_group={group}: expected a divisor of the images per rank: {given}; or, where all ranks have "
+            "equally many, a multiple of them that divides optim.batch"
+        )
+
+
 def shuffle(
     x: Tensor, rows: tuple[int, ...], group: int | None, *, seed: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return this rank's rows (B, ...) of the shuffled global batch, and a function that restores the order of rows.
 
-    With `group` None the order does not matter and is unchanged. Raises UserError when the rows of a rank are not whole
-    groups.
+    With `group` None the order does not matter and is unchanged. Raises UserError when groups do not fit the rows.
     """
     if group is None:
         return x, lambda y: y
-    if any(n % group for n in rows):
-        counts = ", ".join(map(str, sorted(set(rows))))
-        raise UserError(f"method.norm_group={group}: expected a divisor of the images per rank: {counts}")
+    check_groups(group, rows)
     generator = torch.Generator(x.device).manual_seed(seed)  # on the device, which would wait for a copy from the host
     order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))

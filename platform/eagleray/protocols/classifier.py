@@ -11,7 +11,9 @@ from eagleray.config.types import Format
 from eagleray.data.index import Index
 from eagleray.engine.precision import autocast
 from eagleray.protocols.eval_mode import Net, in_eval_mode
-from eagleray.protocols.features import batches, labelled_samples
+from eagleray.protocols.feature_shards import own_samples
+from eagleray.protocols.features import labelled_samples
+from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 
 TOP = 5
@@ -27,22 +29,33 @@ class ClassifierNet(Net, Protocol):
 @torch.inference_mode()
 @in_eval_mode
 def classifier(
-    net: ClassifierNet, index: Index, *, size: int, resize: int, device: torch.device, precision: Format = "auto"
+    net: ClassifierNet,
+    index: Index,
+    *,
+    size: int,
+    resize: int,
+    device: torch.device,
+    precision: Format = "auto",
+    reading: Reading = THREADS,
 ) -> dict[str, float]:
     """Measure top-1 and top-5 accuracy in percent on the labelled images, and the mean of the top-1 accuracies of the
     classes.
 
     The ranks share the images, and all return the same numbers. Images that do not decode are left out."""
-    mine = np.array_split(labelled_samples(index), dist.size())[dist.rank()]
+    mine = own_samples(labelled_samples(index))
     ys, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for rows, images in batches(index, mine, size, resize):
-        y = torch.from_numpy(index.label[rows])
-        with autocast(device, precision):
-            z = net.classify(normalise(images, device))
-        best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
-        hit = best == y.unsqueeze(1)
-        ys.append(y.numpy())
-        positions.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
+
+    def classify() -> None:
+        for rows, images in batches(index, mine, size, resize, reading=reading, device=device):
+            y = torch.from_numpy(index.label[rows])
+            with autocast(device, precision):
+                z = net.classify(normalise(images, device))
+            best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
+            hit = best == y.unsqueeze(1)
+            ys.append(y.numpy())
+            positions.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
+
+    dist.together(classify)
     parts = dist.gather_objects((np.concatenate(ys), np.concatenate(positions)))
     label, position = (np.concatenate(p) for p in zip(*parts, strict=True))
     return accuracies(label, position)

@@ -17,7 +17,8 @@ from eagleray.config.view import View
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.features import batches, no_image_error, subset
+from eagleray.protocols.features import no_image_error, subset
+from eagleray.protocols.image_batches import batches
 from eagleray.views import photometric, sampling
 
 PAIRS = 10  # most similar pairs of an image that count

@@ -1,10 +1,7 @@
 """Extract the features of a frozen backbone for the images in shards."""
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +16,14 @@ from eagleray.data.index import Index
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.feature_types import read
+from eagleray.protocols.image_batches import THREADS, Reading, batches
+from eagleray.protocols.settings import Bank
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise
 
-BATCH = 256
-AHEAD = 4  # batches that are decoded while one is in the backbone
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class LabelledFeatures(NamedTuple):
@@ -42,12 +41,14 @@ def extract_pooled(
     size: int,
     resize: int,
     precision: Format = "auto",
+    bank: Bank = "fp32",
+    reading: Reading = THREADS,
 ) -> LabelledFeatures:
-    """Extract the pooled features of these samples; see `extract_features`."""
-    return extract_features(backbone, index, samples, size=size, resize=resize, precision=precision)["pooled"]
+    """Extract the pooled features of this rank's share of the samples; see `extract_features`."""
+    more: dict[str, Any] = {"precision": precision, "bank": bank, "reading": reading}
+    return extract_features(backbone, index, samples, size=size, resize=resize, **more)["pooled"]
 
 
-@torch.inference_mode()
 @in_eval_mode
 def extract_features(
     backbone: Backbone,
@@ -58,55 +59,43 @@ def extract_features(
     resize: int,
     kinds: Sequence[str] = ("pooled",),
     precision: Format = "auto",
+    bank: Bank = "fp32",
+    reading: Reading = THREADS,
     tick: Callable[[int], None] = lambda _: None,
 ) -> dict[str, LabelledFeatures]:
-    """Extract several types of features of these samples in a single forward pass.
+    """Extract several types of features of this rank's share of the samples in a single forward pass.
 
-    The ranks share the images, and every rank returns the features of all images. Images that do not decode are left
-    out. After each batch, `tick` is called with the number of its images.
+    Images that do not decode are left out. `bank` is the format of the features. After each batch, `tick` is called
+    with the number of its images.
 
     Raises UserError when the backbone lacks one of the types, or when the device does not compute in this precision."""
     device = next(backbone.parameters()).device
-    xs: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-    ys = [torch.empty(0, dtype=torch.long)]
-    mine = np.array_split(samples, dist.size())[dist.rank()]
-    for rows, images in batches(index, mine, size, resize):
-        x = normalise(images, device)
-        with autocast(device, precision):
-            for kind, value in read(backbone, x, kinds).items():
-                xs[kind].append(value.float().cpu())
-        ys.append(torch.from_numpy(index.label[rows]))
-        tick(len(rows))
-    parts = dist.gather_objects(({kind: torch.cat(x).numpy() for kind, x in xs.items() if x}, torch.cat(ys).numpy()))
-    y = torch.from_numpy(np.concatenate([y for _, y in parts]))
-    return {
-        kind: LabelledFeatures(torch.from_numpy(np.concatenate([x[kind] for x, _ in parts if x])), y)
-        if len(y)
-        else LabelledFeatures(torch.empty(0, backbone.dim), y)
-        for kind in kinds
-    }
+    mine = own_samples(samples)
+    xs: dict[str, Tensor] = {}  # (n, D), of which the first `done` rows are known
+    y = torch.empty(len(mine), dtype=torch.long)
+    done = 0
 
+    @torch.inference_mode()
+    def extract() -> None:
+        nonlocal done
+        for rows, images in batches(index, mine, size, resize, reading=reading, device=device):
+            x = normalise(images, device)
+            new = slice(done, done + len(rows))
+            with autocast(device, precision):
+                for kind, value in read(backbone, x, kinds).items():
+                    if kind not in xs:
+                        xs[kind] = torch.empty(len(mine), value.shape[1], dtype=FORMATS[bank])
+                    xs[kind][new] = value.float().cpu()
+            y[new] = torch.from_numpy(index.label[rows])
+            done += len(rows)
+            tick(len(rows))
 
-def batches(
-    index: Index, samples: NDArray[np.int64], size: int, resize: int, batch: int = BATCH
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the numbers of the samples in a batch that decode, and their centre crops (B, 3, size, size), uint8.
-
-    While the caller uses a batch, threads decode the next batches."""
-
-    def load(chunk: NDArray[np.int64]) -> list[tuple[int, Tensor]]:
-        images = ((s, image(index, s, size, resize)) for s in chunk.tolist())
-        return [(s, x) for s, x in images if x is not None]
-
-    chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
-    with ThreadPoolExecutor(max((os.cpu_count() or 1) // dist.size(), 1)) as pool:
-        queue = deque(pool.submit(load, c) for c in chunks[:AHEAD])
-        for i in range(len(chunks)):
-            good = queue.popleft().result()
-            if i + AHEAD < len(chunks):
-                queue.append(pool.submit(load, chunks[i + AHEAD]))
-            if good:
-                yield [s for s, _ in good], torch.stack([x for _, x in good])
+    dist.together(extract)
+    widths: dict[str, int] = {}  # also for a rank without images
+    for part in dist.gather_objects({kind: x.shape[1] for kind, x in xs.items()}):
+        widths |= part
+    nothing = {kind: torch.empty(0, widths.get(kind, backbone.dim), dtype=FORMATS[bank]) for kind in kinds}
+    return {kind: LabelledFeatures(xs.get(kind, nothing[kind])[:done], y[:done]) for kind in kinds}
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:

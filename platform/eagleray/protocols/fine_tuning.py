@@ -1,4 +1,8 @@
-"""Fine-tune a backbone as part of a larger network, for detection and segmentation."""
+"""Fine-tune a backbone as part of a larger network, for detection and segmentation, on one rank or several.
+
+The global batches do not depend on the number of ranks: each rank takes its rows of them. Gradients are averaged and
+batch norm is synchronised over ranks, as with mmsegmentation's SyncBN and in XCiT's detectors; dropout and drop path
+are drawn on each rank. Rank 0 writes the checkpoints, from which any number of ranks continues."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,11 +11,15 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from eagleray.base import dist
+from eagleray.base.errors import UserError
 from eagleray.base.progress import seconds_left
 from eagleray.config.schedule import Progress
 from eagleray.data.index import Note
 from eagleray.engine import checkpoint, loop, optim
 from eagleray.engine.precision import Precision
+from eagleray.engine.world import World
+from eagleray.storage.store import is_remote
 
 LINES = 20  # progress lines of a training
 SILENCE = 60.0, 0.1  # another line is due after so many seconds, and after this share of the time so far
@@ -28,6 +36,22 @@ class Trainee(nn.Module):
     after_step = before_step
 
 
+def divide(batch: int) -> tuple[int, ...]:
+    """Return how many of the rows of a batch each rank takes, in rank order.
+
+    Raises UserError when there are not enough for all."""
+    ranks = dist.size()
+    if batch < ranks:
+        raise UserError(f"--workers {ranks}: expected at most {batch}, the images of a batch")
+    return tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
+
+
+def own(rows: tuple[int, ...]) -> range:
+    """Return the positions in a batch that this rank takes, from the numbers of rows of all ranks."""
+    first = dist.offset(rows)
+    return range(first, first + rows[dist.rank()])
+
+
 def fine_tune(
     name: str,
     net: Trainee,
@@ -38,18 +62,24 @@ def fine_tune(
     lr: Callable[[Progress], float],
     weight_decay: float,
     seed: int,
-    folder: Path,
+    folder: str,
+    scratch: Path,
     note: Note,
 ) -> None:
     """Train a network in place with AdamW, continuing from the newest checkpoint in the folder if there is one.
 
-    `batches` is a function that returns the batches from a step on; each has `batch` images.
+    `batches` is a function that returns the batches from a step on; each has `batch` images on all ranks together. The
+    folder may be an s3:// URL; then `scratch` is a folder of this machine for files on their way. Called by all ranks
+    together.
 
     Raises UserError when the checkpoints or the data cannot be read."""
+    device = next(net.parameters()).device
+    world = World(device)
+    world.synchronise(net)
     optimizer = optim.make("adamw", net, decay="timm")
-    precision = Precision.of("auto", next(net.parameters()).device)
+    precision = Precision.of("auto", device)
     start = 0
-    if state := checkpoint.newest(folder):
+    if state := dist.from_rank_zero(lambda: checkpoint.newest(folder, scratch)):
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
         precision.load_state_dict(state.get("precision", {}))
@@ -62,21 +92,29 @@ def fine_tune(
         lr=lr,
         weight_decay=lambda _: weight_decay,
         seed=seed,
+        wrap=lambda method: world.wrap(method, unused=True),
         precision=precision,
     )
-    report, writer = ProgressReport(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1)
+    if world.rank == 0 and not is_remote(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    report, writer = ProgressReport(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1, scratch=scratch)
     last_save = time.monotonic()
     try:
         for step in trained:
             done = step.at.step + 1
-            report(done, step.values["loss"])
-            if done == steps or time.monotonic() - last_save > SAVE_SECONDS:
+            report(done, mean_loss(step.values["loss"], step.batch.rows))
+            if world.rank == 0 and (done == steps or time.monotonic() - last_save > SAVE_SECONDS):
                 parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
                 writer.save(done, {"step": done, "precision": precision.state_dict()} | parts)
                 last_save = time.monotonic()
     finally:
         writer.wait()
     writer.settle()
+
+
+def mean_loss(loss: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Return the loss of the global batch, from the loss of this rank's rows."""
+    return dist.total(loss * (rows[dist.rank()] / sum(rows)))
 
 
 class ProgressReport:

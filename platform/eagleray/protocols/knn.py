@@ -1,17 +1,29 @@
 """Classify frozen features by the weighted votes of their k nearest neighbours: Wu et al. 2018 (InstDisc),
-arXiv:1805.01978, with the settings of DINO's protocol."""
+arXiv:1805.01978, with the settings of DINO's protocol.
+
+Each rank searches among its own training features, and the neighbours that all ranks found are merged. The products
+have the same shapes on any number of ranks, and equal similarities are ordered by the position of their feature, so
+that any number of ranks finds the same neighbours, to the last bit.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
+from eagleray.base import dist
+from eagleray.protocols.feature_shards import Shard, count_classes
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
 
-CHUNK = 1024  # test images whose similarities are in memory at a time
+CHUNK = 1024  # test images that are compared at a time
+TILE = 4096  # training images that they are compared with at a time
+VOTERS = 256  # test images whose votes for all classes are in memory at a time
+NOTHING = torch.iinfo(torch.int64).min  # the key of no feature
+LOW = 2**32 - 1  # the bits of a key that hold the position
 
 
 def knn(
@@ -25,7 +37,7 @@ def knn(
     """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 accuracy for each number of neighbours
     in `ks`.
 
-    The default `ks` are the numbers of neighbours that DINO reports."""
+    The features are those of this rank. The default `ks` are the numbers of neighbours that DINO reports."""
     accuracy = accuracies(train, test, ks=sorted({k, *ks}), temperature=temperature)
     numbers = {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
     return Outcome(numbers, {"k": k, "ks": list(ks), "temperature": temperature})
@@ -35,21 +47,95 @@ def accuracies(
     train: LabelledFeatures, test: LabelledFeatures, *, ks: Sequence[int], temperature: float
 ) -> dict[int, tuple[float, float]]:
     """Return top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, searching for neighbours only
-    once."""
-    classes = int(max(train.y.max(), test.y.max())) + 1
-    x, bank = F.normalize(test.x, dim=1), F.normalize(train.x, dim=1)
-    hits = {k: [0, 0] for k in ks}
-    for rows in torch.arange(len(x)).split(CHUNK):
-        near = (x[rows] @ bank.T).topk(min(max(ks), len(bank)), dim=1)
-        for k in ks:
-            votes = class_votes(
-                near.values[:, :k], train.y[near.indices[:, :k]], classes=classes, temperature=temperature
-            )
-            # As in DINO's code, k < 5 narrows top-5. Classes without a vote fill the rest, in order of their number.
-            top = votes.sort(dim=1, descending=True, stable=True).indices[:, : min(5, k)]
-            right = top == test.y[rows].unsqueeze(1)
-            hits[k] = [hit + int(right[:, :n].any(1).sum()) for hit, n in zip(hits[k], (1, 5), strict=True)]
-    return {k: (100 * one / len(x), 100 * five / len(x)) for k, (one, five) in hits.items()}
+    once. Called by all ranks together."""
+    classes, bank, tests = count_classes(train.y, test.y), Bank(train), Shard.of(len(test.x))
+    k = min(max(ks), bank.shard.total)
+    hits = torch.zeros(len(ks), 2, dtype=torch.long, device=test.x.device)
+    for number, first in enumerate(range(0, tests.total, CHUNK)):
+        last = min(first + CHUNK, tests.total)
+        x, y = (tests.read(rows, first, last) for rows in test)
+        keys, labels = merge(*dist.together(partial(bank.nearest, F.normalize(x, dim=1), k)))
+        if number % dist.size() == dist.rank():
+            for cosine, label, truth in zip(*(t.split(VOTERS) for t in (cosines(keys), labels, y)), strict=True):
+                hits += count_hits(cosine, label, truth, classes=classes, ks=ks, temperature=temperature)
+    counts = dist.total(hits).tolist()
+    return {n: (100 * one / tests.total, 100 * five / tests.total) for n, (one, five) in zip(ks, counts, strict=True)}
+
+
+class Bank:
+    """The training features of this rank, which are searched for neighbours.
+
+    A neighbour is a key of 64 bits: the similarity in the upper half, and in the lower half the position among the
+    features of all ranks, counted down. Keys are all different, and the larger one is the nearer neighbour."""
+
+    def __init__(self, train: LabelledFeatures) -> None:
+        """Called by all ranks together."""
+        self.x, self.y, self.shard = *train, Shard.of(len(train.x))
+        self.tile = min(TILE, -(-self.shard.total // 64) * 64)
+        parts = [part.float().norm(dim=1, keepdim=True) for part in self.x.split(TILE)]
+        self.norms = torch.cat(parts).clamp_min(1e-12)  # as F.normalize
+
+    def nearest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the keys (n, k) of the nearest features of n normalised queries (n, D) on this rank, in any order, and
+        their labels."""
+        keys = torch.full((len(x), k), NOTHING, device=x.device)
+        tile = x.new_empty(self.tile, x.shape[1])
+        # Tiles begin at multiples of their size in the whole table. Where this rank has a part of one, the rest is
+        # zero: with fewer rows, a product may round in another way.
+        for first in range(self.shard.first // self.tile * self.tile, self.shard.last, self.tile):
+            begin, end = max(first, self.shard.first), min(first + self.tile, self.shard.last)
+            mine = slice(begin - self.shard.first, end - self.shard.first)
+            if end - begin < self.tile:
+                tile.zero_()
+            torch.div(self.x[mine].float(), self.norms[mine], out=tile[begin - first : end - first])
+            new = make_keys(x @ tile.T, first)
+            new[:, : begin - first] = NOTHING
+            new[:, end - first :] = NOTHING
+            keys = torch.cat([keys, new], 1).topk(k, sorted=False).values
+        if not self.shard.rows:
+            return keys, torch.zeros_like(keys)
+        position = (LOW - (keys & LOW) - self.shard.first).clamp(0, self.shard.rows - 1)
+        return keys, self.y[position]
+
+
+def make_keys(similarity: Tensor, first: int) -> Tensor:
+    """Return the keys (n, m) of m features, the first of which is at the position `first`."""
+    bits = similarity.view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the order of the numbers, as integers
+    positions = torch.arange(first, first + similarity.shape[1], device=similarity.device)
+    return bits.long().bitwise_left_shift_(32).bitwise_or_(LOW - positions)
+
+
+def cosines(keys: Tensor) -> Tensor:
+    """Return the similarities that keys hold."""
+    bits = (keys >> 32).int()
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def merge(keys: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys (n, k) of the nearest features of all ranks, nearest first, and their labels. `keys` and
+    `labels` (n, k) are those of this rank."""
+    n, k = keys.shape
+    if dist.size() > 1:
+        parts = dist.gather_together([keys, labels], [n] * dist.size())  # (ranks * n, k)
+        keys, labels = (part.view(-1, n, k).transpose(0, 1).reshape(n, -1) for part in parts)
+    top = keys.topk(k)
+    return top.values, labels.gather(1, top.indices)
+
+
+def count_hits(
+    cosine: Tensor, labels: Tensor, truth: Tensor, *, classes: int, ks: Sequence[int], temperature: float
+) -> Tensor:
+    """Return how many of n images are classified right by one guess and by five guesses, for each number of neighbours
+    in `ks`: (len(ks), 2). The neighbours (n, k) come nearest first; `truth` (n,) are the classes."""
+    counts = []
+    for k in ks:
+        votes = class_votes(cosine[:, :k], labels[:, :k], classes=classes, temperature=temperature)
+        # As in DINO's code, k < 5 narrows top-5. Classes without a vote fill the rest, in order of their number.
+        top = votes.sort(dim=1, descending=True, stable=True).indices[:, : min(5, k)]
+        right = top == truth.unsqueeze(1)
+        counts += [right[:, :1].any(1).sum(), right.any(1).sum()]
+    return torch.stack(counts).view(len(ks), 2)
 
 
 def vote(cosine: Tensor, labels: Tensor, *, classes: int, k: int, temperature: float) -> Tensor:

@@ -3,11 +3,14 @@ MoCo v3, DINO, EsViT and SelfPatch.
 
 The features are extracted once, without augmentation. Classifiers with all learning rates of the sweep train side by
 side in one pass. A held-out tenth of the training set picks one of them, so the test set picks nothing.
+
+Each rank holds a shard of the features. All ranks take the same batches, of which each adds the gradient of its rows.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -15,6 +18,8 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from eagleray.base import dist
+from eagleray.protocols.feature_shards import Shard, count_classes
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
 
@@ -34,55 +39,102 @@ def linear(
 ) -> Outcome:
     """Measure the top-1 accuracy in percent after the last epoch, and the highest test accuracy of any epoch.
 
-    The scripts of the papers print the latter. `rates` are the learning rates of the sweep, for a batch of 256.
-    `scaled` centres the features and divides them by a single scale."""
+    The scripts of the papers print the latter. The features are those of this rank. `rates` are the learning rates of
+    the sweep, for a batch of 256. `scaled` centres the features and divides them by a single scale."""
     split = Split.of(train, test, scaled=scaled, seed=seed)
     by_epoch = []
     for weight, bias in split.fits(epochs=epochs, batch=batch, rates=rates):
-        by_epoch.append(accuracy(weight, bias, *split.test))
-    best_rate = int(accuracy(weight, bias, *split.validation).argmax())
+        by_epoch.append(split.test.accuracy(weight, bias))
+    best_rate = int(split.validation.accuracy(weight, bias).argmax())
     curve = torch.stack(by_epoch)[:, best_rate]  # (epochs,)
     numbers = {"top1": float(curve[-1]), "best": float(curve.max()), "best_epoch": int(curve.argmax()) + 1}
     numbers["lr"] = rates[best_rate]
-    settings = {"epochs": epochs, "batch": min(batch, len(split.train.x)), "rates": list(rates), "scaled": scaled}
+    settings = {"epochs": epochs, "batch": min(batch, split.train.total), "rates": list(rates), "scaled": scaled}
     settings["seed"] = seed
     return Outcome({f"linear/{name}": value for name, value in numbers.items()}, settings)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table of features of which each rank has a shard; they are copied and scaled when they are used.
+
+    `rows` are their numbers in the whole table."""
+
+    features: LabelledFeatures
+    shard: Shard
+    rows: Tensor
+    mean: Tensor | None  # (D,); None: not scaled
+    scale: Tensor | None  # one number
+
+    @property
+    def total(self) -> int:
+        """The number of rows on all ranks."""
+        return len(self.rows)
+
+    def select(self, at: Tensor) -> LabelledFeatures:
+        """Return those of the rows at some positions that this rank has."""
+        mine = self.shard.own(self.rows[at])
+        x = self.features.x[mine].float()
+        if self.mean is not None and self.scale is not None:
+            x = (x - self.mean) / self.scale
+        return LabelledFeatures(x, self.features.y[mine])
+
+    def accuracy(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the top-1 accuracy (R,) of each of R classifiers (R, D, C) in percent. Called by all ranks."""
+        hits = torch.zeros(len(weight), device=weight.device)
+        for at in torch.arange(self.total).split(BATCH):
+            x, y = self.select(at)
+            hits += ((x @ weight + bias).argmax(-1) == y).sum(1)
+        return 100 * (dist.total(hits) / self.total)
 
 
 @dataclass(frozen=True)
 class Split:
     """The features that train the classifiers, those that pick the learning rate, and those of the test set."""
 
-    train: LabelledFeatures
-    validation: LabelledFeatures
-    test: LabelledFeatures
+    train: Rows
+    validation: Rows
+    test: Rows
     classes: int
     generator: torch.Generator
 
     @classmethod
     def of(cls, train: LabelledFeatures, test: LabelledFeatures, *, scaled: bool, seed: int) -> "Split":
-        """Hold out a random tenth of the training set."""
+        """Hold out a random tenth of the training set. Called by all ranks together."""
         generator = torch.Generator().manual_seed(seed)
-        classes = int(max(train.y.max(), test.y.max())) + 1
-        order = torch.randperm(len(train.x), generator=generator)
+        shard, tests = Shard.of(len(train.x)), Shard.of(len(test.x))
+        order = torch.randperm(shard.total, generator=generator)
         held_out, rest = order[: len(order) // 10], order[len(order) // 10 :]
-        x, x_test = train.x, test.x
-        if scaled:  # one scale for all channels, so that a rate means the same for every backbone
-            mean, scale = train.x.mean(0), train.x.std(0).mean()
-            x, x_test = (train.x - mean) / scale, (test.x - mean) / scale
-        validation = LabelledFeatures(x[held_out], train.y[held_out])
+        # One scale for all channels, so that a rate means the same for every backbone.
+        mean, scale = moments(train.x, shard) if scaled else (None, None)
         return cls(
-            LabelledFeatures(x[rest], train.y[rest]), validation, LabelledFeatures(x_test, test.y), classes, generator
+            Rows(train, shard, rest, mean, scale),
+            Rows(train, shard, held_out, mean, scale),
+            Rows(test, tests, torch.arange(tests.total), mean, scale),
+            count_classes(train.y, test.y),
+            generator,
         )
 
     def fits(self, *, epochs: int, batch: int, rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
         """Train the classifiers; see `fit`."""
-        return fit(*self.train, classes=self.classes, epochs=epochs, batch=batch, rates=rates, generator=self.generator)
+        return fit(self.train, classes=self.classes, epochs=epochs, batch=batch, rates=rates, generator=self.generator)
+
+
+def moments(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Return the mean (D,) of the features of all ranks, and the mean of their standard deviations.
+
+    `x` are the features of this rank. Ranks add their sums in float64; a single one computes in float32."""
+    if dist.size() == 1 and x.dtype == torch.float32:
+        return x.mean(0), x.std(0).mean()
+    parts = x.split(BATCH)
+    nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
+    mean = dist.total(sum((p.double().sum(0) for p in parts), nothing)) / shard.total
+    squares = dist.total(sum(((p.double() - mean).square().sum(0) for p in parts), nothing))
+    return mean.float(), (squares / (shard.total - 1)).sqrt().mean().float()
 
 
 def fit(
-    x: Tensor,
-    y: Tensor,
+    train: Rows,
     *,
     classes: int,
     epochs: int,
@@ -90,29 +142,31 @@ def fit(
     rates: Sequence[float],
     generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Train R classifiers of features x (N, D) with classes y (N,), one for each learning rate.
+    """Train R classifiers of features (N, D), one for each learning rate. The ranks add their gradients.
 
     Yields their weights (R, D, C) and biases (R, 1, C) after each epoch. The next epoch changes these tensors in place.
     """
+    x = train.features.x
     weight = 0.01 * torch.randn(1, x.shape[1], classes, generator=generator).repeat(len(rates), 1, 1).to(x.device)
     bias = torch.zeros(len(rates), 1, classes, device=x.device)
-    batch = min(batch, len(x))
+    batch = min(batch, train.total)
     rate = torch.tensor(rates, device=x.device).view(-1, 1, 1) * batch / 256
     momenta = [torch.zeros_like(weight), torch.zeros_like(bias)]
+
+    def gradients(at: Tensor) -> tuple[Tensor, Tensor]:
+        xb, yb = train.select(at)
+        error = (xb @ weight + bias).softmax(-1)  # (R, b, C), becomes d loss / d logits
+        error -= F.one_hot(yb, classes)
+        error /= len(at)
+        return xb.T @ error, error.sum(1, keepdim=True)
+
     for epoch in range(epochs):
         lr = rate * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
-        for rows in torch.randperm(len(x), generator=generator).split(batch):
-            xb = x[rows]
-            error = (xb @ weight + bias).softmax(-1)  # (R, b, C), becomes d loss / d logits
-            error -= F.one_hot(y[rows], classes)
-            error /= len(rows)
-            for m, grad in zip(momenta, (xb.T @ error, error.sum(1, keepdim=True)), strict=True):
-                m.mul_(0.9).add_(grad)
+        for step, at in enumerate(torch.randperm(train.total, generator=generator).split(batch)):
+            # The first step shows whether memory suffices.
+            grads = gradients(at) if epoch or step else dist.together(partial(gradients, at))
+            for m, grad in zip(momenta, grads, strict=True):
+                m.mul_(0.9).add_(dist.total(grad))
             weight -= lr * momenta[0]
             bias -= lr * momenta[1]
         yield weight, bias
-
-
-def accuracy(weight: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the top-1 accuracy (R,) of each of R classifiers in percent."""
-    return 100 * ((x @ weight + bias).argmax(-1) == y).float().mean(1)

@@ -2,21 +2,25 @@
 Li et al. 2021, arXiv:2106.09785, appendix C.5, after CLIP's, Radford et al. 2021, arXiv:2103.00020, appendix A.3.
 
 Over the weights W and the biases, scikit-learn's L-BFGS minimises the sum of the samples' cross-entropies + lambda / 2
-* |W|^2. The features are not normalised, as in both papers."""
+* |W|^2. The features are not normalised, as in both papers. On several ranks, each has a share of the features."""
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
+from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
-from eagleray.protocols.classification_scores import METRICS, Array
+from eagleray.protocols import logistic_shards
+from eagleray.protocols.classification_scores import Array
+from eagleray.protocols.feature_shards import Shard
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
 
@@ -50,7 +54,7 @@ def search(score: Callable[[int], tuple[float, ...]]) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The samples to which classifiers are fitted: features (n, D) with labels.
+    """The samples of this rank to which classifiers are fitted: features (n, D) with labels.
 
     The labels are classes (n,) for one classifier of all classes, or marks (n, C) for a binary classifier of each
     class. A mark is 1 with the class, 0 without it and -1 if the sample does not count for this class."""
@@ -58,25 +62,32 @@ class Problem:
     x: Array
     y: Array
     classes: int
+    device: torch.device = devices.CPU  # on which sums over ranks are taken
+
+    @property
+    def total(self) -> int:
+        """The number of samples of all ranks."""
+        return sum(dist.gather_objects(len(self.x)))
 
     def select(self, rows: Array) -> "Problem":
         """Return the samples in these rows."""
-        return Problem(self.x[rows], self.y[rows], self.classes)
+        return replace(self, x=self.x[rows], y=self.y[rows])
 
     def join(self, other: "Problem") -> "Problem":
         """Return the samples of this problem followed by those of the other."""
-        return Problem(np.concatenate((self.x, other.x)), np.concatenate((self.y, other.y)), self.classes)
+        return replace(self, x=np.concatenate((self.x, other.x)), y=np.concatenate((self.y, other.y)))
 
     def fit(self, strength: float) -> "LogisticModel":
         """Fit the classifiers with the L2 strength lambda = `strength`.
 
         Raises UserError when all samples have a class, or none has it, so that no binary classifier can be fitted."""
         if self.y.ndim == 1:
-            return LogisticModel(self.classes, [_fit(self.x, self.y, strength)])
-        constant = [c for c, m in enumerate(self.y.T) if not {0, 1} <= set(m)]
+            return LogisticModel(self.classes, [_fit(self.x, self.y, strength, self.device)])
+        marks = [set().union(*seen) for seen in zip(*dist.gather_objects([set(m) for m in self.y.T]), strict=True)]
+        constant = [c for c, seen in enumerate(marks) if not {0, 1} <= seen]
         if constant:
             raise UserError(f"logistic: expected some training images with class {constant[0]} and some without it")
-        return LogisticModel(self.classes, [_fit(self.x[m >= 0], m[m >= 0], strength) for m in self.y.T])
+        return LogisticModel(self.classes, [_fit(self.x[m >= 0], m[m >= 0], strength, self.device) for m in self.y.T])
 
 
 @dataclass(frozen=True)
@@ -94,26 +105,40 @@ class LogisticModel:
     def scores(self, x: Array) -> Array:
         """Return log-probabilities (n, C) of classes, or log-odds (n, C) of binary classifiers."""
         if len(self.models) > 1:
-            return np.stack([m.decision_function(x) for m in self.models], 1)
+            return np.stack([_decide(m, x) for m in self.models], 1)
         [model] = self.models
-        z = model.decision_function(x)
+        z = _decide(model, x)
         z = np.stack([np.zeros_like(z), z], 1) if z.ndim == 1 else z  # for two classes scikit-learn returns log-odds
         out = np.full((len(x), self.classes), -np.inf)
         out[:, model.classes_] = z - np.logaddexp.reduce(z, axis=1, keepdims=True)
         return out
 
 
-def _fit(x: Array, y: Array, strength: float) -> LogisticRegression:
+def _decide(model: LogisticRegression, x: Array) -> Array:
+    """Return scikit-learn's decision function, also for no samples, as a rank may have none."""
+    if len(x):
+        return model.decision_function(x)  # type: ignore[no-any-return]
+    return np.zeros(0 if len(model.coef_) == 1 else (0, len(model.coef_)))
+
+
+def _fit(x: Array, y: Array, strength: float, device: torch.device) -> LogisticRegression:
+    if dist.size() > 1:
+        return logistic_shards.fit(x, y, strength, ITERATIONS, device)
     with warnings.catch_warnings():  # as published, a fit ends after ITERATIONS even if it has not converged
         warnings.simplefilter("ignore", ConvergenceWarning)
         return LogisticRegression(C=1 / strength, max_iter=ITERATIONS).fit(x, y)
 
 
 def loss(scores: Array, y: Array) -> float:
-    """Return the mean cross-entropy of the scores of a LogisticModel."""
+    """Return the mean cross-entropy of the scores of a LogisticModel, over the samples of all ranks."""
     if y.ndim == 1:
-        return float(-scores[np.arange(len(y)), y].mean())
-    return float(np.logaddexp(0, np.where(y == 1, -scores, scores))[y >= 0].mean())
+        losses = -scores[np.arange(len(y)), y]
+    else:
+        losses = np.logaddexp(0, np.where(y == 1, -scores, scores))[y >= 0]
+    if dist.size() == 1:
+        return float(losses.mean())
+    value, count = map(sum, zip(*dist.gather_objects((float(losses.sum()), losses.size)), strict=True))
+    return float(value / count)
 
 
 def logistic(
@@ -143,11 +168,11 @@ def probe(
 
     The lambda with the least loss on the validation set is picked. The classifier that is tested is fitted to the
     training and validation sets together. If there is no validation set, a fifth of each class of the training set is
-    held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and -1.
+    held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and -1. On several ranks, the sets are those of
+    this rank, and all return the same outcome.
 
     Raises UserError when the labels of the sets do not match."""
     fitting, validation, final = _problems(train, val, test, marks=metric == "map11", seed=seed)
-    measure = METRICS[metric]
 
     def score(step: int) -> tuple[float, float]:
         negative, value = validation_score(fitting, validation, step, metric)
@@ -156,13 +181,13 @@ def probe(
 
     step = search(score)
     model = fitting.join(validation).fit(strength(step))
-    number = measure(model.scores(final.x), final.y)
+    number = logistic_shards.metric(metric, model.scores(final.x), final.y, final.device)
     settings = {
         "metric": metric,
         "lambda": strength(step),
         "iterations": f"{model.iterations} of at most {ITERATIONS}",
-        "validation": f"{len(validation.x)} images, " + ("given" if val else f"1 in {ONE_IN} held out, seed {seed}"),
-        "images": [len(fitting.x) + len(validation.x), len(final.x)],
+        "validation": f"{validation.total} images, " + ("given" if val else f"1 in {ONE_IN} held out, seed {seed}"),
+        "images": [fitting.total + validation.total, final.total],
     }
     return Outcome({f"logistic/{metric}": number, "logistic/lambda": strength(step)}, settings)
 
@@ -173,7 +198,7 @@ def validation_score(fitting: Problem, validation: Problem, step: int, metric: s
     The metric only decides between equal losses. As a function of lambda the loss has a single minimum, while the
     metric of a few hundred images has many peaks, and the search could end at any of them."""
     scores = fitting.fit(strength(step)).scores(validation.x)
-    return -loss(scores, validation.y), METRICS[metric](scores, validation.y)
+    return -loss(scores, validation.y), logistic_shards.metric(metric, scores, validation.y, validation.device)
 
 
 def _problems(
@@ -187,21 +212,26 @@ def _problems(
     if marks:
         classes = y.shape[1]
     else:
-        names, numbers = np.unique(np.concatenate([y, y_val]), return_inverse=True)
-        unknown = np.setdiff1d(y_test, names)
+        several, names, tested = (
+            np.unique(logistic_shards.gather(np.unique(labels))) for labels in (y, np.concatenate([y, y_val]), y_test)
+        )
+        unknown = np.setdiff1d(tested, names)
         if len(unknown):
             raise UserError(f"logistic: the test set has label {unknown[0]}, which no training image has")
-        if len(np.unique(y)) < 2:
+        if len(several) < 2:
             raise UserError("logistic: expected training images of at least two classes")
-        y, y_val, y_test = numbers[: len(y)], numbers[len(y) :], np.searchsorted(names, y_test)
+        y, y_val, y_test = (np.searchsorted(names, labels) for labels in (y, y_val, y_test))
         classes = len(names)
-    training, final = Problem(x, y, classes), Problem(x_test, y_test, classes)
+    device = train.x.device
+    training, final = Problem(x, y, classes, device), Problem(x_test, y_test, classes, device)
     if val:
-        return training, Problem(x_val, y_val, classes), final
-    held_out = validation_rows(np.zeros(len(y), np.int64) if marks else y, seed)
+        return training, Problem(x_val, y_val, classes, device), final
+    held_out = validation_rows(logistic_shards.gather(np.zeros(len(y), np.int64) if marks else y), seed)
     if not held_out.any():
         raise UserError(f"logistic: no class has {ONE_IN} training images, so none can be held out to pick lambda")
-    return training.select(~held_out), training.select(held_out), final
+    shard = Shard.of(len(y))
+    mine = held_out[shard.first : shard.last]
+    return training.select(~mine), training.select(mine), final
 
 
 def validation_rows(y: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:

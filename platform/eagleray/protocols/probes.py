@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,6 +15,7 @@ from eagleray.config.types import Format
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
+from eagleray.protocols.image_batches import THREADS, Reading
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
@@ -48,6 +49,12 @@ class ProbeSets:
         held_out = subset(samples, max(len(samples) // ONE_IN, 1))
         return cls(train, subset(np.setdiff1d(samples, held_out), limit), train, held_out)
 
+    def at_most(self, train: int, test: int) -> "ProbeSets":
+        """Return the sets with at most so many training and test images."""
+        return replace(
+            self, train_samples=subset(self.train_samples, train), test_samples=subset(self.test_samples, test)
+        )
+
     def check(self) -> None:
         """Raise UserError when a classifier trained on the training set cannot be tested on the test set."""
         train, test = np.unique(self.train.label[self.train_samples]), np.unique(self.test.label[self.test_samples])
@@ -79,29 +86,34 @@ def evaluate(
     *,
     protocols: Sequence[str] = RUN_PROTOCOLS,
     precision: Format = "auto",
+    reading: Reading = THREADS,
 ) -> dict[str, float]:
     """Measure the numbers that a run records with kNN and a linear probe; return none without labelled images.
 
-    All ranks extract features, once for all protocols, and all return the same numbers."""
+    Each rank extracts and keeps a share of the features, once for all protocols, and all return the same numbers."""
     if sets is None or not protocols:
         return {}
     extract = partial(extract_pooled, backbone, size=settings.size, resize=settings.resize, precision=precision)
+    extract = partial(extract, bank=settings.bank, reading=reading)
     train, test = extract(sets.train, sets.train_samples), extract(sets.test, sets.test_samples)
+    if not all(map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))):
+        return {}
+    train, test = renumber(train, test, next(backbone.parameters()).device)
     out: dict[str, float] = {}
-    if dist.rank() == 0 and len(train.x) and len(test.x):
-        train, test = renumber(train, test, next(backbone.parameters()).device)
-        for name in protocols:
-            if name == "linear" and not settings.probe_epochs:
-                continue
-            numbers = PROTOCOLS[name].run(train, test, **settings.of(name), **SHORT.get(name, {})).numbers
-            out |= {key: value for key, value in numbers.items() if key in RECORDED}
+    for name in protocols:
+        if name == "linear" and not settings.probe_epochs:
+            continue
+        numbers = PROTOCOLS[name].run(train, test, **settings.of(name), **SHORT.get(name, {})).numbers
+        out |= {key: value for key, value in numbers.items() if key in RECORDED}
     return json.loads(dist.gather_objects(json.dumps(out))[0])  # type: ignore[no-any-return]
 
 
 def renumber(
     train: LabelledFeatures, test: LabelledFeatures, device: torch.device
 ) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Move the training and the test set to a device, and number their classes from 0, as labels may be any numbers."""
-    y = torch.cat([train.y, test.y]).unique(return_inverse=True)[1].to(device)
-    n = len(train.y)
-    return LabelledFeatures(train.x.to(device), y[:n]), LabelledFeatures(test.x.to(device), y[n:])
+    """Move this rank's training and test set to a device, and number the classes of all ranks from 0, as labels may be
+    any numbers."""
+    labels = [x for part in dist.gather_objects([train.y.unique(), test.y.unique()]) for x in part]
+    classes = torch.cat(labels).unique()
+    train, test = (LabelledFeatures(s.x.to(device), torch.searchsorted(classes, s.y).to(device)) for s in (train, test))
+    return train, test

@@ -23,6 +23,7 @@ DATA_OPTIONS = {
     "davis": "--davis DIR",
     "suite": "--suite ROOT",
 }
+PASSED = ("out", "note", "checkpoints", "elsewhere")  # arguments that are no settings
 # Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
 EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}
 
@@ -38,14 +39,16 @@ class Protocol:
       folder.
     * Otherwise, they are the backbone, then the images as an Index or the folder that the protocol needs.
 
-    Its keyword-only arguments are the settings of the protocol, except for two: `out`, a folder for pictures, and
-    `note`, a function that is called with lines about the progress."""
+    Its keyword-only arguments are the settings of the protocol, except for those of PASSED: `out`, a folder for
+    pictures; `note`, a function that is called with lines about the progress; `checkpoints`, the folder or URL for
+    checkpoints of a training; and `elsewhere`, a function that measures parts of the data in other processes."""
 
     about: str  # one line for `eagleray list protocols`
     function: str  # module:function, which is imported when the protocol runs
     needs: tuple[str, ...] = ()  # of DATA_OPTIONS, and "patches": a backbone with patch tokens
     features: str = "pooled"  # the default type of frozen features
     preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the function's defaults
+    ranks: bool = False  # whether the function may be called by all ranks of a process group, which share its work
 
     @property
     def run(self) -> Callable[..., Outcome]:
@@ -67,7 +70,7 @@ class Protocol:
     def keywords(self) -> signature.Fields:
         """The types and defaults of the settings that the function takes, read without importing the function."""
         module, _, name = self.function.partition(":")
-        own = signature.fields(module, name, skip=("out", "note"))
+        own = signature.fields(module, name, skip=PASSED)
         return {name: field for name, field in own.items() if is_text(field[0])}
 
     @property

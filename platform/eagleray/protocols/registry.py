@@ -69,11 +69,13 @@ SHIPPED = {
         "Mask R-CNN or Cascade Mask R-CNN, fine-tuned on a dataset in COCO's layout",
         f"{HERE}.detection.detection:detection",
         ("coco",),
+        ranks=True,
     ),
     "segmentation": Protocol(
         "Semantic FPN or UPerNet, fine-tuned on images with masks",
         f"{HERE}.segmentation.segmentation:segmentation",
         ("masks",),
+        ranks=True,
     ),
     "davis": Protocol(
         "object masks propagated through videos, without training", f"{HERE}.video.davis:davis", ("davis", "patches")

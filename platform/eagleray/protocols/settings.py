@@ -1,11 +1,13 @@
 """The `evaluate` section of a recipe: how a run evaluates its backbone during training and at its end."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
+
+Bank = Literal["fp32", "bf16"]  # the format in which features are kept
 
 EPOCHS = 100  # of the linear probe where a recipe sets none
 
@@ -21,6 +23,8 @@ class Evaluate:
     temperature: PositiveFloat = 0.07
     limit: PositiveInt | None = None  # training images that kNN and the linear probe use; None: all
     probe_epochs: NonNegativeInt = EPOCHS  # of the linear probe; 0: no probe
+    # The format in which features are kept: bf16 takes half the memory, and rounds them.
+    bank: Annotated[Bank, Field(exclude_if=lambda bank: bank == "fp32")] = "fp32"
 
     def __post_init__(self) -> None:
         if self.resize < self.size:

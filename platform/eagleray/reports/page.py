@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 BUDGET = 3_000_000  # bytes of all pictures of evaluations together; a third more once written as text
 LEAST = 20_000  # bytes of one of them, below which nothing could be seen
+FORMATS = ("PNG", "JPEG", "WEBP")  # those that a browser shows, and that no program is started for
+PIXELS = 50_000_000  # of a picture that is decoded
 # Longer side in pixels and quality of a picture that is larger than its share, the first that fits.
 SMALLER = ((1600, 90), (1200, 80), (900, 70), (600, 60), (400, 50))
 
@@ -125,15 +127,19 @@ def uri(data: bytes, kind: str) -> str:
 
 def picture_uri(path: Path, share: int) -> str:
     """Return a picture file as a data: URI of at most about `share` bytes; a picture that is larger is shrunk.
-    Raises OSError when the file is not a picture."""
+    Raises OSError when the file is not a picture, or has too many pixels."""
     from PIL import Image
 
-    with Image.open(path) as image:
-        kind = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp"}.get(image.format or "", "")
-        small = image.convert("RGB")
-    data = path.read_bytes()
-    if kind and len(data) <= share:
-        return uri(data, kind)
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            kind = (image.format or "").lower()
+            if image.width * image.height > PIXELS:
+                raise OSError(f"{path}: more than {PIXELS:,} pixels")
+            small = image.convert("RGB")
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # PIL's, of what is half written or a bomb
+        raise OSError(f"{path}: {e}") from None
+    if path.stat().st_size <= share:
+        return uri(path.read_bytes(), kind)
     for side, quality in SMALLER:
         small.thumbnail((side, side))
         small.save(buffer := io.BytesIO(), "WEBP", quality=quality)

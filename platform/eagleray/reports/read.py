@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_lines
+from eagleray.base.files import read_history, read_lines
+from eagleray.config import yaml_text
 from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
 from eagleray.runs import layout, plots, remote
@@ -80,7 +81,7 @@ def read(url: str) -> Run:
         raise UserError(f"{url}: no such folder; expected the folder or s3:// URL of a run")
     if not any((folder / name).exists() for name in LEAVES):
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
-    records = read_lines(folder / layout.METRICS)
+    records = read_history(folder / layout.METRICS)
     summary, starts = _json(folder / layout.SUMMARY, {}), read_lines(folder / layout.STARTS)
     log = _lines(folder / layout.LOG)
     state, why = state_of(out, folder, records, summary, starts, log)
@@ -92,9 +93,9 @@ def read(url: str) -> Run:
         records=records,
         summary=summary,
         results=results.load(out),
-        findings=read_lines(folder / layout.HEALTH),
+        findings=read_history(folder / layout.HEALTH),
         starts=starts,
-        skipped=read_lines(folder / layout.SKIPPED),
+        skipped=read_history(folder / layout.SKIPPED),
         quarantine=read_lines(folder / layout.QUARANTINE),
         state=state,
         why=why,
@@ -115,7 +116,7 @@ def state_of(
     last = records[-1]["step"] if records else 0
     if remote.is_running(out):
         return "running", f"The run is training, and had taken {last:,} steps when this page was written."
-    if summary.get("steps", -1) >= last:
+    if summary.get("steps", -1) >= last and layout.EVALUATION_STARTS not in summary:
         return "finished", ""
     if failure := remote.read_note(out, layout.FAILURE):
         return "failed", str(json.loads(failure)["why"])
@@ -159,9 +160,11 @@ def _json(path: Path, missing: Any) -> Any:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text()) if path.exists() else {}
+        tree = yaml_text.parse(path.read_text()) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError):
         raise UserError(f"{path}: not valid YAML") from None
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a recipe, a mapping of keys to values, got a {type(tree).__name__}")
     return {k: v for k, v in tree.items() if v is not None or k not in PARTS}

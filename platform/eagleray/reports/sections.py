@@ -222,7 +222,7 @@ def evaluation_pictures(run: Run) -> list[Pictures]:
     for path in paths[: BUDGET // LEAST]:
         try:
             source = picture_uri(path, share)
-        except (OSError, SyntaxError):  # PIL's, of a picture that is half written, and of what is none
+        except OSError:
             continue
         text = caption(run, path)
         pictures.append(Picture(source, text, text))

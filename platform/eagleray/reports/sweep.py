@@ -16,9 +16,10 @@ CAPTIONS = {
 }
 
 
-def page(folder: Path) -> Page:
-    """Return the report of the sweep in a folder. Raises UserError when the folder cannot be read."""
-    study = Study(config.load(Sweep, folder / "sweep.yaml"), folder)
+def page(folder: Path, out: str) -> Page:
+    """Return the report of the sweep in `out`, a path or a URL; `folder` is a copy of it on this machine. Raises
+    UserError when the folder cannot be read."""
+    study = Study(config.load(Sweep, folder / "sweep.yaml"), out, folder=folder)
     best, keys, several = study.best(), study.keys(), len(study.sweep.alternatives) > 1
     columns = ["Trial", *["Alternative"] * several, *keys, "Steps", study.sweep.objective.key, "State", "Why"]
     rows = []
@@ -37,9 +38,9 @@ def page(folder: Path) -> Page:
     if best:
         tiles.append(Tile(f"best {study.sweep.objective.key}", best["metric"], f"trial {best['id']}"))
     return Page(
-        title=f"Sweep {folder.name}",
-        lead=[f"To compare its trials: eagleray report {folder}/trials/*"],
+        title=f"Sweep {out.rpartition('/')[2]}",
+        lead=[f"To compare its trials: eagleray report {out}/trials/*"],
         tiles=tiles,
         sections=[s for s in sections if s.blocks],
-        footer=footer_text(str(folder)),
+        footer=footer_text(out),
     )

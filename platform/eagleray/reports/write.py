@@ -11,6 +11,7 @@ from eagleray.reports.read import read
 from eagleray.runs import remote
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
+from eagleray.sweeps.sweep_dir import sweep_folder
 
 NAME = "report.html"
 
@@ -21,17 +22,19 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     there. Raises UserError, and Outage when the store does not answer."""
     if out and out.suffix != ".html":
         raise UserError(f"--out {out}: expected a name that ends with .html")
-    sweeps = [Path(g) for g in urls if not is_remote(g) and (Path(g) / "sweep.yaml").exists()]
+    sweeps = [(g.rstrip("/"), folder) for g in urls if (folder := sweep_folder(g.rstrip("/")))]
     if sweeps and len(urls) > 1:
-        raise UserError(f"{sweeps[0]}: a sweep cannot be compared with others; its trials can: {sweeps[0]}/trials/*")
+        raise UserError(
+            f"{sweeps[0][0]}: a sweep cannot be compared with others; its trials can: {sweeps[0][0]}/trials/*"
+        )
     runs = [] if sweeps else [read(g) for g in urls]
-    beside = sweeps[0].resolve() if sweeps else runs[0].folder if len(runs) == 1 else Path.cwd()
+    beside = sweeps[0][1].resolve() if sweeps else runs[0].folder if len(runs) == 1 else Path.cwd()
     path = out or beside / NAME
     folder = path.with_suffix("")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if sweeps:
-            content = sweep.page(beside)
+            content = sweep.page(beside, store.absolute(sweeps[0][0]))
         else:
             content = sections.page(runs[0], folder) if len(runs) == 1 else compare.page(runs, folder)
         files.write_atomic(path, render(content))
@@ -40,6 +43,9 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     finally:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+    if sweeps and not out and is_remote(sweeps[0][0]):
+        remote.write_note(sweeps[0][0], NAME, path.read_text())
+        return [str(path), f"{sweeps[0][0]}/{NAME}"]
     if out or not runs or not is_remote(runs[0].out) or len(runs) > 1:
         return [str(path)]
     remote.write_note(runs[0].out, NAME, path.read_text())

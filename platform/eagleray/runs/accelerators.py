@@ -57,7 +57,7 @@ DISPATCH = 8e-6  # seconds that the host takes for an operation: less work than 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches, by the kind of an operation (`step_trace.Work`)."""
+    """The speeds that a device reaches, by the kind of an operation (`step_trace.Work`)."""
 
     flops: dict[tuple[str, bool], float]  # FLOP/s by kind and whether it is in float32
     bytes: dict[str, float]  # B/s by kind

@@ -4,29 +4,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.files import append_lines, read_lines
+from eagleray.base.files import LateLines, read_lines
 
 
 class Attempts:
     """The lines of starts.jsonl: one for every start of a run and every orderly end. Times are seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lines = path, read_lines(path)
+        lines = [line for line in read_lines(path) if isinstance(line.get("time"), int | float)]
+        self.lines, self.file = lines, LateLines(path)
 
     def add(self, **line: Any) -> None:
-        """Append a line."""
+        """Append a line, later if the disk is full."""
         self.lines.append(line | {"time": round(time.time(), 2)})
-        append_lines(self.path, self.lines[-1:])
+        self.file.add(self.lines[-1:])
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if "step" in line]
+        return [line for line in self.lines if type(line.get("step")) is int]
 
-    def in_vain(self, since: float) -> int:
-        """Return how many of the last starts began at the same step, without progress in between. Starts before
-        `since`, in seconds since 1970, do not count."""
-        steps = [s["step"] for s in self.starts if s["time"] >= since]
-        return next((i for i, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))
+    def in_vain(self, command: str) -> int:
+        """Return how many of the last starts of a command began at the same step with the same number of ranks, without
+        progress in between: with another number it is the cluster that changed."""
+        starts = [(s["step"], s.get("ranks")) for s in self.starts if s.get("command") == command]
+        return next((i for i, start in enumerate(reversed(starts)) if start != starts[-1]), len(starts))
 
     def tally(self, useful: float) -> dict[str, float]:
         """Return the number of restarts, the steps that were repeated, the seconds lost, and goodput. Goodput is the

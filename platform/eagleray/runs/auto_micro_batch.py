@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
@@ -15,6 +15,7 @@ from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.runs.recipe import Recipe
+from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
 SIZES = (4, 12)  # images of the two trials; a step's peak grows with the micro-batch along a line
@@ -31,7 +32,7 @@ def choose_micro_batch(
     ranks together.
     """
     device = next(method.parameters()).device
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for b in backbones(method) for m in b.modules())
+    norms = any(backbone.batch_norm for backbone in backbones(method))
     if device.type == "cpu" or norms:
         why = "the batch norm of the backbone needs the whole batch" if norms else "a CPU's memory is not measured"
         log.info("optim.micro_batch=auto: no micro-batches, because %s", why)
@@ -65,14 +66,14 @@ def backbones(method: Method) -> list[Backbone]:
 
 def most_views(recipe: Recipe) -> int:
     """Return how many views of one size may share a forward pass of the backbone."""
-    sizes = [v.size for v in recipe.views for _ in range(v.count)]
+    sizes = [v.size for v in Views.of(recipe.views).views]
     return max(sizes.count(size) for size in sizes)
 
 
 def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> Batch:
     """Return a batch of gray images with the sizes of the recipe's views, as many as this rank has in a step."""
     images = rows[dist.rank()]
-    views = [torch.zeros(images, 3, v.size, v.size, device=device) for v in recipe.views for _ in range(v.count)]
+    views = [torch.zeros(images, 3, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     index = torch.arange(images, device=device)
     return Batch(views, index, torch.zeros_like(index), rows)
 

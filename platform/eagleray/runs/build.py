@@ -1,5 +1,6 @@
-"""Build the method, the backbone and the optimiser of a recipe, the same in every process."""
+"""Build the method, the backbone, the optimiser and the training loop of a recipe, the same in every process."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 
 import torch
@@ -7,8 +8,11 @@ from torch import nn
 
 from eagleray.base.errors import UserError
 from eagleray.config import register
-from eagleray.config.schedule import Schedule
+from eagleray.config.schedule import Progress, Schedule
+from eagleray.data.batch import Batch
 from eagleray.engine import optim
+from eagleray.engine.loop import Step, fit
+from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.checkpointing import checkpoint_blocks
@@ -34,7 +38,7 @@ def build_backbone(recipe: Recipe) -> Backbone:
     network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
     chosen = recipe.optim.micro_batch
     network.micro_batch = size = None if chosen == "auto" else chosen  # which train() chooses: runs/auto_micro_batch.py
-    if size and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+    if size and network.batch_norm:
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:
         checkpoint_blocks(network.model)
@@ -80,6 +84,30 @@ def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
         constant=o.constant_lr,
         constant_lr=lr,
         layer_decay=o.layer_decay,
+    )
+
+
+def optimizer_steps(
+    recipe: Recipe,
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Progress, Batch]],
+    precision: Precision,
+    wrap: Callable[[Method], nn.Module] = lambda method: method,
+) -> Iterator[Step]:
+    """Train on these batches with the recipe's settings, and yield each optimiser step."""
+    o = recipe.optim
+    return fit(
+        method,
+        batches,
+        optimizer,
+        lr=scaled_lr(recipe),
+        weight_decay=o.weight_decay,
+        clip=o.clip,
+        clip_each=o.clip_each,
+        seed=recipe.seed,
+        wrap=wrap,
+        precision=precision,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from eagleray.base import devices
+from eagleray.base.allocator import keep_freed_memory
 from eagleray.data.decode import decode
 from eagleray.engine.precision import Precision
 from eagleray.runs.accelerators import Rates
@@ -41,6 +42,8 @@ def calibrated(
     twice. Raises UserError as `build_method` does.
     """
     precision = Precision.of(recipe.precision, device)
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does
     whole = replace(recipe, optim=replace(recipe.optim, micro_batch=None, checkpointing=False))
     method = build_method(whole)
     images = max(images, method.norm_group or 0)

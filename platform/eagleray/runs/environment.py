@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eagleray.base import devices
+from eagleray.base.errors import hide_secrets
 from eagleray.config import plugins
 from eagleray.storage import store
 
@@ -22,7 +23,12 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices.names()}
-    return {"python": platform.python_version(), "packages": versions, **machine, "command": sys.argv}
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        **machine,
+        "command": [hide_secrets(word) for word in sys.argv],
+    }
 
 
 def write_plugins(out: str, used: Iterable[plugins.Plugin]) -> None:

@@ -70,8 +70,6 @@ def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
         f"{images // batch} steps per epoch; optim.micro_batch={max(each // 4, 1)} if memory runs out",
     )
     yield Value("data.lanes", lanes, "divides the batch, with the same number for each worker")
-    if lanes // ranks < recipe.data.workers:
-        yield Value("data.workers", lanes // ranks, "no more readers than lanes")
     if recipe.optim.lr_images is None and batch != old:
         yield Value("optim.lr_images", old, "optim.lr.value is meant for this batch and is scaled to ours")
     queue = keys.get("method.queue")

@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from eagleray.base.console import out, shows_live
-from eagleray.base.files import read_lines
+from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import progress_bar, seconds_left
 from eagleray.runs import layout
 from eagleray.runs.metrics import BAD_SAMPLES, CLASSIFIER_TOP1, DATA_WAIT, IMAGES_PER_S, KNN_TOP1, LOSS
@@ -25,14 +25,12 @@ class FollowRun:
         self.folder, self.steps = folder, steps
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
-        self.log = Tail(folder / layout.LOG)
-        self.metrics, self.began = folder / layout.METRICS, time.monotonic()
+        self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
+        self.began = time.monotonic()
         self.next_step, self.printed = 0, self.began  # of the lines where the output is no terminal
-        lines = read_lines(self.metrics)
-        self.start = lines[-1]["step"] if lines else 0
-        self.size = 0  # bytes of metrics.jsonl that have been read
+        self.start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps")
-        self.task = self.bar.add_task("pretrain", total=steps, rate="")
+        self.task = self.bar.add_task("pretrain", total=steps, completed=self.start, rate="")
 
     def __enter__(self) -> "FollowRun":
         self.bar.start()
@@ -53,12 +51,8 @@ class FollowRun:
             last = self.ended.wait(0.5)
             for line in self.log.lines():
                 self._print(line)
-            size = self.metrics.stat().st_size if self.metrics.exists() else 0
-            if size != self.size:
-                self.size = size
-                records = read_lines(self.metrics)
-                if records:
-                    self._show_progress(records[-1])
+            for record in history(parse_lines(self.metrics.lines()))[-1:]:
+                self._show_progress(record)
 
     def _print(self, line: str) -> None:
         """Print a line of train.log without its time and rank. Debug lines and tracebacks are not printed."""
@@ -88,25 +82,3 @@ def progress_text(record: Mapping[str, Any]) -> str:
     scores = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1}
     parts += [f"{name} {record[key]:.1f} %" for name, key in scores.items() if key in record]
     return "  ".join(parts)
-
-
-class Tail:
-    """Reads the complete lines that are appended to a file after the object was created."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = path.stat().st_size if path.exists() else 0
-        self.file: IO[str] | None = None
-
-    def lines(self) -> list[str]:
-        """Return the lines that were completed since the last call."""
-        if self.file is None and self.path.exists():
-            self.file = self.path.open(errors="replace")
-            self.file.seek(self.offset)
-        lines: list[str] = []
-        while self.file and (line := self.file.readline()):
-            if not line.endswith("\n"):
-                self.file.seek(self.file.tell() - len(line.encode()))
-                break
-            lines.append(line.rstrip("\n"))
-        return lines

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from eagleray.base.errors import UserError
 from eagleray.engine.precision import DTYPES
+from eagleray.models.backbone import Backbone
 from eagleray.runs.accelerators import Accelerator, Rates, reduce_seconds, stated_rates
 from eagleray.runs.build import build_backbone
+from eagleray.runs.divided import divided, divisible
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import StepTrace, trace_step
 
@@ -24,7 +25,7 @@ MODEL, INPUT, STORE, EXCHANGE, HOST = "model", "decoding", "store", "exchange of
 
 @dataclass(frozen=True)
 class Target:
-    """What a run is planned for."""
+    """The devices that a run is planned for."""
 
     name: str  # of the device
     ranks: int
@@ -115,9 +116,11 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
         whole = forecast(replace(recipe, optim=replace(recipe.optim, micro_batch=None)), target, data, trace)
         if whole.fits or target.is_cpu:
             return whole
-        return next((found for _, found in smaller_batches(recipe, target, data) if found.fits), whole)
+        return next((result for _, result in smaller_batches(recipe, target, data) if result.fits), whole)
     form = precision_of(recipe, target)
     trace = trace or trace_step(recipe, ranks=target.ranks, dataset=data.images, dtype=DTYPES[form])
+    if recipe.parallel == "fsdp":
+        trace = divided(recipe, trace, target.ranks)
     batch, peak = recipe.optim.batch, trace.peak
     needed = peak if target.is_cpu else round(peak * SPLIT + CONTEXT)
     steps = recipe.optim.epochs * (data.images // batch)
@@ -131,7 +134,7 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
             rates[HOST] = batch / (trace.operations * target.rates.dispatch)
         if target.ranks > 1:
             rates[EXCHANGE] = batch / (seconds + max(exchange - HIDDEN * seconds, 0.0))
-    if data.core_rate:
+    if data.core_rate and recipe.data.workers != "auto":  # what suits the CPUs of machines that are not known here
         rates[INPUT] = data.core_rate * target.ranks * max(recipe.data.workers, 1)
     if data.store_rate:
         rates[STORE] = data.store_rate / data.image_bytes
@@ -179,27 +182,29 @@ def remedies(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[dict[
     """Yield changes of keys with which a run that does not fit would fit, each with its forecast."""
 
     def attempt(changed: Recipe) -> Forecast | None:
-        found = forecast(changed, target, data)
-        return found if found.fits else None
+        result = forecast(changed, target, data)
+        return result if result.fits else None
 
     o = recipe.optim
-    if not o.checkpointing and (found := attempt(replace(recipe, optim=replace(o, checkpointing=True)))):
-        yield {"optim.checkpointing": "true"}, found
-    for size, found in smaller_batches(recipe, target, data) if o.micro_batch != "auto" else ():
-        if found.fits:
-            yield {"optim.micro_batch": size}, found
+    if not o.checkpointing and (result := attempt(replace(recipe, optim=replace(o, checkpointing=True)))):
+        yield {"optim.checkpointing": "true"}, result
+    if target.ranks > 1 and divisible(recipe) and (result := attempt(replace(recipe, parallel="fsdp"))):
+        yield {"parallel": "fsdp"}, result
+    for size, result in smaller_batches(recipe, target, data) if o.micro_batch != "auto" else ():
+        if result.fits:
+            yield {"optim.micro_batch": size}, result
             break
     for ranks in (2 * target.ranks, 4 * target.ranks):
         wider = replace(target, ranks=ranks)
-        if ranks <= recipe.data.lanes and (found := forecast(recipe, wider, data)).fits:
-            yield {"workers": ranks}, found
+        if ranks <= o.batch and (result := forecast(recipe, wider, data)).fits:
+            yield {"workers": ranks}, result
             break
 
 
 def smaller_batches(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[int, Forecast]]:
     """Yield smaller micro-batches, each with its forecast; none for a backbone whose batch norm needs the whole
     batch."""
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _meta_backbone(recipe).modules()):
+    if _meta_backbone(recipe).batch_norm:
         return
     o = recipe.optim
     size = min(o.micro_batch if isinstance(o.micro_batch, int) else o.batch, -(-o.batch // target.ranks))
@@ -208,49 +213,43 @@ def smaller_batches(recipe: Recipe, target: Target, data: Data) -> Iterator[tupl
             yield smaller, forecast(replace(recipe, optim=replace(o, micro_batch=smaller)), target, data)
 
 
-def _meta_backbone(recipe: Recipe) -> nn.Module:
+def _meta_backbone(recipe: Recipe) -> Backbone:
     with torch.device("meta"):
         return build_backbone(replace(recipe, optim=replace(recipe.optim, micro_batch=None)))
 
 
-def refusal(recipe: Recipe, found: Forecast, target: Target, data: Data) -> UserError:
+def refusal(recipe: Recipe, result: Forecast, target: Target, data: Data) -> UserError:
     """Return the error for a run that does not fit, with the keys that would make it fit."""
-    need, have = found.memory_needed / GIB, found.memory_of_device / GIB
+    need, have = result.memory_needed / GIB, result.memory_of_device / GIB
     cures = [" ".join(f"{k}={v}" for k, v in keys.items()) + f" ({f.memory_needed / GIB:.1f} GiB)"
              for keys, f in remedies(recipe, target, data)]  # fmt: skip
     cure = f"; {' or '.join(cures)} would fit" if cures else "; it needs a device with more memory, or a smaller model"
     return UserError(
-        f"{recipe.backbone.name}: a step of {found.images_per_rank} images needs {need:.1f} GiB on each {target.name}, "
+        f"{recipe.backbone.name}: a step of {result.images_per_rank} images needs {need:.1f} GiB on each "
+        f"{target.name}, "
         f"which has {have:.1f} GiB{cure}"
     )
 
 
-def advice(recipe: Recipe, found: Forecast, data: Data) -> Iterator[str]:
+def advice(recipe: Recipe, result: Forecast, data: Data) -> Iterator[str]:
     """Yield what to change about a run that fits, each as a sentence that names the key."""
-    model, used = found.rates.get(MODEL), found.memory_needed / found.memory_of_device
-    if model and found.limit == INPUT and data.core_rate:
-        workers = math.ceil(model / data.core_rate / found.ranks)
-        lanes = found.ranks * workers
-        more = f" data.lanes={_lanes(found.batch, lanes)}" if lanes > recipe.data.lanes else ""
-        yield f"data.workers={workers}{more}: as many loader processes on each rank would keep up with the model"
-    if found.limit == STORE:
+    model, used = result.rates.get(MODEL), result.memory_needed / result.memory_of_device
+    if model and result.limit == INPUT and data.core_rate:
+        workers = math.ceil(model / data.core_rate / result.ranks)
+        yield f"data.workers={workers}: as many loader processes on each rank would keep up with the model"
+    if result.limit == STORE:
         yield f"data.cache=FOLDER: the store gives less than the {model or 0:.0f} images/s that the model takes"
-    if found.limit == EXCHANGE:
-        yield f"workers={max(found.ranks // 2, 1)}: gradients are exchanged for longer than the backward pass lasts"
-    if found.limit == HOST:
-        yield f"workers={max(found.ranks // 2, 1)}: the host dispatches operations more slowly than they are done"
+    if result.limit == EXCHANGE:
+        yield f"workers={max(result.ranks // 2, 1)}: gradients are exchanged for longer than the backward pass lasts"
+    if result.limit == HOST:
+        yield f"workers={max(result.ranks // 2, 1)}: the host dispatches operations more slowly than they are done"
     o = recipe.optim
     parts = isinstance(o.micro_batch, int)
     if (parts or o.checkpointing) and used < 0.5:
         keys = ["optim.micro_batch=null"] * parts + ["optim.checkpointing=false"] * o.checkpointing
         yield f"{' '.join(keys)}: memory is there to compute nothing twice"
-    if recipe.precision == "fp32" and found.peak_flops:
+    if recipe.precision == "fp32" and result.peak_flops:
         yield "precision=auto: half precision is several times as fast"
-
-
-def _lanes(batch: int, least: int) -> int:
-    """Return the smallest divisor of the batch that is at least `least`, or the batch."""
-    return next((n for n in range(least, batch) if batch % n == 0), batch)
 
 
 def duration(hours: float) -> str:
@@ -260,24 +259,27 @@ def duration(hours: float) -> str:
     )
 
 
-def report(recipe: Recipe, found: Forecast, data: Data, price: float | None = None) -> Iterator[str]:
+def report(recipe: Recipe, result: Forecast, data: Data, price: float | None = None) -> Iterator[str]:
     """Yield the lines that `eagleray plan` prints."""
-    place = f"{found.ranks} x {found.device}" if found.ranks > 1 else found.device
-    yield f"{recipe.method.name} on {recipe.backbone.name}, {place}, {found.precision}"
-    parts = ", ".join(f"{k} {n / GIB:.2f}" for k, n in sorted(found.memory.items(), key=lambda kn: -kn[1]))
-    yield f"memory    {found.memory_needed / GIB:.1f} of {found.memory_of_device / GIB:.1f} GiB on each device: {parts}"
-    yield f"work      {found.flops_per_image / 1e9:.4g} GFLOP per image, {found.images_per_rank} images on each device"
-    if found.step_seconds is not None and found.images_per_s:
-        mfu = f", {found.mfu:.0%} of the device's peak" if found.mfu else ""
-        yield f"speed     {found.images_per_s:.0f} images/s{mfu}; a step takes {1000 * found.step_seconds:.4g} ms"
-        ways = ", ".join(f"{part} {rate:.0f}" for part, rate in sorted(found.rates.items(), key=lambda pr: pr[1]))
-        yield f"limit     {found.limit}; images/s of each part alone: {ways}"
-    yield f"data      {data.images} images, {found.steps} steps of {found.batch}, {found.data_bytes / 1e12:.3g} TB read"
-    if found.images_per_s:
-        yield f"          {found.images_per_s * data.image_bytes / 1e6:.0f} MB/s from the store"
-    if found.hours:
-        cost, money = found.cost(price), ""
+    place = f"{result.ranks} x {result.device}" if result.ranks > 1 else result.device
+    yield f"{recipe.method.name} on {recipe.backbone.name}, {place}, {result.precision}"
+    parts = ", ".join(f"{k} {n / GIB:.2f}" for k, n in sorted(result.memory.items(), key=lambda kn: -kn[1]))
+    need, have = result.memory_needed / GIB, result.memory_of_device / GIB
+    yield f"memory    {need:.1f} of {have:.1f} GiB on each device: {parts}"
+    gflop = result.flops_per_image / 1e9
+    yield f"work      {gflop:.4g} GFLOP per image, {result.images_per_rank} images on each device"
+    if result.step_seconds is not None and result.images_per_s:
+        mfu = f", {result.mfu:.0%} of the device's peak" if result.mfu else ""
+        yield f"speed     {result.images_per_s:.0f} images/s{mfu}; a step takes {1000 * result.step_seconds:.4g} ms"
+        ways = ", ".join(f"{part} {rate:.0f}" for part, rate in sorted(result.rates.items(), key=lambda pr: pr[1]))
+        yield f"limit     {result.limit}; images/s of each part alone: {ways}"
+    terabytes = result.data_bytes / 1e12
+    yield f"data      {data.images} images, {result.steps} steps of {result.batch}, {terabytes:.3g} TB read"
+    if result.images_per_s:
+        yield f"          {result.images_per_s * data.image_bytes / 1e6:.0f} MB/s from the store"
+    if result.hours:
+        cost, money = result.cost(price), ""
         if cost:
             money = f", {cost:,.0f} at {price:g} an hour"
-        yield f"duration  {duration(found.hours)}, {found.hours * found.ranks:,.0f} device-hours{money}"
-    yield from (f"advice    {line}" for line in advice(recipe, found, data))
+        yield f"duration  {duration(result.hours)}, {result.hours * result.ranks:,.0f} device-hours{money}"
+    yield from (f"advice    {line}" for line in advice(recipe, result, data))

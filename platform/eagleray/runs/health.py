@@ -17,6 +17,8 @@ LATE = 6  # in a row before features that were never spread are called collapsed
 SETTLED = 0.2  # of the highest learning rate: below, nothing may have been learnt yet, or nothing more is
 GRACE = 2  # measurements at the start at which features may still be as the random weights made them
 
+FAILED_EVALUATION = "failed evaluation"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -39,6 +41,7 @@ KINDS = {
     "no momentum": "method.momentum",
     "spike": "a lower optim.lr.value, a longer warm-up, or backbone.freeze_patch",
     "kNN dip": "the same as for a spike",
+    FAILED_EVALUATION: "the traceback in train.log; a smaller evaluate.limit or evaluate.size needs less memory",
 }
 
 

@@ -30,14 +30,13 @@ def local_target(recipe: Recipe) -> Target | None:
             return None  # the workers are on other machines
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
         return Target("cpu", ranks, None, memory / ranks) if memory else None
-    try:
-        _, memory = torch.accelerator.get_memory_info(device)
-    except (AttributeError, RuntimeError, NotImplementedError):  # of a device, or a PyTorch, that cannot tell
+    size = devices.memory_size(device)
+    if size is None:
         return None
     name = devices.name(device)
-    known = accelerators.recognise(name, memory / GIB)
+    known = accelerators.recognise(name, size / GIB)
     rates = accelerators.stated_rates(known) if known else None
-    return Target(name, ranks, rates, memory, known)
+    return Target(name, ranks, rates, size, known)
 
 
 def data_of(plan: Plan) -> Data:
@@ -61,14 +60,14 @@ def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -
         say(stored["line"])
         return
     data = data_of(plan)
-    found = forecast(recipe, target, data)
-    say(found.line())
-    if not found.fits and not insist:
-        error = refusal(recipe, found, target, data)
+    result = forecast(recipe, target, data)
+    say(result.line())
+    if not result.fits and not insist:
+        error = refusal(recipe, result, target, data)
         if not target.is_cpu:
             raise UserError(f"{error}; --insist begins the run all the same")
         say(f"warning: {error}")
-    note = asdict(found) | {"images_per_s": found.images_per_s, "line": found.line(), "key": key}
+    note = asdict(result) | {"images_per_s": result.images_per_s, "line": result.line(), "key": key}
     remote.write_note(recipe.out, layout.FORECAST, json.dumps(note, indent=1))
 
 
@@ -85,7 +84,7 @@ def _key(recipe: Recipe, target: Target) -> dict[str, Any]:
     o = recipe.optim
     said = json.loads(json.dumps(identity(recipe), default=str))
     return {"recipe": said, "device": target.name, "ranks": target.ranks, "precision": recipe.precision,
-            "micro_batch": o.micro_batch, "checkpointing": o.checkpointing}  # fmt: skip
+            "micro_batch": o.micro_batch, "checkpointing": o.checkpointing, "parallel": recipe.parallel}  # fmt: skip
 
 
 def read_forecast(out: str) -> dict[str, Any]:

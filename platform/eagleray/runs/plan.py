@@ -3,17 +3,21 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.source import Source
 from eagleray.data import labels
-from eagleray.data.index import Index, open_index
+from eagleray.data.index import Index, ScanAll, open_index, scan_here
+from eagleray.data.index_of_ranks import open_on_all
 from eagleray.data.order import rows
 from eagleray.data.reader import Stream
 from eagleray.engine.sharded import check_shardable
+from eagleray.methods.method import Method
 from eagleray.models import weights
+from eagleray.models.shuffle_bn import check_groups
 from eagleray.runs import fit, remote
 from eagleray.runs.build import check_method, scaled_lr
 from eagleray.runs.recipe import Recipe
@@ -61,15 +65,13 @@ def resolve_paths(recipe: Recipe) -> Recipe:
     return replace(recipe, out=store.absolute(recipe.out.rstrip("/")), data=data, backbone=network)
 
 
-def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan:
-    """Check that the recipe, its method and its data fit each other, and open the data. Raises as `open_plan`, and
-    UserError when something does not fit."""
+def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_all: ScanAll = scan_here) -> Plan:
+    """Check that the recipe, its method and its data fit each other, and open the data; `scan_all` reads tars that have
+    no index. Raises as `open_plan`, and UserError when something does not fit."""
     method = check_method(recipe)
     check_shares(recipe, method.norm_group)
-    if recipe.parallel == "fsdp":
-        check_shardable(method, recipe.method.name)
-        check_whole(recipe)
-    plan = open_plan(recipe, note=note)
+    check_parallel(recipe, method)
+    plan = open_plan(recipe, note=note, scan_all=scan_all)
     index, test = plan.index, plan.test
     if queue := fit.long_queue(recipe, int(plan.stream.sizes.sum())):
         note(queue)
@@ -83,21 +85,38 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info) -> Plan
     return plan
 
 
-def check_whole(recipe: Recipe) -> None:
-    """Raises UserError for a key that works with whole weights on every rank alone."""
+def check_parallel(recipe: Recipe, method: Method) -> None:
+    """Raises UserError when FSDP is to divide the weights of a method that is not tested with it, or when a key works
+    with whole weights on every rank alone."""
+    if recipe.parallel == "ddp":
+        return
+    check_shardable(method, recipe.method.name)
+    for key in keys_of_whole_weights(recipe):
+        raise UserError(f"parallel=fsdp: does not work with {key}; leave it out, or use parallel=ddp")
+
+
+def keys_of_whole_weights(recipe: Recipe) -> list[str]:
+    """Return the keys of a recipe that work with whole weights on every rank alone."""
     optim = recipe.optim
     keys = {"optim.micro_batch=auto": optim.micro_batch == "auto", "optim.reduce=bf16": optim.reduce == "bf16"}
-    for key, given in (keys | {"compile=true": recipe.compile is True}).items():
-        if given:
-            raise UserError(f"parallel=fsdp: does not work with {key}; leave it out, or use parallel=ddp")
+    return [key for key, given in (keys | {"compile=true": recipe.compile is True}).items() if given]
 
 
-def open_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patience: float = PATIENCE) -> Plan:
-    """Open the data of a recipe that `make_plan` has checked, and count the steps. Raises UserError when the data is
-    missing or does not fill a batch, and Outage when it cannot be read for `patience` seconds."""
+def open_plan(
+    recipe: Recipe,
+    *,
+    note: Callable[[str], None] = log.info,
+    patience: float = PATIENCE,
+    scan_all: ScanAll = scan_here,
+) -> Plan:
+    """Open the data of a recipe that `make_plan` has checked, and count the steps. Called by all ranks together.
+
+    Raises UserError when the data is missing or does not fill a batch, and Outage when it cannot be read for `patience`
+    seconds."""
     data, folder = recipe.data, remote.work_dir(recipe.out)
-    index = open_index(data.sources(), folder, note=note, patience=patience)
-    test = open_index(data.test, folder, note=note, patience=patience) if data.test else None
+    opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all)
+    index = open_on_all(partial(opening, data.sources()))
+    test = open_on_all(partial(opening, data.test)) if data.test else None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views = Views.of(recipe.views)
     stream = Stream(index, views, recipe.seed, data.lanes, recipe.optim.batch, cache, 60 * data.patience)
@@ -108,15 +127,13 @@ def open_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, patienc
 
 
 def check_shares(recipe: Recipe, norm_group: int | None) -> None:
-    """Check that every number of processes that the run may have can share the batch, and that `norm_group` divides
-    each share.
+    """Check that every number of processes that the run may have can share the batch, and that groups of `norm_group`
+    images fit their shares.
 
     Raises UserError.
     """
     least, most = recipe.ranks
     for ranks in range(least, most + 1):
-        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks, workers=recipe.data.workers)
-        if norm_group and any(n % norm_group for n in shares):
-            raise UserError(
-                f"method.norm_group={norm_group}: expected a divisor of the number of images on every rank, {shares}"
-            )
+        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks)
+        if norm_group:
+            check_groups(norm_group, shares)

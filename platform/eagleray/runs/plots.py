@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_lines
+from eagleray.base.files import read_history
 from eagleray.base.plotting import BLUE, DPI, GREY, INK, LIGHT, RED
 from eagleray.models.layer_names import HEADS, INPUT, TRUNK
 from eagleray.runs import layout
@@ -93,7 +93,7 @@ def draw(folder: Path) -> Path:
     none."""
     from matplotlib.figure import Figure
 
-    curves, findings = read(folder), read_lines(folder / layout.HEALTH)
+    curves, findings = read(folder), read_history(folder / layout.HEALTH)
     last = max(x[-1] for x, _ in curves.values())
     names = place(findings, last)
     panels = [p for p in (*TOP, gradients(curves), *BOTTOM) if any(line.key in curves for line in p.lines)]
@@ -133,7 +133,7 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values
 def read(folder: Path) -> dict[str, Curve]:
     """Return steps and values of every metric in a run's folder, by key. The summary adds the final evaluation, and
     that of the untrained backbone at step 0. Raises UserError when there is no metrics.jsonl."""
-    records = read_lines(folder / layout.METRICS)
+    records = read_history(folder / layout.METRICS)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is missing or empty")
     summary = folder / layout.SUMMARY

@@ -1,11 +1,11 @@
 """Pretrain a recipe on one rank: join data, method, optimiser, checkpoints, tracking and evaluation."""
 
 import logging
+import threading
 import time
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,81 +15,43 @@ from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
-from eagleray.data.loader import Loader
+from eagleray.data.loader import Loader, processes
 from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint, sharded, sharded_checkpoint
 from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.engine.export import to_timm
-from eagleray.engine.loop import Step, fit
 from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
-from eagleray.methods.method import Classifier, Method
-from eagleray.models.backbone import Backbone
-from eagleray.protocols.classifier import classifier
-from eagleray.protocols.probes import ProbeSets, evaluate
-from eagleray.runs import layout
+from eagleray.methods.method import Method
+from eagleray.runs import evaluations, layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
-from eagleray.runs.build import build_method, build_optimizer, scaled_lr
+from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.memory import explain_exhaustion
-from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan, open_plan
 from eagleray.runs.profile import profiled
+from eagleray.runs.rank_run import RankRun, Stateful, clock_of
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import RunDir
-from eagleray.runs.step_log import Clock, StepLog
+from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
 
 log = logging.getLogger(__name__)
 
 
-class Stateful(NamedTuple):
-    """The objects whose state a checkpoint holds. A field's name is the key in the checkpoint."""
-
-    method: Method
-    optimizer: torch.optim.Optimizer
-    monitor: Monitor
-    precision: Precision
-
-
-class RankRun(NamedTuple):
-    """The objects that one rank needs to train a run."""
-
-    plan: Plan
-    world: World
-    folder: RunDir
-    stateful: Stateful
-    clock: Clock
-
-    @property
-    def method(self) -> Method:
-        return self.stateful.method
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank has only a part of the weights."""
-        return shards.sharded(next(self.method.parameters()))
-
-    def export(self) -> Backbone:
-        """Return the backbone to evaluate and export, whole. Called by all ranks together."""
-        if not self.sharded:
-            return self.method.export()
-        backbone = build_method(self.plan.recipe).export()
-        backbone.load_state_dict(sharded.whole_state(self.method.export()))
-        return backbone.to(self.world.device)
-
-
-def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float = 0.0) -> dict[str, Any] | None:
+def pretrain(
+    recipe: Recipe, world: World, *, tracking: Tracking, command: str = "", stop: threading.Event | None = None
+) -> dict[str, Any] | None:
     """Train a run, or continue it, until the planned steps are taken, then evaluate and export.
 
-    Returns the summary, or None when the run was asked to stop before its end. `command` is the time at which the
-    user's command started, in seconds since 1970. Raises UserError, Outage and Preempted.
+    Returns the summary, or None when the run was asked to stop before its end. `command` is the id of the user's
+    command, and `stop` the event by which that asks a run in its own process to stop. Raises UserError, Outage and
+    Preempted.
     """
     precision = Precision.of(recipe.precision, world.device)
     compiles(recipe.compile, world.device)  # before anything starts
@@ -97,9 +59,10 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         keep_freed_memory()
     with (
         numerics(precision, deterministic=recipe.deterministic),
-        RunDir(recipe, world.rank, tracking, command=command) as folder,
+        RunDir(recipe, world.rank, tracking, command=command, stop=stop) as folder,
     ):
-        dist.gather_objects(None)  # nobody reads checkpoints before rank 0 has the folder for itself
+        # Nobody reads checkpoints before rank 0 has the folder for itself.
+        folder.epoch = dist.gather_objects(folder.epoch)[0]
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
         state = newest_checkpoint(folder)
         stateful = build_stateful(plan, world, precision, pretrained_weights=state is None)
@@ -108,7 +71,7 @@ def pretrain(recipe: Recipe, world: World, *, tracking: Tracking, command: float
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
-        run = RankRun(plan, world, folder, stateful, Clock(time.monotonic() - state["seconds"], state["useful"]))
+        run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
         if step < plan.steps:
             with explain_exhaustion(recipe, run.method, world.size):
@@ -151,9 +114,8 @@ def train(run: RankRun, start: int) -> int:
     Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
     """
     plan, world, folder, stateful, clock = run
-    loader = Loader(
-        plan.stream, rank=world.rank, ranks=world.size, workers=plan.recipe.data.workers, device=world.device
-    )
+    workers = processes(plan.recipe.data.workers, world.cpus)
+    loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
     if plan.recipe.optim.micro_batch == "auto":
         size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), loader.rows)
         set_micro_batch(stateful.method, size)
@@ -164,12 +126,16 @@ def train(run: RankRun, start: int) -> int:
     batches = step_log.feed(loader, start)
     if plan.recipe.profile and world.rank == 0:
         batches = profiled(batches, plan.recipe.profile, folder.path, world.device)
-    for taken in optimizer_steps(plan.recipe, world, stateful.method, stateful.optimizer, batches, stateful.precision):
+    method, optimizer, _, precision = stateful
+    wrap = partial(world.wrap, reduce=plan.recipe.optim.reduce)
+    for taken in optimizer_steps(plan.recipe, method, optimizer, batches, precision, wrap):
         step = taken.at.step + 1
         step_log.add(taken)
         folder.callbacks("step", taken)
         if cadence.records(step):
             write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
+        if cadence.evaluates(step):
+            cadence.saved(step)
         if same_on_all(run, cadence.saves(step) and not folder.saving()):
             save_checkpoint(run, step)
             cadence.saved(step)
@@ -206,40 +172,16 @@ def open_quarantine(run: RankRun) -> Quarantine:
     return quarantine
 
 
-def optimizer_steps(
-    recipe: Recipe,
-    world: World,
-    method: Method,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Progress, Batch]],
-    precision: Precision | None = None,
-) -> Iterator[Step]:
-    """Train on these batches with the recipe's settings, and yield each optimiser step. Raises UserError when the
-    device does not compute in the recipe's precision."""
-    o = recipe.optim
-    return fit(
-        method,
-        batches,
-        optimizer,
-        lr=scaled_lr(recipe),
-        weight_decay=o.weight_decay,
-        clip=o.clip,
-        clip_each=o.clip_each,
-        seed=recipe.seed,
-        wrap=partial(world.wrap, reduce=o.reduce),
-        precision=precision or Precision.of(recipe.precision, world.device),
-    )
-
-
 def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
-    """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, evaluate first and add
-    the scores."""
+    """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, save a checkpoint and
+    evaluate first, and add the scores.
+
+    A process that dies in an evaluation, for want of memory, goes on behind it when it starts again."""
     record = step_log.flush(at, run.plan.lr(at))
     if evaluation:
-        with explain_exhaustion(run.plan.recipe, run.method, run.world.size, evaluating=True):
-            scores = evaluate_online(run)
-        run.folder.callbacks("evaluation", scores)
-        record |= scores
+        save_checkpoint(run, at.step + 1)
+        run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
+        record |= evaluations.online(run, at.step + 1)
         step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
     run.folder.log(record)
     run.folder.callbacks("log", record)
@@ -251,7 +193,8 @@ def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
     whole = folder.recipe.parallel == "ddp" or dist.size() == 1
     patience = 60 * folder.recipe.data.patience
-    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=patience, whole=whole)
+    blobs = dist.from_rank_zero(partial(checkpoint.listing, folder.checkpoints, patience))
+    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=patience, whole=whole, blobs=blobs)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(folder.recipe):
@@ -292,67 +235,18 @@ def save_checkpoint(run: RankRun, step: int) -> None:
 
 
 def finish(run: RankRun, step: int) -> dict[str, Any]:
-    """Evaluate and export the backbone, then write and return the run's summary."""
-    plan = run.plan
-    with explain_exhaustion(plan.recipe, run.method, run.world.size, evaluating=True):
-        scores = evaluate_final(run)
-    run.folder.callbacks("evaluation", scores)
+    """Export the backbone and evaluate it, then write and return the run's summary."""
+    plan, folder = run.plan, run.folder
     backbone = run.export()
     if run.world.rank == 0:
-        to_timm(backbone, plan.recipe.backbone, run.folder.path / layout.EXPORT)
-    summary = scores | {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
-    summary |= {"wall_seconds": round(run.clock.seconds, 1)}
-    run.folder.end(summary, run.clock.useful)
-    run.folder.callbacks("end", summary)
+        to_timm(backbone, plan.recipe.backbone, folder.path / layout.EXPORT)
+    summary = {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
+    starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
+    scores = evaluations.final(run, backbone, step, starts)
+    summary = scores | summary | {"wall_seconds": round(run.clock.seconds, 1)}
+    folder.end(summary, run.clock.useful)
+    folder.callbacks("end", summary)
     return summary
-
-
-def evaluate_online(run: RankRun) -> dict[str, float]:
-    """Return the scores of an evaluation during training: a classifier is measured on the test set, every other
-    backbone by kNN."""
-    if isinstance(run.method, Classifier):
-        return evaluate_classifier(run.plan, run.method)
-    plan = run.plan
-    sets = ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit)
-    return evaluate(run.export(), sets, plan.recipe.evaluate, protocols=("knn",), precision=plan.recipe.precision)
-
-
-def evaluate_final(run: RankRun) -> dict[str, float]:
-    """Return the scores at the end of the run, and log them. All ranks extract features together."""
-    if not isinstance(run.method, Classifier):
-        return compare_with_untrained(run)
-    scores = evaluate_classifier(run.plan, run.method)
-    if run.world.rank == 0:
-        line = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items())
-        log.info("%s", line or "no data.test: no accuracy")
-    return scores
-
-
-def evaluate_classifier(plan: Plan, method: Classifier) -> dict[str, float]:
-    """Return the classifier's scores on the test set, if there is one."""
-    if plan.test is None:
-        return {}
-    e, device = plan.recipe.evaluate, next(method.parameters()).device
-    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device, precision=plan.recipe.precision)
-
-
-def compare_with_untrained(run: RankRun) -> dict[str, float]:
-    """Return the scores of the frozen features, and those of an untrained backbone beside them."""
-    recipe = run.plan.recipe
-    sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
-    if not sets:
-        log.info("no labels: nothing to evaluate")
-    scores = evaluate(run.export(), sets, recipe.evaluate, precision=recipe.precision)
-    random = build_method(recipe).export().to(run.world.device)
-    untrained = evaluate(random, sets, recipe.evaluate, precision=recipe.precision)
-    scores |= {name + UNTRAINED: untrained[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in untrained}
-    for protocol, key in ("knn", KNN_TOP1), ("linear", LINEAR_TOP1):
-        if run.world.rank == 0 and sets and key in scores:
-            settings = sets.describe(recipe.evaluate, protocol)
-            log.info(
-                "%s top-1 %.1f %%, untrained %.1f %% (%s)", protocol, scores[key], scores[key + UNTRAINED], settings
-            )
-    return scores
 
 
 def describe(run: RankRun) -> str:

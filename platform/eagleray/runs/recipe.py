@@ -67,8 +67,9 @@ class Data:
     test: Sources | None = (
         None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank
     )
-    lanes: PositiveInt = 64  # a global batch is dealt by so many; at most as many readers (workers x data.workers)
-    workers: NonNegativeInt = 4  # loader processes per rank; 0: in the training process
+    lanes: PositiveInt = 64  # equal slices of a global batch, each of which is read from its own part of the data
+    # Loader processes per rank; 0: in the training process; auto: two fewer than the CPUs of the rank
+    workers: NonNegativeInt | Literal["auto"] = 4
     bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
     cache: str | None = None  # folder on each node's own disk that keeps what was fetched
     cache_size: Bytes = 100 * 2**30  # bytes, or such as 200GiB

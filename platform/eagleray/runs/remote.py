@@ -1,26 +1,23 @@
 """Store a run at an s3:// URL: copy its files between the store and the working folder of each machine."""
 
-import json
 import logging
-import socket
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from eagleray.base import files
-from eagleray.base.errors import Outage, UserError
-from eagleray.runs import layout
+from eagleray.base.errors import Outage, Superseded, UserError, one_line
+from eagleray.runs import layout, lease
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two checks for changes
-BEAT = 10.0  # seconds between two signs of life
-DEAD = 35.0  # seconds without one after which a run counts as ended
+RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at most, but for checkpoints
+OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
 HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
 
@@ -62,7 +59,7 @@ def check_writable(out: str) -> None:
     """Create the run folder. Raises UserError when nothing can be written to it."""
     try:
         view_dir(out).mkdir(parents=True, exist_ok=True)
-        write_note(out, ".probe", "")
+        write_note(out, ".probe", " " * 4096)  # a full disk has room for the name of a file, and for no content
         delete_note(out, ".probe")
     except OSError as e:
         raise UserError(f"out={out}: cannot be written: {e.strerror or e}") from None
@@ -82,8 +79,8 @@ def list_files(out: str, inside: str = "export") -> Iterator[Blob]:
 def is_running(out: str) -> bool:
     """Return whether a process is working on the run, as far as this machine can tell."""
     if is_remote(out):
-        owner = json.loads(read_note(out, layout.OWNER) or "{}")
-        return bool(time.time() - owner.get("time", 0) < DEAD)
+        owner = lease.holder(out, layout.OWNER)
+        return owner is not None and owner.alive
     return files.is_folder_locked(Path(out))
 
 
@@ -104,19 +101,40 @@ class Copy:
         for blob in list_files(self.out, self.inside) if is_remote(self.out) else ():
             if self.tags.get(blob.url) == blob.tag:
                 continue
-            try:
-                data = store.store(blob.url).get(blob.url)
-            except FileNotFoundError:
-                continue
             path = self.folder / blob.url.removeprefix(f"{self.out}/")
             path.parent.mkdir(parents=True, exist_ok=True)
-            here = path.read_bytes() if path.exists() else b""
-            if data.startswith(here):  # it has grown: append, so that readers of the file can go on
-                with path.open("ab") as f:
-                    f.write(data[len(here) :])
-            elif not here.startswith(data):
-                files.write_atomic(path, data)
+            try:
+                if not _append(blob, path):
+                    _replace(blob, path)
+            except FileNotFoundError:
+                continue
             self.tags[blob.url] = blob.tag
+
+
+def _append(blob: Blob, path: Path) -> bool:
+    """Fetch what a growing file in the store has more than its copy here, and append it, so that readers of the copy
+    can go on. Returns whether that was possible."""
+    size = path.stat().st_size if path.exists() else 0
+    if path.suffix not in (".jsonl", ".log") or not 0 < size <= blob.size:
+        return False
+    start = max(size - OVERLAP, 0)
+    try:
+        data = bytes(store.store(blob.url).read(blob.url, start, blob.size - start))
+    except UserError:  # it has been replaced since it was listed
+        return False
+    with path.open("rb+") as f:
+        f.seek(start)
+        if f.read() != data[: size - start]:
+            return False
+        f.write(data[size - start :])
+    return True
+
+
+def _replace(blob: Blob, path: Path) -> None:
+    """Fetch a whole file, unless its copy here is ahead of it."""
+    data = store.store(blob.url).get(blob.url)
+    if not path.exists() or not path.read_bytes().startswith(data):
+        files.write_atomic(path, data)
 
 
 class Background(threading.Thread):
@@ -135,10 +153,12 @@ class Background(threading.Thread):
         while not self.ended.wait(SECONDS):
             try:
                 self.tick()
-            except (UserError, Outage, OSError) as e:
-                if str(e) != self.reported:
-                    log.warning("%s", e)
-                self.reported = str(e)
+            except Exception as e:  # such as of a note that somebody else has written; the next tick may succeed
+                known = isinstance(e, UserError | Outage | OSError)
+                line = str(e) if known else f"{type(e).__name__}: {one_line(e)}"
+                if line != self.reported:
+                    log.warning("%s", line, exc_info=not known)
+                self.reported = line
 
     def close(self) -> None:
         self.ended.set()
@@ -166,82 +186,76 @@ class Follower(Background):
             self.copy.fetch()
 
 
-class StopSignal(Background):
-    """Watches whether the run was asked to stop."""
-
-    def __init__(self, out: str) -> None:
-        super().__init__("stop-signal")
-        self.out, self.requested = out, False
-        if is_remote(out):
-            self.start()
-
-    def tick(self) -> None:
-        self.requested = self.requested or read_note(self.out, layout.STOP) is not None
-
-    def asked(self) -> bool:
-        return self.requested if is_remote(self.out) else (Path(self.out) / layout.STOP).exists()
-
-    def close(self) -> None:
-        if self.is_alive():
-            super().close()
-
-
 class Mirror(Background):
-    """Uploads rank 0's working folder to a remote run, and renews the sign that the run is alive.
+    """Uploads rank 0's working folder to a remote run, and gives signs that the run is alive.
 
-    Raises UserError when a rank of another command is working on the run.
+    Raises Busy when a rank of another command is working on the run. A rank of the same command is superseded: it must
+    have hung, or Ray would not have started this one.
     """
 
-    def __init__(self, out: str, command: str) -> None:
+    def __init__(self, out: str, command: str, after: int = 0) -> None:
+        """The epoch of its lease is above `after`."""
         super().__init__("mirror")
-        self.out, self.folder, self.command = out, work_dir(out), command
+        self.out, self.folder = out, work_dir(out)
+        self.lease = lease.Lease(out, layout.OWNER, command)
+        self.lost = False  # another process has taken the run over
         self.sent: dict[Path, tuple[int, int]] = {}
+        self.due: dict[Path, float] = {}  # when a file may be uploaded again
         self.lock = threading.Lock()
-        self.renewed = 0.0
-        self._claim()
-        Copy(out, self.folder).fetch()
+        self.lease.claim(after)
+        self.renewed = time.monotonic()
+        self.fetch()
         self.start()
 
-    def _claim(self) -> None:
-        """Mark the run as alive and ours. Raises UserError when another command holds it."""
-        began = time.monotonic()
-        while (owner := self._owner()) and owner["command"] != self.command and time.time() - owner["time"] < DEAD:
-            if time.monotonic() > began + 2 * DEAD:
-                raise UserError(f"out={self.out}: another command is training this run, on {owner['host']}")
-            time.sleep(1)
-        self.renew()
+    def fetch(self) -> None:
+        """Bring the files of earlier starts to this machine."""
+        Copy(self.out, self.folder).fetch()
 
-    def _owner(self) -> dict[str, Any] | None:
-        text = read_note(self.out, layout.OWNER)
-        return json.loads(text) if text else None  # type: ignore[no-any-return]
-
-    def renew(self) -> None:
-        """Renew the sign that the run is alive."""
-        sign = {"command": self.command, "time": time.time(), "host": socket.gethostname()}
-        write_note(self.out, layout.OWNER, json.dumps(sign))
-        self.renewed = time.monotonic()
+    def check(self) -> None:
+        """Raises Superseded when another process has taken the run over, and Outage when the store does not say."""
+        try:
+            self.lease.check()
+        except Superseded:
+            self.lost = True
+            raise
 
     def tick(self) -> None:
-        if time.monotonic() > self.renewed + BEAT:
-            self.renew()
-        self.copy()
+        if self.lost:
+            return
+        if time.monotonic() > self.renewed + lease.BEAT:
+            self.check()
+            self.lease.renew()
+            self.renewed = time.monotonic()
+        self.copy(at_once=False)
 
-    def copy(self) -> None:
-        """Upload the files that have changed. Raises UserError, Outage and OSError."""
+    def paths(self) -> list[Path]:
+        """Return the files to upload, in the order in which they are; some may not exist yet."""
+        return [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*"))
+
+    def copy(self, *, at_once: bool = True) -> None:
+        """Upload the files that have changed; not `at_once`, long files that were uploaded recently wait.
+
+        Raises Superseded when another process has taken the run over, UserError, Outage and OSError.
+        """
         with self.lock:
-            for path in [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*")):
+            checked = False
+            for path in self.paths():
                 if not path.exists():
                     continue
-                stat = path.stat()
-                if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size):
+                stat, late = path.stat(), time.monotonic() >= self.due.get(path, 0.0)
+                if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size) and (at_once or late):
+                    if not checked:
+                        self.check()
+                    checked = True
                     data = path.read_bytes()  # as it is now: it may grow meanwhile
                     store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", data)
                     self.sent[path] = (stat.st_mtime_ns, stat.st_size)
+                    self.due[path] = time.monotonic() + len(data) / RATE
 
     def close(self) -> None:
         super().close()
         try:
             self.copy()
-            delete_note(self.out, layout.OWNER)
         except (UserError, Outage, OSError) as e:
             log.warning("not all files of %s could be uploaded: %s; the same command uploads the rest", self.folder, e)
+        self.lease.release()

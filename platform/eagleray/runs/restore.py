@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from eagleray import config
-from eagleray.base.errors import UserError
-from eagleray.config import plugins
+from eagleray.base.errors import UserError, one_line
+from eagleray.config import plugins, yaml_text
 from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.models import weights
@@ -40,7 +40,12 @@ def restore(path: str) -> Restored:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected the keys {', '.join(sorted(KEYS))}")
-    tree = yaml.safe_load(state["recipe"])
+    try:
+        tree = yaml_text.parse(str(state["recipe"]))
+    except (yaml.YAMLError, ValueError) as e:
+        raise UserError(f"{path}: its recipe is not one of eagleray: {one_line(e)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: its recipe is not one of eagleray: expected keys and values")
     missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded_plugins()]
     if missing:
         raise UserError(

@@ -1,7 +1,10 @@
 """Manage the folder of a run: who may write to it, its log and histories, and the request to stop."""
 
+import contextlib
+import errno
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,21 +12,23 @@ from types import TracebackType
 from typing import Any
 
 from eagleray.base import files
-from eagleray.base.errors import Futile, Outage, UserError, one_line
-from eagleray.base.files import JsonLines, read_lines
+from eagleray.base.errors import Busy, Futile, Outage, Preempted, UserError, one_line
+from eagleray.base.files import JsonLines, LateLines, read_history, read_lines
 from eagleray.engine import checkpoint, sharded_checkpoint
+from eagleray.engine.checkpoint_names import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
 from eagleray.runs import layout, remote
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
+from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.tracking import RESULTS, MLflow, Tracking
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
-PATIENCE = 60  # seconds to wait for the last process of a killed run to let go of its folder
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a disk, which a person has to mend
 
 
 class RunDir:
@@ -33,11 +38,21 @@ class RunDir:
     working folder on this machine, which rank 0 uploads.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, tracking: Tracking, *, command: float) -> None:
-        """`command` is the time at which the user's command started, in seconds since 1970."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        rank: int,
+        tracking: Tracking,
+        *,
+        command: str,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`command` is the id of the user's command, and `stop` the event by which that asks a run in its own process
+        to stop."""
         self.recipe, self.rank, self.tracking, self.command = recipe, rank, tracking, command
-        self.out, self.path = recipe.out, remote.work_dir(recipe.out)
-        self.closing: list[Callable[[], None]] = []
+        self.out, self.path, self.stop = recipe.out, remote.work_dir(recipe.out), stop
+        self.epoch = 0  # of the checkpoints that this start writes
+        self.closing = contextlib.ExitStack()
         self.mlflow: MLflow | None = None
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
@@ -46,40 +61,89 @@ class RunDir:
         self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
 
     def __enter__(self) -> "RunDir":
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.stop_signal = remote.StopSignal(self.out)
-        self.closing.append(self.stop_signal.close)
+        try:
+            self._open()
+        except BaseException as e:
+            self.closing.close()
+            self._explain(e)
+            raise
+        return self
+
+    def _open(self) -> None:
+        files.make_folder(self.path)
+        self.stop_signal = StopSignal(self.out, self.command, self.stop)
+        self._at_end(self.stop_signal.close)
+        first, guard = self._sync, _nothing
         if self.rank == 0:
-            self.closing.append(files.lock_folder(self.path, patience=PATIENCE).close)
+            self._at_end(self._lock().close)
+            self.epoch = last_epoch(checkpoint.listing(self.checkpoints))
             if is_remote(self.out):
-                self.mirror = remote.Mirror(self.out, str(self.command))
-        first = self.mirror.copy if self.mirror else None
-        keep = self.recipe.checkpoint.keep
-        self.writer = checkpoint.Writer(self.checkpoints, keep=keep, scratch=self.scratch, first=first)
-        self.closing.append(self.writer.wait)
-        handler = logging.FileHandler(self.path / layout.LOG)
+                self.mirror = remote.Mirror(self.out, self.command, self.epoch)
+                self.epoch, first, guard = self.mirror.lease.epoch, self.mirror.copy, self.mirror.check
+        keep, epoch = self.recipe.checkpoint.keep, self.epoch
+        self.writer = checkpoint.Writer(
+            self.checkpoints, keep=keep, scratch=self.scratch, first=first, epoch=epoch, guard=guard
+        )
+        self._at_end(self.writer.wait)
+        handler = LogFile(self.path / layout.LOG)
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank{self.rank} %(levelname)s %(message)s"))
         handler.setLevel(logging.DEBUG if self.rank == 0 else logging.WARNING)
         logger = logging.getLogger("eagleray")
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
-        self.closing += [handler.close, lambda: logger.removeHandler(handler)]
+        self._at_end(handler.close)
+        self._at_end(lambda: logger.removeHandler(handler))
         if self.mirror:
-            self.closing.append(self.mirror.close)
-        return self
+            self._at_end(self.mirror.close)
+
+    def _lock(self) -> Any:
+        """Lock the folder. The command holds the run, so whoever has the lock is a rank of this command that hangs, and
+        whose machine may yet be found dead. Raises Outage when it does not let go within `data.patience`."""
+        try:
+            return files.lock_folder(self.path, patience=60 * self.recipe.data.patience)
+        except Busy as e:
+            raise Outage(f"{e}, which another process of this run has to lock") from None
+
+    def _sync(self) -> None:
+        """Flush the histories to the disk, before a checkpoint that belongs to them counts."""
+        for path in self.path.glob("*.jsonl"):
+            files.sync_file(path)
+        files.sync_folder(self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError | Outage):
+        if isinstance(error, Preempted):
+            log.info("%s; the run has saved and starts again", error)
+        elif isinstance(error, Exception) and not isinstance(error, UserError | Outage) and not is_full(error):
             log.error("failed", exc_info=error)
         if self.starts and (error is None or isinstance(error, UserError | Outage)):
             self.starts.add(ended=True)
         if self.mlflow:
-            self.mlflow.close("FAILED" if error else "KILLED", [])
-        for close in reversed(self.closing):
-            close()
+            mlflow = self.mlflow
+            self._at_end(lambda: mlflow.close("FAILED" if error else "KILLED", []))
+        self.closing.close()
+        self._explain(error)
+
+    def _at_end(self, close: Callable[[], object]) -> None:
+        """Close something when the run ends, before what was opened earlier. If it cannot be closed, that is a warning,
+        and the rest is closed."""
+
+        def attempt() -> None:
+            try:
+                close()
+            except Exception as e:
+                log.warning("closing %s: %s", self.out, one_line(e))
+
+        self.closing.callback(attempt)
+
+    def _explain(self, error: BaseException | None) -> None:
+        """Raise UserError in place of the error of a full or broken disk."""
+        if isinstance(error, OSError) and is_full(error):
+            where = f"{error.filename}: " if error.filename else ""
+            line = f"out={self.out}: cannot be written: {where}{error.strerror}; the same command continues"
+            raise UserError(line) from error
 
     def begin(self, step: int, ranks: int) -> int:
         """Open the histories at a step, and return it. Raises Futile after many starts without progress."""
@@ -87,8 +151,10 @@ class RunDir:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
                 raise Futile(f"started {STARTS} times from step {step} without a new checkpoint")
-            lines = read_lines(self.path / layout.METRICS)
-            self.starts.add(step=step, ranks=ranks, reached=lines[-1]["step"] if lines else 0)
+            lines = read_history(self.path / layout.METRICS)
+            reached = lines[-1]["step"] if lines else 0
+            self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command)
+            self.skipped = LateLines(self.path / layout.SKIPPED)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe))
@@ -103,7 +169,7 @@ class RunDir:
     def asked(self) -> bool:
         """Return whether the run was asked to stop, as far as this rank knows. For a rank that is waiting and cannot
         ask rank 0."""
-        return self.stop_signal.asked()
+        return self.stop_signal.asked() or (self.mirror is not None and self.mirror.lost)
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self.rank == 0:
@@ -124,8 +190,8 @@ class RunDir:
             return
         if self.shards is None:
             self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=is_remote(self.out))
-            self.closing.append(self.shards.wait)
-        finish = self.shards.save(checkpoint.step_name(step), rows)
+            self._at_end(self.shards.wait)
+        finish = self.shards.save(checkpoint.step_name(step, self.epoch), rows)
         if self.rank == 0:
             self.writer.save(step, state, finish)
         else:
@@ -148,11 +214,11 @@ class RunDir:
         """Log a step whose gradients were not finite, with the keys of its images."""
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
-            files.append_lines(self.path / layout.SKIPPED, [{"step": step, "keys": keys}])
+            self.skipped.add([{"step": step, "keys": keys}])
 
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far, on rank 0."""
-        return read_lines(self.path / layout.METRICS) if self.rank == 0 else []
+        return read_history(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
         """Log the findings, each with advice on what to change."""
@@ -160,14 +226,27 @@ class RunDir:
             log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
             self.findings.log(asdict(found))
 
+    def begin_evaluation(self, summary: Mapping[str, Any]) -> int:
+        """Write the summary without scores, and return how often the evaluation at the end of the run has begun, on
+        rank 0."""
+        if self.rank != 0:
+            return 0
+        path = self.path / layout.SUMMARY
+        known = json.loads(path.read_text()) if path.exists() else {}
+        starts = int(known.get(layout.EVALUATION_STARTS, 0)) + 1
+        files.write_atomic(path, json.dumps({**summary, layout.EVALUATION_STARTS: starts}, indent=1))
+        return starts
+
     def end(self, summary: dict[str, Any], useful: float) -> None:
         """Write the summary with restarts, goodput and the number of bad samples, and send the results to MLflow."""
         if self.rank != 0:
             return
         assert self.starts is not None
+        if self.mirror:
+            self.mirror.check()
         summary |= self.starts.tally(useful)
         summary["bad_samples"] = len(read_lines(self.path / layout.QUARANTINE))
-        found = read_lines(self.path / layout.HEALTH)
+        found = read_history(self.path / layout.HEALTH)
         summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
         log.info("health: %s", words(found))
         files.write_atomic(self.path / layout.SUMMARY, json.dumps(summary, indent=1))
@@ -181,8 +260,24 @@ class RunDir:
         self.mlflow = None
 
 
+class LogFile(logging.FileHandler):
+    """The log of a run. A line that a full disk does not take is lost, without a traceback for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
+        pass
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error is that of a disk that is full or broken."""
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def _nothing() -> None:
+    """Allow all."""
+
+
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a run that has taken at least `steps` steps, or None."""
+    """Return the summary of a run that has taken at least `steps` steps and was evaluated at its end, or None."""
     path = folder / layout.SUMMARY
     summary = json.loads(path.read_text()) if path.exists() else None
-    return summary if summary and summary["steps"] >= steps else None
+    return summary if summary and summary["steps"] >= steps and layout.EVALUATION_STARTS not in summary else None

@@ -103,8 +103,8 @@ class StepLog:
                 self.problem = e
         if ask:
             self.warned = time.monotonic()
-            if self.world.warned():
-                self.problem = self.problem or Preempted("a machine of this run is about to be taken away")
+            if self.world.agree(self.world.warned())[0]:
+                self.problem = self.problem or Preempted("a machine of this run is about to be taken away or added")
         return not (stops or self.problem)
 
     def flush(self, at: Progress, lr: float) -> dict[str, Any]:

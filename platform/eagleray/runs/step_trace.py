@@ -21,11 +21,11 @@ from torch.utils.flop_counter import flop_registry
 
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.engine.loop import Step, fit
+from eagleray.engine.loop import Step
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.ema import momentum_copies
-from eagleray.runs.build import build_method, build_optimizer, scaled_lr
+from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
@@ -48,7 +48,7 @@ NAMES = {
 
 
 class Work(NamedTuple):
-    """What one operation costs."""
+    """The cost of one operation."""
 
     kind: str
     wide: bool  # whether it computes in float32
@@ -276,18 +276,7 @@ def steps(
     recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], precision: Precision
 ) -> Iterator[Step]:
     """Train on batches with the recipe's settings, each as if in the middle of training."""
-    o = recipe.optim
-    return fit(
-        method,
-        ((MIDDLE, batch) for batch in batches),
-        optimizer,
-        lr=scaled_lr(recipe),
-        weight_decay=o.weight_decay,
-        clip=o.clip,
-        clip_each=o.clip_each,
-        seed=recipe.seed,
-        precision=precision,
-    )
+    return optimizer_steps(recipe, method, optimizer, ((MIDDLE, batch) for batch in batches), precision)
 
 
 @contextlib.contextmanager

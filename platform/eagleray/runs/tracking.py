@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import queue
-import re
 import threading
 import time
 import uuid
@@ -18,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.errors import Outage, hide_secrets, one_line
-from eagleray.base.files import read_lines, write_atomic
+from eagleray.base.errors import Outage, UserError, hide_secrets, one_line
+from eagleray.base.files import read_history, write_atomic
 from eagleray.runs import layout
+from eagleray.runs.mlflow_client import configure, name
 from eagleray.runs.mlflow_db import make_database
 from eagleray.runs.system_metrics import Machine
+from eagleray.storage.error_classes import Kind, kind_of
 from eagleray.storage.retry import Transient, call_with_retries
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ STORED = 120  # and for one file, which it may have to hand on to a store
 LOAD = 30.0  # seconds between two measurements of the machine's load
 RESULTS = (layout.RECIPE, layout.SUMMARY, "export", layout.HEALTH_PLOT)  # what MLflow gets of a finished run
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
+LOGIN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
 
@@ -48,6 +50,7 @@ class Tracking:
     uri: str = field(repr=False)  # may hold a password
     parent: str | None = None  # id of the run that this one is shown under
     name: str | None = None  # of the run; the name of its folder by default
+    key: str | None = None  # by which the run is found where its note file is lost; a random one by default
     experiment: str = "eagleray"
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -130,7 +133,7 @@ class MLflow:
         while not self.given_up.is_set():
             if self.file:
                 first = self.records[0][1]["step"] if self.records else float("inf")
-                self.run.send([(self.began, r) for r in read_lines(self.out / layout.METRICS) if r["step"] < first])
+                self.run.send([(self.began, r) for r in read_history(self.out / layout.METRICS) if r["step"] < first])
                 self.file = False
             self.run.send([*self.records, *self.loads])
             self.records.clear()
@@ -248,15 +251,15 @@ class MLflowRun:
                     return note["run_id"]  # type: ignore[no-any-return]
             log.warning("MLflow run %s no longer exists; a new one is created", note["run_id"])
             self._write_note({})
-        elif "key" in note:
-            there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{note['key']}'")
+        elif key := note.get("key") or self.tracking.key:
+            there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{key}'")
             return there[0].info.run_id if there else None
         return None
 
     def _create(self) -> str:
         """Create the run, with a key by which it can be found, and return its id."""
         experiment = self._experiment()
-        key = self._read_note().get("key") or uuid.uuid4().hex
+        key = self._read_note().get("key") or self.tracking.key or uuid.uuid4().hex
         self._write_note({"key": key})
         by = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL"}
         with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
@@ -276,8 +279,7 @@ class MLflowRun:
         """Return the id of the experiment, which is created if it is missing. With an SQLite file its artifacts lie
         beside that file, not in the working folder."""
         client, title, uri = self.client, self.tracking.experiment, self.tracking.uri
-        existing = client.get_experiment_by_name(title)
-        if existing:
+        if existing := client.get_experiment_by_name(title):
             return existing.experiment_id  # type: ignore[no-any-return]
         own = uri.removeprefix("sqlite:///")
         place = None if own == uri else (Path(own).absolute().parent / "mlflow-artifacts").as_uri()
@@ -309,12 +311,18 @@ def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any]) -> No
     history.close("FINISHED", [out / f for f in RESULTS])
 
 
+def reserve(tracking: Tracking, note: Path) -> None:
+    """Write the key of a run that does not exist yet into its note file, so that the file can be stored before."""
+    if not read_note(note, tracking.uri):
+        write_atomic(note, json.dumps({"uri": hide_secrets(tracking.uri), "key": uuid.uuid4().hex}))
+
+
 def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:
     """Return the id of the run under which MLflow shows other runs. It is created once; its id is then read from the
-    file `note`. Raises Outage when the server stays away."""
+    file `note`. Raises Outage when the server stays away, and UserError when it refuses us."""
     configure(REPLY)
     run = MLflowRun(tracking, note, name, params)
-    patiently(tracking, run.open)
+    patiently(tracking, run.open, first=True)
     return run.id
 
 
@@ -355,13 +363,17 @@ def append(tracking: Tracking, note: Path, metrics: Mapping[str, float], files: 
     return ""
 
 
-def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
-    """Call the function until it succeeds. Raises Outage after a minute."""
+def patiently(tracking: Tracking, call: Callable[[], None], *, first: bool = False) -> None:
+    """Call the function until it succeeds. Raises Outage after a minute, and UserError when the server refuses us and
+    this is the first time that it is asked."""
 
     def attempt() -> None:
         try:
             call()
         except Exception as e:  # of the client, of the network, of the server
+            status = e.get_http_status_code() if hasattr(e, "get_http_status_code") else 0
+            if first and kind_of(status) in (Kind.RENEW, Kind.DENIED):
+                raise UserError(f"MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}; {LOGIN}") from None
             raise Transient(one_line(e)) from None
 
     try:
@@ -370,25 +382,17 @@ def patiently(tracking: Tracking, call: Callable[[], None]) -> None:
         raise Outage(f"{e}; run the same command again to send the rest") from None
 
 
-def configure(timeout: int) -> None:
-    """Set MLflow's timeout in seconds. Its own retries are turned off, as retries are made here."""
-    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
-    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-
-
 def now() -> int:
     """Return the time in milliseconds since 1970."""
     return int(time.time() * 1000)
 
 
-def name(metric: str) -> str:
-    """Return a metric's name with the characters and the length that MLflow allows."""
-    return re.sub(r"[^\w./ :-]", "_", metric)[:250]
-
-
 def tracking_of(folder: Path, name: str | None = None) -> Tracking:
     """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to an SQLite file beside its folder, which
-    all runs there share."""
+    all runs there share. Raises UserError for a path that the address of such a file cannot have."""
+    if not os.environ.get("MLFLOW_TRACKING_URI") and "?" in str(folder.parent):
+        raise UserError(
+            f"{folder}: MLflow's address of a database in {folder.parent} would end at its question mark; expected a "
+            "folder without one, or the variable MLFLOW_TRACKING_URI"
+        )
     return Tracking(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}", name=name)

@@ -4,16 +4,21 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from eagleray.base.errors import Outage, UserError
+from eagleray.storage import error_classes
 from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.error_classes import Kind
+from eagleray.storage.metadata_service import failure
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
+Right = Literal["list", "read", "write", "delete"]
 Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
 READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
@@ -23,8 +28,6 @@ PIECE = 2**20  # bytes between two checks of the speed
 PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
 MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
 UPLOADS = 4  # parts uploaded at once
-THROTTLED = {"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"}
-THROTTLED |= {"RequestLimitExceeded", "TooManyRequestsException", "PriorRequestNotComplete", "InternalError"}
 CHANGED = "has changed since it was indexed"
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
@@ -39,6 +42,7 @@ class S3Store:
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
         self._lock = threading.Lock()
+        self._allowed: set[tuple[Right, str]] = set()  # what a store has allowed, and in which folder
 
     def client(self) -> Any:
         """Return the boto3 client of this process."""
@@ -47,12 +51,19 @@ class S3Store:
                 self._client = (os.getpid(), make_client())
             return self._client[1]
 
+    def _renew(self, client: Any) -> None:
+        """Let the next request create a new client, unless another thread has replaced this one already."""
+        with self._lock:
+            if self._client[1] is client:
+                self._client = (0, None)
+
     @property
     def anonymous(self) -> bool:
         """Return whether requests are sent without credentials."""
         from botocore import UNSIGNED
 
-        return self.client().meta.config.signature_version is UNSIGNED
+        client = self._client[1]
+        return client is not None and client.meta.config.signature_version is UNSIGNED
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         bucket, key = bucket_and_key(url)
@@ -67,14 +78,14 @@ class S3Store:
             inside = [f for f in files if key.endswith("/") or not key or f[0] == key]
             return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
 
-        return self._call(url, run, patience)
+        return self._call("list", url, run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
         """Yield the files below a folder, page by page, so that a failed listing of millions repeats one page only."""
         bucket, key = bucket_and_key(url.rstrip("/") + "/")
         query = {"Bucket": bucket, "Prefix": key.lstrip("/")}
         while True:
-            page = self._call(url, lambda: self.client().list_objects_v2(**query), PATIENCE)
+            page = self._call("list", url, lambda: self.client().list_objects_v2(**query), PATIENCE)
             for o in page.get("Contents", []):
                 yield Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"'))
             if not page["IsTruncated"]:
@@ -101,7 +112,7 @@ class S3Store:
                 )
             return read_body(response["Body"], length)
 
-        return self._call(url, run, patience)
+        return self._call("read", url, run, patience)
 
     def get(self, url: str) -> bytes:
         bucket, key = bucket_and_key(url)
@@ -114,7 +125,7 @@ class S3Store:
                 raise FileNotFoundError(url) from None
             return bytes(read_body(response["Body"], response["ContentLength"]))
 
-        return self._call(url, run, PATIENCE)
+        return self._call("read", url, run, PATIENCE)
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         size = source.stat().st_size
@@ -129,7 +140,7 @@ class S3Store:
     def _put_whole(self, url: str, source: Path, patience: float) -> None:
         bucket, key = bucket_and_key(url)
         data = source.read_bytes()
-        self._call(url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
+        self._call("write", url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
 
     def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
         """Upload a large file in parts, a few at a time, so that a failure repeats one part only."""
@@ -137,7 +148,7 @@ class S3Store:
         name: dict[str, Any] = {"Bucket": bucket, "Key": key}
 
         def ask(request: Callable[[], T]) -> T:
-            return self._call(url, request, patience)
+            return self._call("write", url, request, patience)
 
         def part(number: int) -> dict[str, Any]:
             data = os.pread(file.fileno(), length, (number - 1) * length)
@@ -152,15 +163,62 @@ class S3Store:
             ask(lambda: self.client().complete_multipart_upload(**name, MultipartUpload=parts))
         except BaseException:
             with contextlib.suppress(UserError, Outage):  # an unfinished upload costs money
-                self._call(url, lambda: self.client().abort_multipart_upload(**name), 0)
+                self._call("write", url, lambda: self.client().abort_multipart_upload(**name), 0)
             raise
+
+    def write(self, url: str, data: bytes) -> None:
+        bucket, key = bucket_and_key(url)
+        try:
+            self._call("write", url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def create(self, url: str, data: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        bucket, key = bucket_and_key(url)
+
+        def run() -> bool:
+            try:
+                self.client().put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+            except ClientError as e:
+                if e.response["ResponseMetadata"]["HTTPStatusCode"] not in (409, 412, 501):
+                    raise
+                unconditional = e.response["ResponseMetadata"]["HTTPStatusCode"] == 501
+            else:
+                return True
+            if unconditional:
+                self.client().put_object(Bucket=bucket, Key=key, Body=data)
+            with contextlib.suppress(FileNotFoundError):  # an earlier attempt, whose answer was lost, may have made it
+                return self.get(url) == data
+            return False
+
+        try:
+            return self._call("write", url, run, PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def look(self, url: str) -> tuple[bytes, float]:
+        bucket, key = bucket_and_key(url)
+
+        def run() -> tuple[bytes, float]:
+            client = self.client()
+            try:
+                response = client.get_object(Bucket=bucket, Key=key)
+            except client.exceptions.NoSuchKey:
+                raise FileNotFoundError(url) from None
+            now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
+            age = (now - response["LastModified"]).total_seconds()
+            return bytes(read_body(response["Body"], response["ContentLength"])), age
+
+        return self._call("read", url, run, PATIENCE)
 
     def delete(self, url: str) -> None:
         bucket, key = bucket_and_key(url)
-        self._call(url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
+        self._call("delete", url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
 
-    def _call(self, url: str, run: Callable[[], T], patience: float) -> T:
-        """Repeat a request until it succeeds.
+    def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
+        """Repeat a request until it succeeds; `error_classes` says which errors may pass.
 
         Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
         from boto3.exceptions import Boto3Error
@@ -168,45 +226,68 @@ class S3Store:
         from urllib3.exceptions import HTTPError
 
         passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
+        scope = (right, url.rstrip("/") if right == "list" else url.rpartition("/")[0])
 
         def attempt() -> T:
+            client = None
             try:
-                return run()
-            except FileNotFoundError:
+                client = self.client()
+                result = run()
+            except (FileNotFoundError, UserError, Transient):
                 raise
             except boto.ClientError as e:
                 status, said = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), e.response["Error"]
-                line = f"{said.get('Code')}: {said.get('Message')}"
-                if status >= 500 or status in (408, 429) or said.get("Code") in THROTTLED:
-                    raise Transient(line) from None
-                if said.get("Code") == "NoSuchKey":
+                code, line = said.get("Code", ""), f"{said.get('Code')}: {said.get('Message')}"
+                self._give_way(client, scope, [code, status], line)
+                if code == "NoSuchKey":
                     raise MissingFile(f"{url}: {line}") from None
                 changed = status == 412 and not self.anonymous
                 raise UserError(f"{url}: {CHANGED if changed else line}{ANONYMOUS * self.anonymous}") from None
-            except boto.SSLError as e:
-                raise UserError(f"{url}: {one_line(e)}") from None
             except passing as e:
-                raise Transient(one_line(e)) from None
-            except boto.BotoCoreError as e:
+                if not isinstance(e, boto.SSLError):
+                    raise Transient(one_line(e)) from None
+                self._give_way(client, scope, error_classes.names_of(e), one_line(e))
                 raise UserError(f"{url}: {one_line(e)}") from None
+            except boto.BotoCoreError as e:
+                self._give_way(client, scope, error_classes.names_of(e), one_line(e))
+                raise UserError(f"{url}: {one_line(e)}") from None
+            except RuntimeError as e:
+                if "refreshed credentials are still expired" not in str(e):  # botocore has no class for it
+                    raise
+                self._give_way(client, scope, ["ExpiredToken"], one_line(e))
+                raise
+            self._allowed.add(scope)
+            return result
 
         return call_with_retries(url, attempt, patience=patience)
 
+    def _give_way(self, client: Any, scope: "tuple[Right, str]", names: Iterable[str | int], line: str) -> None:
+        """Raise Transient for an error that may pass, after dropping a client whose credentials were refused."""
+        kind = error_classes.kind_of(*names)
+        if error_classes.passes(kind, allowed_before=scope in self._allowed):
+            if kind is not Kind.WAIT:
+                self._renew(client)
+            raise Transient(line) from None
+
 
 def make_client() -> Any:
-    """Create a client from the environment's settings; without credentials it is anonymous, as for public buckets."""
+    """Create a client from the environment's settings. It is anonymous, as for public buckets, where the chain of
+    credentials has none; Transient is raised when a metadata service that may have some fails."""
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
 
     session = boto3.session.Session()
     region = session.region_name or os.environ.get("AWS_REGION")
+    credentials = session.get_credentials()
+    if credentials is None and (problem := failure(session._session.get_config_variable)):
+        raise Transient(problem)
     config = Config(
         retries={"total_max_attempts": 1},
         connect_timeout=10,
         read_timeout=READ_TIMEOUT,
         max_pool_connections=CONNECTIONS,
-        signature_version=None if session.get_credentials() else UNSIGNED,
+        signature_version=None if credentials else UNSIGNED,
     )
     try:
         return session.client("s3", config=config, region_name=region)
@@ -237,7 +318,7 @@ def read_body(body: Any, length: int) -> memoryview:
 def bucket_and_key(url: str) -> tuple[str, str]:
     """Split an s3:// URL into bucket and key. Raises UserError when it contains credentials."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
-    if "@" in bucket:
+    if "@" in bucket or ":" in bucket:  # a secret key may have slashes, so the @ may come later
         raise UserError("s3://: credentials do not belong in a URL; set AWS_ACCESS_KEY_ID or AWS_PROFILE")
     return bucket, key
 

@@ -3,10 +3,12 @@
 import errno
 import fnmatch
 import itertools
+import math
 import os
 import re
+import secrets
 import shutil
-import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +17,16 @@ from typing import Protocol, TypeVar
 
 from braceexpand import braceexpand
 
-from eagleray.base.errors import Outage, UserError
-from eagleray.base.files import atomic_path
+from eagleray.base.errors import Outage, UserError, hide_secrets
+from eagleray.base.files import atomic_path, make_folder, sync_file, sync_folder
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 from eagleray.storage.s3 import S3Store
 
 T = TypeVar("T")
 EDGE = 4096  # bytes at each end of a local file that its tag is computed from
+DEEPEST = 20  # most braces inside of each other
+NAMES = 1_000_000  # most names that the braces of a pattern may stand for
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server that restarts
 
 
@@ -50,6 +54,19 @@ class Store(Protocol):
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         """Store a copy of a local file atomically. Raises OSError when it cannot be written."""
 
+    def write(self, url: str, data: bytes) -> None:
+        """Store a small file atomically. Raises OSError when it cannot be written."""
+
+    def create(self, url: str, data: bytes) -> bool:
+        """Store a small file unless there is one. Returns whether this call, or another with the same data, made it.
+
+        Of several processes that call it at once one gets True. In a store that has no conditional writes, or whose are
+        not atomic, such as Swift's, several may, of which the last one's data stays."""
+
+    def look(self, url: str) -> tuple[bytes, float]:
+        """Return the whole file and the seconds since it was written, both times by the store's clock. Raises
+        FileNotFoundError when there is none."""
+
     def delete(self, url: str) -> None:
         """Delete a file if it exists."""
 
@@ -74,8 +91,7 @@ class LocalStore:
                     yield Blob(path, os.path.getsize(path))
 
     def tag(self, blob: Blob) -> str:
-        ends = [_read_bytes(blob.url, at, min(EDGE, blob.size), PATIENCE) for at in (0, max(blob.size - EDGE, 0))]
-        return f"crc:{zlib.crc32(ends[1], zlib.crc32(ends[0])):08x}"
+        return local_tag(blob)
 
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
         return _read_bytes(url, start, length, patience)
@@ -85,12 +101,47 @@ class LocalStore:
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         path = local_path(url)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with atomic_path(path) as part:
             shutil.copyfile(source, part)
+            sync_file(part)
+        sync_folder(path.parent)
+
+    def write(self, url: str, data: bytes) -> None:
+        path = local_path(url)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as part:  # of which each writer has its own: several may write a note at once
+            part.write_bytes(data)
+            sync_file(part)
+        sync_folder(path.parent)
+
+    def create(self, url: str, data: bytes) -> bool:
+        path = local_path(url)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            part.write_bytes(data)
+            sync_file(part)
+            os.link(part, path)  # whole from the first moment
+            sync_folder(path.parent)
+        except FileExistsError:
+            return path.read_bytes() == data
+        finally:
+            part.unlink(missing_ok=True)
+        return True
+
+    def look(self, url: str) -> tuple[bytes, float]:
+        data = self.get(url)
+        return data, time.time() - local_path(url).stat().st_mtime
 
     def delete(self, url: str) -> None:
         local_path(url).unlink(missing_ok=True)
+
+
+def local_tag(blob: Blob) -> str:
+    """Return a checksum of the first and the last bytes of a local file."""
+    ends = [_read_bytes(blob.url, at, min(EDGE, blob.size), PATIENCE) for at in (0, max(blob.size - EDGE, 0))]
+    return f"crc:{zlib.crc32(ends[1], zlib.crc32(ends[0])):08x}"
 
 
 def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryview:
@@ -131,7 +182,7 @@ def store(url: str) -> Store:
     """Return the store that a URL belongs to. Raises UserError for a scheme that is not known."""
     scheme = url.partition("://")[0] if "://" in url else "file"
     if scheme not in STORES:
-        raise UserError(f"{url}: unknown scheme {scheme!r}; known are plain paths, file:// and s3://")
+        raise UserError(f"{hide_secrets(url)}: unknown scheme {scheme!r}; known are plain paths, file:// and s3://")
     return STORES[scheme]
 
 
@@ -157,10 +208,7 @@ def absolute(url: str) -> str:
 
 def put_bytes(url: str, data: bytes) -> None:
     """Store a small file. Raises OSError when it cannot be written."""
-    with tempfile.NamedTemporaryFile() as f:
-        f.write(data)
-        f.flush()
-        store(url).put(url, Path(f.name))
+    store(url).write(url, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +284,30 @@ def _list_folder(folder: str, start: str, patience: float) -> list[Blob]:
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell."""
+    """Yield every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell. Raises UserError."""
+    if (count := _most_names(pattern)) > NAMES:
+        raise UserError(f"{pattern[:200]}: braces for up to {count:.3g} names, expected at most {NAMES:,}")
     try:
         yield from braceexpand(pattern, escape=False)
     except ValueError:  # unbalanced braces are part of a name
         yield pattern
+
+
+def _most_names(pattern: str) -> float:
+    """Return a number that the strings which a pattern stands for do not exceed, without making them.
+
+    It is exact unless braces lie inside of braces; those that braceexpand cannot recurse into give infinity."""
+    count, commas = 1.0, list[int]()
+    for part in re.finditer(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]", pattern):
+        if part[1]:
+            first, last, step = (float(number or 1) for number in part.groups())
+            count *= abs(last - first) // max(step, 1) + 1
+        elif part[0] == "{":
+            commas.append(0)
+        elif commas and part[0] == ",":
+            commas[-1] += 1
+        elif commas:
+            count *= commas.pop() + 1
+        if len(commas) > DEEPEST:
+            return math.inf
+    return count

@@ -2,5 +2,5 @@
 
 A sweep file goes in; trials, a table, plots and the best recipe come out.
 
-May import: base, cluster, config, data, engine, methods, protocols, runs.
+May import: base, cluster, config, data, engine, methods, protocols, runs, storage.
 """

@@ -10,11 +10,13 @@ from rich.live import Live
 from rich.table import Table
 
 from eagleray.base.console import out
-from eagleray.base.files import read_lines
+from eagleray.base.files import read_history
 from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
+from eagleray.sweeps.label_free import agreement
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import count_trials, in_words
+from eagleray.sweeps.sweep_dir import BEST
 
 ROWS = 24  # of the live table; what runs, and what was last
 ORDER = ("running", "waiting", "finished", "stopped", "failed")
@@ -47,9 +49,7 @@ class Show:
         study, keys = self.study, self.study.keys()
         with study.lock:
             rows = [dict(r) for r in study.rows.values()]
-        table = Table(
-            title=f"{study.folder.name}: {count_trials(study.sweep)} trials, {states(rows)}", title_justify="left"
-        )
+        table = Table(title=f"{study.name}: {count_trials(study.sweep)} trials, {states(rows)}", title_justify="left")
         several = len(study.sweep.alternatives) > 1
         for name in ["trial", *["alternative"] * several, *short(keys), "step", study.sweep.objective.key]:
             table.add_column(name)
@@ -65,10 +65,11 @@ class Show:
         return table
 
     def look(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a trial's step, ETA and reason of failure; for a running trial they come from its own folder."""
+        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its own folder, or
+        from its last report if the trials are in a store."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
-        lines = read_lines(self.study.folder / "trials" / row["id"] / layout.METRICS)
+        lines = read_history(self.study.folder / "trials" / row["id"] / layout.METRICS)
         step = lines[-1]["step"] if lines else row["step"]
         at, start = self.began.setdefault(row["id"], (time.monotonic(), step))
         eta = ""
@@ -106,9 +107,11 @@ def conclude(study: Study, files: list[Path]) -> None:
         out.print(
             f"best      trial {best['id']} {best['alternative']} {values}: {study.sweep.objective.key} "
             f"{best['metric']:.4g}\n"
-            f"again     OMP_NUM_THREADS={study.sweep.cpus} eagleray pretrain {study.folder}/best.yaml",
+            f"again     OMP_NUM_THREADS={study.sweep.cpus} eagleray pretrain {study.folder / BEST}",
             markup=False,
         )
     else:
         out.print("no trial took all its steps, so there is no best one", markup=False)
-    out.print(f"results   {study.folder}: {', '.join(p.name for p in files)}", markup=False)
+    if agreed := agreement(study.rows.values()):
+        out.print(agreed.line(), markup=False)
+    out.print(f"results   {study.out}: {', '.join(p.name for p in files)}", markup=False)

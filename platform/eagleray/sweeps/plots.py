@@ -188,7 +188,7 @@ def legend(figure: Any, study: Study, colours: Mapping[str, str]) -> None:
 def title(study: Study) -> str:
     """Return the title of a picture: the sweep and its best trial."""
     best = study.best()
-    text = f"{study.folder.name}: {len(study.rows)} trials"
+    text = f"{study.name}: {len(study.rows)} trials"
     return text + (f", best {best['id']} with {study.sweep.objective.key} {best['metric']:.4g}" if best else "")
 
 

@@ -6,26 +6,27 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from eagleray import config
-from eagleray.base.errors import UserError
-from eagleray.cluster import ray_train
-from eagleray.cluster.session import session
+from eagleray.base.errors import Outage, UserError
+from eagleray.cluster.session import machines, session
 from eagleray.config import plugins
-from eagleray.runs import layout
+from eagleray.runs import layout, remote
 from eagleray.runs.plan import resolve_paths
-from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
+from eagleray.sweeps.schedulers import LocalState, scheduler
 from eagleray.sweeps.study import Study
-from eagleray.sweeps.sweep import RANGES, Space, Sweep, recipe_of, tidy
-from eagleray.sweeps.trial import POLL, Trial, free_resources, trial_dir
+from eagleray.sweeps.sweep import recipe_of
+from eagleray.sweeps.trial import POLL, Trial, finished, free_resources
+from eagleray.sweeps.width import Waiting, Width, share
 
+AGAIN = 2.0  # seconds until trials are asked again to stop: one may just have begun
+PENDING = 200  # trials that wait for room at once, as an autoscaler sees them, at most
 DEATHS = 3  # of a trial's process, after which the trial has failed
-MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something
 VARIABLES = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # what a trial says is in its folder
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric to give
@@ -37,20 +38,6 @@ VARIABLES = {
 Screen = AbstractContextManager[Callable[[], None]]
 
 
-class LocalState:
-    """Objects that exist in this process alone. They are pickled as nothing, as Tune would otherwise write them into
-    a file that nobody reads."""
-
-    def __init__(self, study: Study, stop: threading.Event) -> None:
-        self.study, self.stop = study, stop
-
-    def __reduce__(self) -> Any:
-        return object, ()
-
-    def __deepcopy__(self, memo: Any) -> "LocalState":
-        return self
-
-
 def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threading.Event, screen: Screen) -> None:
     """Run the trials that are not done, at most `most` at once, until all are done or the event `stop` is set.
     `screen` shows their progress. Raises UserError."""
@@ -60,15 +47,19 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
     with session() as ray, screen as show:  # Ray takes the signals, and the screen takes them back
         from ray import tune
 
-        nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-        each, width = share(study.sweep, nodes)
+        joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
+        each = share(study.sweep, nodes, joined=joined)
         pauses = study.sweep.scheduler in ("hyperband", "pbt")
-        if most and pauses and most < width:
+        if most and pauses:
             raise UserError(
-                f"--max-concurrent {most}: too few for "
-                f"scheduler={study.sweep.scheduler}, which pauses and resumes trials; expected {width} or more"
+                f"--max-concurrent {most}: cannot be used with scheduler={study.sweep.scheduler}, which pauses and "
+                "resumes trials"
             )
-        local, pbt = LocalState(study, stop), study.sweep.scheduler == "pbt"
+        # Trials that wait for room are what an autoscaler adds machines for; a search that learns asks one by one.
+        pending = 1 if study.sweep.search == "optuna" else min(most or PENDING, PENDING)
+        os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(pending)
+        width = None if pauses else Width(study.sweep, most, lambda: machines(ray))
+        local, pbt = LocalState(study, stop, width), study.sweep.scheduler == "pbt"
         tuner = tune.Tuner(
             trainable(tracking, each),
             param_space=population(study) if pbt else None,
@@ -78,21 +69,20 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
                 search_alg=None if pbt else searcher(local),
                 scheduler=scheduler(local),
                 num_samples=1 if pbt else study.open_trials(),
-                max_concurrent_trials=None if pauses else min(most or width, width),
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.config["row"]["id"],
                 trial_dirname_creator=lambda trial: trial.config["row"]["id"],
             ),
             run_config=tune.RunConfig(
                 name=f"tune-{time.time():.0f}",
-                storage_path=str(study.folder / ".ray"),
+                storage_path=f"{study.out if pauses else study.folder}/.ray",  # for the marks of paused trials
                 verbose=0,
                 stop=stopper(local),
                 callbacks=[journal(local)],
                 failure_config=tune.FailureConfig(max_failures=DEATHS),
             ),
         )
-        _fit(tuner, study, stop, show)
+        _fit(tuner, study, stop, Waiting(study, each, lambda: machines(ray), show))
 
 
 def _fit(tuner: Any, study: Study, stop: threading.Event, show: Callable[[], None]) -> None:
@@ -106,123 +96,20 @@ def _fit(tuner: Any, study: Study, stop: threading.Event, show: Callable[[], Non
         except BaseException as e:
             problem.append(e)
 
-    thread = threading.Thread(target=work, name="ray-tune", daemon=True)
+    thread, asked = threading.Thread(target=work, name="ray-tune", daemon=True), -math.inf
     thread.start()
     while thread.is_alive():
         thread.join(POLL)
         show()
-        if stop.is_set():
+        if stop.is_set() and time.monotonic() > asked + AGAIN:
+            asked = time.monotonic()
             for row in list(study.rows.values()):
                 if row["state"] == "running":
-                    (trial_dir(study.folder, row["id"]) / layout.STOP).touch()
+                    with suppress(Outage, OSError):  # of a store; the next time may be better
+                        remote.write_note(study.trial(row["id"]), layout.STOP, "")
     for e in problem:
         cause = getattr(e, "cause", e)
-        raise cause if isinstance(cause, UserError) else RuntimeError(f"Ray Tune gave up: {e}") from e
-
-
-def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
-    """Return the resources that one trial asks Ray for, and how many trials fit at once. Raises UserError when no
-    machine has room for a trial."""
-    wanted = [
-        recipe_of(sweep, n, {k: v.options[0] for k, v in b.space.items()}, n) for n, b in sweep.alternatives.items()
-    ]
-    workers = max(r.ranks[1] for r in wanted)
-    gpus = sum(n.get("GPU", 0) for n in nodes)
-    if workers > 1:
-        for r in wanted:
-            ray_train.resources(r, nodes)  # says what is missing
-        return {"CPU": 0, "memory": MEMORY}, max(int(gpus) // workers, 1)
-    gpu = bool(gpus) if all(r.gpus is None for r in wanted) else any(r.gpus for r in wanted)
-    fits = sum(int(min(n.get("CPU", 0) // sweep.cpus, n.get("GPU", 0) if gpu else math.inf)) for n in nodes)
-    if not fits:
-        raise UserError(
-            f"cpus={sweep.cpus}: a trial needs {sweep.cpus} CPUs{' and a GPU' if gpu else ''}, which no machine has"
-        )
-    return {"CPU": sweep.cpus, "GPU": int(gpu)}, fits
-
-
-def scheduler(local: LocalState) -> Any:
-    """Return Tune's scheduler for the sweep. Its time is the percentage of a trial's own steps, as trials with
-    different batches have different numbers of steps."""
-    from ray.tune import schedulers
-
-    sweep = local.study.sweep
-    if sweep.scheduler == "asha":
-
-        class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
-            """ASHA that also knows the results of trials from earlier processes."""
-
-            complete = False
-
-            def on_trial_add(self, controller: Any, trial: Any) -> None:
-                if not self.complete:
-                    self.complete = True
-                    for name, row in local.study.rows.items():
-                        if row["state"] in ("finished", "stopped"):
-                            self.remember(controller, _Gone(name), name)
-                super().on_trial_add(controller, trial)
-                self.tell(controller, trial, trial.config["row"]["id"])
-
-            def remember(self, controller: Any, trial: Any, name: str) -> None:
-                """Add a trial of an earlier process, with its results."""
-                super().on_trial_add(controller, trial)
-                self.tell(controller, trial, name)
-
-            def tell(self, controller: Any, trial: Any, name: str) -> None:
-                """Pass all results that a trial has reported so far to the scheduler."""
-                for r in local.study.reports.get(name, []):
-                    super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
-
-        return Remembering(
-            time_attr="percent",
-            max_t=101,  # a trial at 100 ends by itself
-            grace_period=100 * sweep.grace,  # type: ignore[arg-type]
-            reduction_factor=sweep.reduction,
-        )
-    if sweep.scheduler == "hyperband":
-        return schedulers.HyperBandScheduler(time_attr="percent", max_t=101, reduction_factor=sweep.reduction)
-    if sweep.scheduler == "pbt":
-        [branch] = sweep.alternatives.values()
-        return schedulers.PopulationBasedTraining(
-            time_attr="percent",
-            perturbation_interval=100 * sweep.interval,
-            hyperparam_mutations={"row": {"values": {k: _domain(v) for k, v in branch.space.items()}}},
-            quantile_fraction=0.25 if (sweep.trials or 16) >= 4 else 0.5,
-            custom_explore_fn=lambda config: within(branch.space, config),
-            synch=True,
-            log_config=False,
-        )
-    return schedulers.FIFOScheduler()
-
-
-def within(space: Space, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings whose values are inside their ranges: PBT multiplies a value by 0.8 or 1.2 without regard to
-    its range."""
-    values = dict(settings["row"]["values"])
-    for key, v in space.items():
-        if v.kind in RANGES:
-            low, high = v.options
-            x = min(max(values[key], low), high)
-            values[key] = round(x) if v.kind == "integer" else tidy(x, low, high)
-    return settings | {"row": settings["row"] | {"values": values}}
-
-
-class _Gone:
-    """A stand-in for a trial of an earlier process: the scheduler needs only its id."""
-
-    def __init__(self, trial_id: str) -> None:
-        self.trial_id = trial_id
-
-
-def _domain(v: Any) -> Any:
-    """Return the values of a key as Tune's type."""
-    from ray import tune
-
-    if v.kind == "integer":
-        return tune.randint(v.options[0], v.options[1] + 1)
-    if v.kind in ("uniform", "log"):
-        return (tune.loguniform if v.kind == "log" else tune.uniform)(*v.options)
-    return list(v.options)
+        raise cause if isinstance(cause, UserError | Outage) else RuntimeError(f"Ray Tune gave up: {e}") from e
 
 
 def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +118,8 @@ def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
     reports = study.reports.get(row["id"], [])
     return {
         "id": row["id"],
-        "folder": str(study.folder),
+        "folder": study.trials,
+        "sweep": study.name,
         "recipe": config.to_plain(resolve_paths(recipe)),
         "plugins": plugins.pack(recipe.plugins),
         "values": row["values"],
@@ -248,23 +136,23 @@ def population(study: Study) -> dict[str, Any]:
 
     rows = []
     while row := study.next():
-        study.set(row["id"], state="running")
         rows.append(trial_settings(study, row))
     return {"row": tune.grid_search(rows)}
 
 
 def searcher(local: LocalState) -> Any:
-    """Return a searcher that gives Tune the trials in the order of the study."""
+    """Return a searcher that gives Tune the trials in the order of the study, as many as may run at once."""
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
         """A searcher that returns the study's rows."""
 
         def suggest(self, trial_id: str) -> Any:
+            if local.width and local.study.busy() >= local.width.now():
+                return None
             row = local.study.next()
             if row is None:
                 return Searcher.FINISHED
-            local.study.set(row["id"], state="running")
             return {"row": trial_settings(local.study, row)}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
@@ -306,8 +194,8 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = local.study.rows[str(trial)]
-            begun = row["step"] or (trial_dir(local.study.folder, row["id"]) / layout.METRICS).exists()
-            local.study.set(row["id"], state="running")
+            begun = row.get("starts", 0)  # rows of older sweeps lack it
+            local.study.set(row["id"], state="running", starts=begun + 1)
             local.study.note(f"trial {row['id']} {'continues' if begun else 'starts'}: {words(row)}")
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
@@ -315,13 +203,13 @@ def journal(local: LocalState) -> Any:
             if "value" in result:
                 values = trial.config["row"]["values"]  # PBT changes them
                 local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])
-                local.study.set(name, values=dict(values), seconds=result["seconds"])
+                local.study.set(name, values=dict(values), seconds=result["seconds"], numbers=result["numbers"])
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            if (trial_dir(local.study.folder, name) / layout.FAILED).exists():
+            if remote.read_note(local.study.trial(name), layout.FAILED) is not None:
                 return self.on_trial_error(iteration, trials, trial)
-            through = finished(trial_dir(local.study.folder, name))
+            through = finished(local.study.trial(name))
             state = "finished" if through else "waiting" if local.stop.is_set() else "stopped"
             row = local.study.rows[name]
             local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
@@ -335,9 +223,8 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            free_resources(trial_dir(local.study.folder, name))
-            file = trial_dir(local.study.folder, name) / layout.FAILED
-            why = file.read_text() if file.exists() else "its process died"
+            free_resources(local.study.trial(name))
+            why = remote.read_note(local.study.trial(name), layout.FAILED) or "its process died"
             local.study.set(name, state="failed", why=why)
             local.study.note(f"trial {name} failed: {why}")
 
@@ -376,14 +263,14 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             """Stop the run, which saves its own checkpoint, and write down which trial it was. Tune holds no
             weights."""
             self.pretraining.end()
-            mark = {"trial": self.trial_name, "percent": self.pretraining.reported}
+            mark = {"out": self.pretraining.out, "percent": self.pretraining.reported}
             (Path(folder) / "mark.json").write_text(json.dumps(mark))
 
         def load_checkpoint(self, folder: Any) -> None:
             mark = json.loads((Path(folder) / "mark.json").read_text())
             self.pretraining.reported = mark["percent"]  # what is before it has been told
-            if mark["trial"] != self.trial_name:
-                self.pretraining.adopt(mark["trial"])
+            if mark["out"] != self.pretraining.out:
+                self.pretraining.adopt(mark["out"])
 
     trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
     trial.__qualname__ = "Trial"  # what processes and Ray's pages show

@@ -22,10 +22,14 @@ from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.tracking import Tracking, tracking_of
+from eagleray.storage import store
+from eagleray.storage.store import is_remote
 from eagleray.sweeps import plots
+from eagleray.sweeps.label_free import LABEL_FREE, agreement
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of
+from eagleray.sweeps.sweep_dir import SWEEP, open_sweep_dir
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
@@ -40,14 +44,12 @@ def tune(
     if importlib.util.find_spec("ray") is None:
         raise UserError("tune: needs the package ray, which is not installed")
     sweep = load(name, overrides, plugins)
-    folder = Path(os.path.abspath(sweep.out or ""))
-    if "://" in (sweep.out or ""):
-        raise UserError(f"out={sweep.out}: expected a folder that all machines share, not a URL")
+    folder = store.absolute(sweep.out or "").rstrip("/")
     check_objective(sweep)
-    remote.check_writable(str(folder))
-    with files.lock_folder(folder):
+    remote.check_writable(folder)
+    with open_sweep_dir(folder) as upload:
         begin(sweep, folder)
-        study = Study(sweep, folder)
+        study = Study(sweep, folder, upload=upload)
         if not study.open_trials():
             out.print(f"done already: all {count_trials(sweep)} trials in {folder} have ended", markup=False)
             return end(study, None, done=True)
@@ -58,7 +60,7 @@ def tune(
                 "--resume, or give another out="
             )
         check_data(sweep, folder)
-        files.write_atomic(folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
+        files.write_atomic(study.folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
         study.wait_again()
         return conduct(study, most)
 
@@ -86,14 +88,14 @@ def describe(study: Study) -> str:
     names = ", ".join(n for n in s.alternatives if n)
     return (
         f"{of}{' of ' + names if names else ''}; {s.objective.mode} of {s.objective.key}, search {s.search}, "
-        f"scheduler {s.scheduler}\n{', '.join(study.keys())} are varied; everything is in {study.folder}"
+        f"scheduler {s.scheduler}\n{', '.join(study.keys())} are varied; everything is in {study.out}"
     )
 
 
 def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
     """Write table, plots and best recipe, send them to MLflow, and return the results. `done` tells MLflow whether
     the sweep finished."""
-    written = [study.folder / "sweep.yaml", write_table(study)]
+    written = [study.folder / SWEEP, write_table(study)]
     best = study.best()
     if best:
         recipe = recipe_of(study.sweep, best["alternative"], best["values"], "best")
@@ -105,25 +107,37 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
         out.print(f"warning: no plots: {one_line(e)}", markup=False)
     if tracking and tracking.parent:
         numbers = {"best": best["metric"]} if best else {}
+        if agreed := agreement(study.rows.values()):
+            numbers |= {f"correlation/{key}": value for key, value in agreed.correlations.items()}
         numbers |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
         try:
             track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", numbers, written)
         except Exception as e:
             out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
+    study.upload()
     conclude(study, written)
     rows = list(study.rows.values())
-    return {"out": str(study.folder), "best": best, "trials": rows, "finished": done}
+    return {"out": study.out, "best": best, "trials": rows, "finished": done}
 
 
 def parent(study: Study) -> Tracking:
     """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached, else each on
     its own."""
     tracking = tracking_of(study.folder)
+    if is_remote(study.out) and "MLFLOW_TRACKING_URI" not in os.environ:
+        out.print(
+            f"warning: MLFLOW_TRACKING_URI is not set: each machine tracks its trials in a database of its own, "
+            f"this one in {study.folder.parent}",
+            markup=False,
+        )
     params = {
         k: v for k, v in config.flatten(config.to_plain(study.sweep)).items() if not k.startswith("alternatives.")
     }
     try:
-        own = track.parent_run(tracking, study.folder / layout.MLFLOW, study.folder.name, params)
+        track.reserve(tracking, study.folder / layout.MLFLOW)
+        study.upload()
+        own = track.parent_run(tracking, study.folder / layout.MLFLOW, study.name, params)
+        study.upload()
         return replace(tracking, parent=own)
     except Exception as e:
         out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
@@ -135,8 +149,8 @@ def check_objective(sweep: Sweep) -> None:
     compares trials earlier."""
     key = sweep.objective.key
     where = f"objective.key={key}"
-    if key not in OBJECTIVES:
-        raise UserError(f"{where}: not a metric that runs report{config.nearest(key, OBJECTIVES)}")
+    if key not in (*OBJECTIVES, LABEL_FREE):
+        raise UserError(f"{where}: not a metric that runs report{config.nearest(key, [*OBJECTIVES, LABEL_FREE])}")
     early = sweep.scheduler != "none"
     if early and key in FINAL:
         raise UserError(f"{where}: measured only at the end of a trial: expected scheduler=none, not {sweep.scheduler}")
@@ -163,7 +177,7 @@ def check_objective(sweep: Sweep) -> None:
             raise UserError(f"{where}: not measured, as evaluate.probe_epochs=0")
 
 
-def check_data(sweep: Sweep, folder: Path) -> None:
+def check_data(sweep: Sweep, folder: str | Path) -> None:
     """Check the first trial of each alternative in place of all. Raises UserError when its data is missing or lacks
     the labels that the objective needs, or when its method cannot be built or cannot take an image size."""
     labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS

@@ -14,71 +14,114 @@ from eagleray import config
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.config import plugins
 from eagleray.config.plugins import Plugin
+from eagleray.runs import remote
 from eagleray.runs.recipe import Recipe
 from eagleray.sweeps.sweep import Sweep, count_trials, suggest
+from eagleray.sweeps.sweep_dir import BEST, REPORTS, ROWS, SWEEP, TABLE
 
 DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
-GROWS = ("trials", "hours", "out")  # what may differ when a sweep is continued
+GROWS = ("trials", "hours", "gpus", "out")  # what may differ when a sweep is continued
 
 
 class Study:
     """The trials of a sweep: a row for each trial that was started in `trials.jsonl`, and the results that the
     scheduler received in `reports.jsonl`. Only one process writes."""
 
-    def __init__(self, sweep: Sweep, folder: Path, note: Callable[[str], None] = lambda line: None) -> None:
-        """`note` is called with a line of text for each event of a trial."""
-        self.sweep, self.folder, self.note = sweep, folder, note
+    def __init__(
+        self,
+        sweep: Sweep,
+        out: str | Path,
+        *,
+        folder: Path | None = None,
+        upload: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`out` is a folder or a URL; `folder` is a copy of it on this machine, by default the one of the command that
+        runs the sweep. `upload` stores the files when a trial has changed its state, and `note` is called with a line
+        of text for each event of a trial."""
+        self.sweep, self.out, self.folder = sweep, str(out), folder or remote.work_dir(str(out))
+        self.name = self.out.rstrip("/").rpartition("/")[2]
+        self.upload, self.note = upload, note
         self.lock = threading.RLock()
-        self.rows = {r["id"]: r for r in read_lines(folder / "trials.jsonl")}
+        self.suggested: set[str] = set()  # trials that this process has begun
+        self.rows = {r["id"]: r for r in read_lines(self.folder / ROWS)}
         self.reports: dict[str, list[dict[str, Any]]] = {}
-        for report in read_lines(folder / "reports.jsonl"):
+        for report in read_lines(self.folder / REPORTS):
             self.reports.setdefault(report["id"], []).append(report)
 
+    @property
+    def trials(self) -> str:
+        """Return the folder of the trials' folders, a path or a URL."""
+        return f"{self.out}/trials"
+
+    def trial(self, name: str) -> str:
+        """Return the folder of a trial's run, a path or a URL."""
+        return f"{self.trials}/{name}"
+
     def next(self) -> dict[str, Any] | None:
-        """Return the row of the next trial to run, an interrupted one or a new one; None when all have been started."""
+        """Return the row of the next trial to run, an interrupted one or a new one; None when all have been started.
+        Its values are stored before it can start, so that it has them again wherever the sweep continues."""
+        row = self._next()
+        if row:
+            self.suggested.add(row["id"])
+            with self.lock:
+                self._write()
+            self.upload()
+        return row
+
+    def _next(self) -> dict[str, Any] | None:
         with self.lock:
             for row in self.rows.values():
-                if row["state"] == "waiting":
+                if row["state"] == "waiting" and row["id"] not in self.suggested:
                     return row
             number = len(self.rows)
             if number >= count_trials(self.sweep):
                 return None
             name, values = suggest(self.sweep, number, list(self.rows.values()))
             row = {"id": f"{number:03d}", "alternative": name, "values": values, "state": "waiting"}
-            row |= {"step": 0, "steps": None, "metric": None, "seconds": 0.0, "why": ""}
+            row |= {"step": 0, "starts": 0, "steps": None, "metric": None, "seconds": 0.0, "why": ""}
             self.rows[row["id"]] = row
             return row
 
     def set(self, name: str, **changes: Any) -> None:
         """Change fields of a trial's row."""
         with self.lock:
+            moved = changes.get("state", before := self.rows[name]["state"]) != before
             self.rows[name] |= changes
             self._write()
+        if moved:
+            self.upload()
 
     def wait_again(self) -> None:
         """Mark the trials that were running when the last process ended as waiting."""
         with self.lock:
             for row in self.rows.values():
                 row["state"] = row["state"] if row["state"] in DONE else "waiting"
+            self.suggested.clear()
             self._write()
+        self.upload()
 
     def report(self, name: str, step: int, steps: int, percent: float, value: float) -> None:
         """Store a result that a trial reported: `value` is the objective, `percent` the share of the trial's steps."""
         record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
         with self.lock:
-            files.append_lines(self.folder / "reports.jsonl", [record])
+            files.append_lines(self.folder / REPORTS, [record])
             self.reports.setdefault(name, []).append(record)
             self.rows[name] |= {"step": step, "steps": steps, "metric": value}
 
     def _write(self) -> None:
-        files.write_atomic(self.folder / "trials.jsonl", "".join(json.dumps(r) + "\n" for r in self.rows.values()))
+        files.write_atomic(self.folder / ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
         """Return the number of trials that are not done."""
         with self.lock:
             return count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values())
+
+    def busy(self) -> int:
+        """Return the number of trials that this process has begun and that are not done."""
+        with self.lock:
+            return sum(self.rows[name]["state"] not in DONE for name in self.suggested)
 
     def best(self) -> dict[str, Any] | None:
         """Return the row with the best objective among the trials that took all their steps."""
@@ -91,18 +134,19 @@ class Study:
         return list(dict.fromkeys(k for b in self.sweep.alternatives.values() for k in b.space))
 
 
-def begin(sweep: Sweep, folder: Path) -> None:
+def begin(sweep: Sweep, out: str | Path) -> None:
     """Write sweep.yaml. Raises UserError, with the keys that differ, when the folder holds another sweep."""
-    stored = folder / "sweep.yaml"
+    from eagleray.runs.environment import write_plugins  # it imports PyTorch, which a report does without
+
+    stored = remote.work_dir(str(out)) / SWEEP
     if stored.exists():
         differ = config.differences(_identity(config.load(Sweep, stored)), _identity(sweep))
         if differ:
-            raise UserError(f"out={folder}: holds another sweep: {differ}; give another out=")
+            raise UserError(f"out={out}: holds another sweep: {differ}; give another out=")
     files.write_atomic(stored, config.dump(sweep))
     trees = [branch.recipe for branch in sweep.alternatives.values() if isinstance(branch.recipe, dict)]
     used = [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()]
-    for sources in plugins.pack(used).values():
-        plugins.write(folder / plugins.FOLDER, sources)
+    write_plugins(str(out), used)
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
@@ -113,16 +157,16 @@ def _identity(sweep: Sweep) -> dict[str, Any]:
 
 def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
     """Write best.yaml, the resolved recipe of the best trial, for a run beside the trials."""
-    tree = config.to_plain(recipe) | {"out": str(study.folder / "best"), "workers": workers}
-    text = f"# Trial {best['id']} of {study.folder.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
-    path = study.folder / "best.yaml"
+    tree = config.to_plain(recipe) | {"out": f"{study.out}/best", "workers": workers}
+    text = f"# Trial {best['id']} of {study.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
+    path = study.folder / BEST
     files.write_atomic(path, text + yaml.safe_dump(tree, sort_keys=False))
     return path
 
 
 def write_table(study: Study) -> Path:
     """Write trials.csv, with a line for each trial."""
-    path = study.folder / "trials.csv"
+    path = study.folder / TABLE
     keys = study.keys()
     fixed = ["id", "alternative", "state", "step", "steps", "metric", "seconds", "why"]
     with path.open("w", newline="") as f:

@@ -114,6 +114,7 @@ class Sweep(Branch):
     trials: PositiveInt | None = None  # None: 16, or all of a grid
     seed: NonNegativeInt = 0  # of the search; a trial's own is a key of its recipe
     cpus: PositiveInt = 1  # threads of each trial, or of each of its workers
+    gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # of each trial; None: a whole one where there are any
     hours: Annotated[float, Field(gt=0)] | None = None  # after which what still trains is saved and stopped
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
 
@@ -222,7 +223,7 @@ def check(sweep: Sweep, source: str) -> None:
                 raise UserError(
                     f"{where}with {setting}: optim.batch={r.optim.batch} is not a multiple of data.lanes={r.data.lanes}"
                 )
-            shares(r.data.lanes, r.optim.batch, ranks=r.ranks[1], workers=r.data.workers)
+            shares(r.data.lanes, r.optim.batch, ranks=r.ranks[1])
 
 
 def corners(space: Space) -> list[dict[str, Any]]:

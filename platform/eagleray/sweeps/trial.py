@@ -1,5 +1,7 @@
 """Run a trial of a sweep: one thread pretrains, another reports its metrics to Ray Tune."""
 
+import gc
+import json
 import math
 import threading
 import time
@@ -13,80 +15,85 @@ import torch
 from eagleray import config
 from eagleray.base import files
 from eagleray.base.errors import Outage, UserError, one_line
-from eagleray.base.files import read_lines
 from eagleray.cluster import ray_train
 from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
-from eagleray.runs import layout, pretrain
+from eagleray.runs import layout, pretrain, remote, run_dir
 from eagleray.runs import recipe as recipes
+from eagleray.runs.command import new_command
 from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.run_dir import finished
 from eagleray.runs.tracking import Tracking
+from eagleray.sweeps.label_free import MEASURED, REFERENCES, objective
 from eagleray.sweeps.sweep import put
 
 POLL = 0.2  # seconds between two reads of a run's metrics
 PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
 
 
-def trial_dir(folder: Path, name: str) -> Path:
-    """Return the folder of a trial's run."""
-    return folder / "trials" / name
-
-
 class Trial:
     """The pretraining run of a trial. It starts in its own thread when the first result is requested."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
-        self.folder = Path(settings["folder"])
-        self.out, self.settings, self.reported = trial_dir(self.folder, name), settings, float(settings["after"])
-        tree = put(settings["recipe"], settings["values"]) | {"out": str(self.out)}
-        self.tracking = replace(tracking, name=f"{self.folder.name}-{name}")
+        # By its name: a trial that takes over another's weights has been given that one's settings, too.
+        self.out, self.settings, self.reported = f"{settings['folder']}/{name}", settings, float(settings["after"])
+        key = f"{tracking.parent}/{name}" if tracking.parent else None
+        self.tracking = replace(tracking, name=f"{settings['sweep']}-{name}", key=key)
         self.thread: threading.Thread | None = None
-        self.steps, self.outcome = 0, dict[str, Any]()
+        self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
         try:
             plugins.install(settings["plugins"])
+            tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
             self.recipe = config.check(Recipe, tree, f"trial {name}")
         except UserError as e:  # such as of a plug-in that imports what this machine has not
-            self.outcome["error"] = e
+            self.failure = line(e)
+        self.history = History(settings["objective"])
         self.began = time.monotonic()
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder on this machine with the run's histories: its own, or a copy if its workers may be on other
+        machines."""
+        return remote.view_dir(self.out) if self.recipe.ranks[1] > 1 else remote.work_dir(self.out)
 
     def begin(self) -> None:
         """Write the recipe into the trial's folder, and start the run's thread."""
-        self.out.mkdir(parents=True, exist_ok=True)
         free_resources(self.out)
         for left in (layout.STOP, layout.FAILURE, layout.FAILED):
-            (self.out / left).unlink(missing_ok=True)
-        files.write_atomic(self.out / layout.RECIPE, config.dump(self.recipe))
-        write_plugins(str(self.out), self.recipe.plugins)
-        self.outcome = {}
+            remote.delete_note(self.out, left)
+        remote.write_note(self.out, layout.RECIPE, config.dump(self.recipe))
+        write_plugins(self.out, self.recipe.plugins)
+        self.summary, self.failure = {}, ""
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        """Pretrain, and store the summary or the error."""
+        """Pretrain, and store the summary or the error as a line: the error itself would keep the network alive."""
         try:
             self.steps = make_plan(self.recipe).steps
-            if done := finished(self.out, self.steps):
-                self.outcome["summary"] = done
-            elif self.recipe.ranks[1] > 1:
-                import ray
-
-                callbacks = [placements(self.out)]
-                self.outcome["summary"] = ray_train.fit(ray, self.recipe, tracking=self.tracking, callbacks=callbacks)
-            else:
-                torch.set_num_threads(self.settings["threads"])
-                self.outcome["summary"] = pretrain.pretrain(
-                    self.recipe, world.local(self.recipe.gpus), tracking=self.tracking, command=time.time()
-                )
+            self.summary = finished(self.out, self.steps) or self._pretrain() or {}
         except Exception as e:
-            self.outcome["error"] = e
+            self.failure = line(e)
+        if self.summary and not (self.folder / layout.METRICS).exists():  # it ended on another machine
+            fetch(self.out, self.folder, layout.METRICS)
+
+    def _pretrain(self) -> dict[str, Any] | None:
+        """Pretrain in this process, or on Ray Train's workers if there are several. Returns what they return."""
+        if self.recipe.ranks[1] > 1:
+            import ray
+
+            with remote.Follower(self.out):
+                return ray_train.fit(
+                    ray, self.recipe, tracking=self.tracking, command=new_command(), callbacks=[placements(self.out)]
+                )
+        torch.set_num_threads(self.settings["threads"])
+        device = world.local(self.recipe.gpus)
+        return pretrain.pretrain(self.recipe, device, tracking=self.tracking, command=new_command())
 
     def next(self) -> dict[str, Any]:
         """Wait for the next result for Tune, and return it: a new value of the objective, or the end of the trial."""
-        if self.thread is None and "error" in self.outcome:
-            self.out.mkdir(parents=True, exist_ok=True)
+        if self.thread is None and self.failure:
             return self.last()
         if self.thread is None:
             self.begin()
@@ -100,62 +107,114 @@ class Trial:
                     if pause and percent // pause > self.reported // pause:
                         self.end()  # not ahead of an exchange of weights
                     self.reported = percent
-                    return self.result(record["step"], percent, record[self.settings["objective"]])
+                    return self.result(record["step"], percent, objective(record, self.settings["objective"]))
             if not alive:
                 return self.last()
             time.sleep(POLL)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far that hold the objective."""
-        path, key = self.out / layout.METRICS, self.settings["objective"]
-        return [r for r in read_lines(path) if math.isfinite(r.get(key, math.nan))] if self.steps else []
+        return self.history.lines(self.folder / layout.METRICS) if self.steps else []
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
         """Return a value of the objective in the form that Tune expects."""
-        result = {"step": step, "steps": self.steps, "percent": percent, "value": float(value)}
+        numbers = self.history.latest | {k: self.summary[k] for k in REFERENCES if k in self.summary}
+        result = {"step": step, "steps": self.steps, "percent": percent, "value": float(value), "numbers": numbers}
         return result | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
         """Return the result that ends the trial: its final value, its failure, or that it was asked to stop."""
-        if "error" in self.outcome:
-            return self.fail(self.outcome["error"])
-        summary, key = self.outcome.get("summary"), self.settings["objective"]
-        if summary is None:  # asked to stop
+        key = self.settings["objective"]
+        if not self.failure and not self.summary:  # asked to stop
             return {"done": True, "percent": self.reported}
-        values = [r[key] for r in self.records()]
-        value = summary.get(key, values[-1] if values else None)
-        if value is None:
-            return self.fail(UserError(f"objective.key={key}: the run never reported this metric"))
+        values = [] if self.failure else [objective(r, key) for r in self.records()]
+        value = self.summary.get(key, values[-1] if values else None)
+        if self.failure or value is None:  # Tune shall not restart it, as it would fail again
+            why = self.failure or f"objective.key={key}: the run never reported this metric"
+            remote.write_note(self.out, layout.FAILED, why)
+            return {"done": True, "percent": self.reported}
         return self.result(self.steps, 100.0, value) | {"done": True}
 
-    def fail(self, error: Exception) -> dict[str, Any]:
-        """Write the error into the trial's folder, and return a result that ends the trial. Tune shall not restart
-        it, as it would fail again."""
-        (self.out / layout.FAILED).write_text(line(error))
-        return {"done": True, "percent": self.reported}
-
     def end(self) -> None:
-        """Ask the run to save and stop, then wait until its workers have ended and their resources are free."""
+        """Ask the run to save and stop, then wait until its workers have ended and its resources and memory are
+        free."""
         if self.thread is None:
             return
         if self.thread.is_alive():
-            (self.out / layout.STOP).touch()
+            remote.write_note(self.out, layout.STOP, "")
             self.thread.join(PATIENCE)
         self.thread = None
         free_resources(self.out)
+        free_memory()
 
     def adopt(self, donor: str) -> None:
-        """Continue from the newest checkpoint of the trial `donor`, with this trial's own values."""
-        state = checkpoint.newest(trial_dir(self.folder, donor) / "checkpoints")
+        """Continue from the newest checkpoint of the trial in the folder `donor`, with this trial's own values."""
+        state = checkpoint.newest(*checkpoints(donor))
         if state is None:
             return
         state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
         for group in state["optimizer"]["param_groups"]:
             if "momentum" in group:
                 group["momentum"] = self.recipe.optim.momentum
-        checkpoint.save(self.out / "checkpoints", state["step"], state, keep=self.recipe.checkpoint.keep)
-        line = {"step": state["step"], "from": donor, "values": self.settings["values"]}
-        files.append_lines(self.out / layout.LINEAGE, [line])
+        url, scratch = checkpoints(self.out)
+        checkpoint.save(url, state["step"], state, keep=self.recipe.checkpoint.keep, scratch=scratch)
+        record = {"step": state["step"], "from": donor.rpartition("/")[2], "values": self.settings["values"]}
+        before = remote.read_note(self.out, layout.LINEAGE) or ""
+        remote.write_note(self.out, layout.LINEAGE, before + json.dumps(record) + "\n")
+
+
+class History:
+    """The lines of a growing metrics.jsonl that hold a metric. Each line is parsed once."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.inode = key, 0
+        self.tail: files.Tail | None = None
+        self.records: list[dict[str, Any]] = []
+        self.latest: dict[str, float] = {}  # of the numbers that trials are compared by, with and without labels
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """Return the lines so far. A start of the run replaces the file, which is then read again."""
+        if not path.exists():
+            return []
+        stat = path.stat()
+        if self.tail is None or stat.st_ino != self.inode or stat.st_size < self.tail.offset:
+            self.tail, self.inode, self.records = files.Tail(path, whole=True), stat.st_ino, []
+        for record in files.parse_lines(self.tail.lines()):
+            self.records += [record] * math.isfinite(objective(record, self.key))
+            self.latest |= {k: record[k] for k in (*MEASURED, *REFERENCES) if k in record}
+        return self.records
+
+
+def finished(out: str, steps: int = 0) -> dict[str, Any] | None:
+    """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
+    folder = remote.view_dir(out)
+    fetch(out, folder, layout.SUMMARY)
+    return run_dir.finished(folder, steps)
+
+
+def fetch(out: str, folder: Path, name: str) -> None:
+    """Make one file of a run in a folder on this machine the same as in the store. Does nothing for a run that is in
+    that folder."""
+    if remote.is_remote(out):
+        text = remote.read_note(out, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            files.write_atomic(folder / name, text)
+
+
+def checkpoints(out: str) -> tuple[str, Path]:
+    """Return the URL of a trial's checkpoints, and the folder on this machine for files on their way."""
+    return f"{out}/{layout.CHECKPOINTS}", remote.work_dir(out) / layout.CHECKPOINTS
+
+
+def free_memory() -> None:
+    """Free the network of a run that has ended. Its hooks and optimiser refer to each other, so only the collector
+    finds that nobody needs them."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def line(e: Exception) -> str:
@@ -163,7 +222,7 @@ def line(e: Exception) -> str:
     return one_line(e) if isinstance(e, UserError | Outage) else f"{type(e).__name__}: {one_line(e)}"
 
 
-def placements(out: Path) -> Any:
+def placements(out: str) -> Any:
     """Return a callback that writes down which CPUs and GPUs Ray reserved for a run's workers, so that they can be
     freed if the run's process dies."""
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
@@ -171,17 +230,17 @@ def placements(out: Path) -> Any:
     class Placements(WorkerGroupCallback):  # type: ignore[misc]
         def after_worker_group_start(self, worker_group: Any) -> None:
             held = worker_group.get_worker_group_state().placement_group_handle.placement_group
-            (out / layout.PLACEMENT).write_text(held.id.hex())
+            remote.write_note(out, layout.PLACEMENT, held.id.hex())
 
     return Placements()
 
 
-def free_resources(out: Path) -> None:
+def free_resources(out: str) -> None:
     """Free the CPUs and GPUs that Ray still reserves for the workers of a trial whose process died."""
-    note = out / layout.PLACEMENT
-    if note.exists():
+    held = remote.read_note(out, layout.PLACEMENT)
+    if held:
         from ray._raylet import PlacementGroupID
         from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(note.read_text()))))
-        note.unlink(missing_ok=True)
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(held))))
+        remote.delete_note(out, layout.PLACEMENT)

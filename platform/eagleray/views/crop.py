@@ -1,5 +1,6 @@
 """Crops and resizes decoded uint8 images on the CPU."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from torchvision.transforms.v2 import functional as F
 
 from eagleray.config.view import View
 
+NARROW = 8  # times as long as wide; centre_crop says why
 # What torchvision's antialiased resize calls in the end, but with an output tensor.
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
@@ -28,5 +30,13 @@ def crop(image: Tensor, boxes: NDArray[np.int64], views: Sequence[View], out: Se
 
 
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
-    """Resize the shorter side to `resize` pixels, bicubic, and return the centre crop (3, size, size)."""
+    """Resize the shorter side to `resize` pixels, bicubic, and return the centre crop (3, size, size).
+
+    Of an image that is more than NARROW times as long as wide only the middle is resized: the whole of one with
+    3,000,000 x 1 pixels would take 590 GB.
+    """
+    height, width = image.shape[1:]
+    longest = NARROW * min(height, width) * max(1, math.ceil(size / resize))
+    if max(height, width) > longest:
+        image = F.center_crop(image, [min(height, longest), min(width, longest)])
     return F.center_crop(F.resize(image, [resize], InterpolationMode.BICUBIC, antialias=True), [size, size])

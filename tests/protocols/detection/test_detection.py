@@ -14,6 +14,7 @@ from torchvision.ops import box_iou
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
+from eagleray.protocols.detection import coco_values
 from eagleray.protocols.detection import data as data
 from eagleray.protocols.detection import detection as protocol
 from eagleray.protocols.detection import heads as heads
@@ -271,8 +272,46 @@ WRONG = {
     "an image": (broken(lambda t: t["annotations"][0].update(image_id=4)), "image 4, which is not among"),
     "no object": (broken(lambda t: t.update(annotations=[])), "has no objects"),
     "crowds only": (broken(lambda t: [a.update(iscrowd=1) for a in t["annotations"]]), "has no objects"),
+    "a path out": (
+        broken(lambda t: t["images"][0].update(file_name="../../x.png")),
+        "expected a path within the folder",
+    ),
+    "an absolute path": (broken(lambda t: t["images"][0].update(file_name="/etc/x.png")), "expected a path within"),
+    "a number as name": (broken(lambda t: t["images"][0].update(file_name=7)), r"images\[0\].file_name is 7"),
+    "an id of null": (broken(lambda t: t["images"][0].update(id=None)), r"images\[0\].id is None"),
+    "an id that is a list": (broken(lambda t: t["images"][0].update(id=[1])), r"images\[0\].id is \[1\]"),
+    "an image that is a list": (broken(lambda t: t["annotations"][0].update(image_id=[1])), "neither a number nor"),
+    "a height as text": (broken(lambda t: t["images"][0].update(height="48")), r"images\[0\].height is '48'"),
+    "a crowd of 7": (broken(lambda t: t["annotations"][0].update(iscrowd=7)), "iscrowd is 7"),
+    "a box without end": (broken(lambda t: t["annotations"][0].update(bbox=[0, 0, float("inf"), 1])), "expected .x, y"),
+    "long runs": (
+        broken(lambda t: t["annotations"][0].update(segmentation={"size": [48, 64], "counts": "PPYo0" * 9})),
+        "neither polygons nor",
+    ),
+    "no runs": (
+        broken(lambda t: t["annotations"][0].update(segmentation={"size": [48, 64], "counts": "\u20ac"})),
+        "neither polygons nor",
+    ),
+    "deep": (
+        lambda f: (f / "annotations" / "instances_train.json").write_text("[" * 200_000),
+        "cannot be read as JSON",
+    ),
     "twins": (broken(lambda t: t["images"].append(t["images"][0])), "two images have the same id"),
 }
+
+
+def test_compressed_runs_are_those_of_cocos_own_code():
+    from faster_coco_eval import mask as coco_masks
+
+    generator = np.random.default_rng(0)
+    for height, width in ((1, 1), (48, 64), (300, 7)):
+        mask = (generator.random((height, width)) < 0.2).astype(np.uint8)
+        mask[height // 2 :] = 1
+        text = coco_masks.encode(np.asfortranarray(mask))["counts"]
+        runs = coco_values.run_lengths(text.decode() if isinstance(text, bytes) else text)
+        again = np.repeat(np.arange(len(runs)) % 2, runs).reshape(width, height).T
+        assert (again == mask).all()
+        assert coco_values.is_mask({"size": [height, width], "counts": text.decode()}, [height, width])
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -322,8 +361,8 @@ def tiny(tmp_path: Path) -> str:
 def test_order_does_not_depend_on_where_it_begins(coco: Path, tiny: str):
     split, how = data.Coco.of(coco, "train"), training.load_schedule(tiny)
     places = [0, 1, 2] * 2
-    whole = [[e.image for e in b.examples] for _, b in training.batches(split, places, how, 2, 0)]
-    late = [[e.image for e in b.examples] for _, b in training.batches(split, places, how, 2, 4)]
+    whole = [[e.image for e in b.examples] for _, b in training.batches(split, places, how, (2,), 0)]
+    late = [[e.image for e in b.examples] for _, b in training.batches(split, places, how, (2,), 4)]
     assert len(whole) == 9
     assert all(torch.equal(x, y) for a, b in zip(whole[4:], late, strict=True) for x, y in zip(a, b, strict=True))
 
@@ -353,7 +392,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(
     def train(folder: str, note: Callable[[str], None]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         net = protocol.build(resnet(), 2, how)
-        training.fit(net, split, how, tmp_path / folder, note)
+        training.fit(net, split, how, str(tmp_path / folder), tmp_path / folder, note)
         return net.state_dict()
 
     def stop(line: str) -> None:

@@ -276,8 +276,8 @@ def test_a_crop_keeps_image_and_classes_together(plain: Path, monkeypatch: pytes
 
 def test_batches_are_the_same_wherever_one_starts_and_an_epoch_has_every_image(plain: Path):
     masks = Masks.of(plain)
-    whole = list(crops(masks, start=0, stop=4, batch=3, size=16, seed=0))
-    late = list(crops(masks, start=2, stop=4, batch=3, size=16, seed=0))
+    whole = list(crops(masks, start=0, stop=4, batch=3, rows=range(3), size=16, seed=0))
+    late = list(crops(masks, start=2, stop=4, batch=3, rows=range(3), size=16, seed=0))
     for (x, y), (x2, y2) in zip(whole[2:], late, strict=True):
         assert torch.equal(x, x2)
         assert torch.equal(y, y2)

@@ -25,7 +25,7 @@ USAGES = {
     "train": (b"Training",),
     "val": (b"PublicTest",),
 }
-LINE = re.compile(rb'([0-6]),"?((?:\d+ ){2303}\d+)"?,(\w+)\s*')
+LINE = re.compile(rb'([0-6]),"?((?:\d{1,3} ){2303}\d{1,3})"?,(\w+)\s*')
 
 
 def fer2013(options: PrepareOptions) -> SourceFiles:
@@ -58,9 +58,11 @@ def _items(blob: Blob, usages: tuple[bytes, ...]) -> Iterator[Item]:
 
 
 def png(words: Data) -> bytes:
-    """Encode an image as a PNG; `words` are its grey pixels, written as decimal numbers."""
-    pixels = np.array(bytes(words).split(), np.int64).astype(np.uint8)
-    return encode(Image.fromarray(pixels.reshape(SIDE, SIDE)))
+    """Encode an image as a PNG; `words` are its grey pixels, written as decimal numbers. Raises UserError."""
+    pixels = np.array(bytes(words).split(), np.int64)
+    if pixels.max() > 255:
+        raise UserError(f"{NAME}: expected grey values from 0 to 255, found {pixels.max()}")
+    return encode(Image.fromarray(pixels.astype(np.uint8).reshape(SIDE, SIDE)))
 
 
 SOURCES = {

@@ -9,9 +9,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from eagleray.base.errors import UserError
+from eagleray.data.file_names import from_text, readable, to_text
+from eagleray.data.tar_headers import LONGEST_NAME
 from eagleray.data.tar_scan import image_extensions
 
 BATCH = 65_536  # items per chunk of a table
+MOST = 10**18 - 1  # largest label, as in the index
+LONGEST_KEY = LONGEST_NAME - 40  # bytes; with its extension it is a name of a tar
 
 
 class Item(NamedTuple):
@@ -55,14 +60,34 @@ class Listing:
 def table(items: Iterable[Item]) -> pa.Table:
     """Return items as an Arrow table with the columns of SCHEMA.
 
-    A table is used because 14 million Python objects do not fit into the memory of most machines.
+    A table is used because 14 million Python objects do not fit into the memory of most machines. Its keys and URLs
+    are those of `file_names.to_text`, as files may have names that are not UTF-8.
     """
     batches = []
     stream = iter(items)
     while batch := list(itertools.islice(stream, BATCH)):
-        columns = [pa.array(c, f.type) for c, f in zip(zip(*batch, strict=True), SCHEMA, strict=True)]
+        columns = [pa.array(c, f.type) for c, f in zip(zip(*map(_stored, batch), strict=True), SCHEMA, strict=True)]
         batches.append(pa.record_batch(columns, schema=SCHEMA))
     return pa.Table.from_batches(batches, SCHEMA)
+
+
+def _stored(item: Item) -> Item:
+    """Return an item as a table and a tar can hold it. Raises UserError for a label that no index can."""
+    if item.label > MOST:
+        raise UserError(f"{item.url}: the label of {readable(item.key)} is {item.label:.3g}, more than {MOST}")
+    if (length := len(item.key.encode(errors="surrogateescape"))) > LONGEST_KEY:
+        item = item._replace(key=item.key[:60], reason=f"its key has {length} bytes, more than {LONGEST_KEY}")
+    return item._replace(
+        key=to_text(item.key.replace("\0", "_")),  # a name in a tar ends at a 0
+        url=to_text(item.url),
+        reason=item.reason and readable(item.reason),
+    )
+
+
+def items_of(items: pa.Table) -> list[Item]:
+    """Return the items of a table, with keys and URLs as Python has file names."""
+    rows = map(Item._make, zip(*(column.to_pylist() for column in items.columns), strict=True))
+    return [row._replace(key=from_text(row.key), url=from_text(row.url)) for row in rows]
 
 
 def is_image(name: str) -> bool:
@@ -86,7 +111,12 @@ def key_and_extension(name: str) -> tuple[str, str]:
 def metadata_json(columns: Mapping[str, Any]) -> str | None:
     """Encode the metadata of an image, everything but its label, as JSON; return None if there is none."""
     values = {k: v for k, v in columns.items() if v not in (None, "")}
-    return json.dumps(values, ensure_ascii=False) if values else None
+    return to_json(values) if values else None
+
+
+def to_json(value: Any) -> str:
+    """Encode a value as JSON that UTF-8 can hold: lone surrogates stay escaped, as captions from the web have them."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def class_labels(names: Iterable[str]) -> dict[str, int]:

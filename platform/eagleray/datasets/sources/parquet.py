@@ -118,7 +118,7 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
         rows = table.to_pylist() if table.num_columns else [{}] * metadata.num_rows
         for row, cells in enumerate(rows):
             name = (cells.pop(column, None) or {}).get("path") if path else None
-            if name:
+            if name and PurePosixPath(name).name:  # "/" and "." have none
                 key, extension = key_and_extension(PurePosixPath(name).name)
             else:
                 key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.item import Item, Listing, items_of
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
@@ -75,4 +75,4 @@ def fetch(items: pa.Table, read: Read) -> Iterator[tuple[Item, Data]]:
     """Yield the items of a table, in order, with the bytes of their image files; the bytes of a missing image are
     empty.
     """
-    return read([Item(**row) for row in items.to_pylist()])
+    return read(items_of(items))

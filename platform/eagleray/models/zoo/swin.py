@@ -35,7 +35,7 @@ Grid = tuple[int, int, int] | torch.Size  # B crops of h x w tokens
 
 
 class Windows(NamedTuple):
-    """How the tokens of a grid of n tokens lie in a block's windows; P tokens in all W windows of N, with padding."""
+    """The places of a grid's n tokens in the windows of a block: P places in all W windows of N, with padding."""
 
     take: Tensor  # (P,) the token of the grid at each place of the windows, n for padding
     back: Tensor  # (n,) the place of each token

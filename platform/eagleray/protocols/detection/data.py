@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode
+from eagleray.protocols.detection.coco_values import is_mask, is_numbers, shown, wrong_values
 from eagleray.protocols.detection.scores import area, to_mask
 
 FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # where the images of a split may be
@@ -136,7 +137,7 @@ def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
     Raises UserError, naming the first problem, when the file is not valid."""
     try:
         tree = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{file}: cannot be read as JSON: {' '.join(str(e).split())}") from None
     for problem in problems(tree):
         raise UserError(f"{file}: {problem}")
@@ -157,7 +158,9 @@ def problems(tree: Any) -> Iterator[str]:
             missing = [k for k in needed if not isinstance(row, dict) or k not in row]
             if missing:
                 yield f"{key}[{i}] has no {missing[0]}"
-        ids = [row["id"] for row in rows or []] if "id" in needed else []
+    yield from wrong_values(tree)
+    for key, needed in KEYS.items():
+        ids = [row["id"] for row in tree[key]] if "id" in needed else []
         if len(set(ids)) < len(ids):
             yield f"two {key} have the same id"
     if not any(not a.get("iscrowd", 0) for a in tree["annotations"]):
@@ -170,23 +173,9 @@ def problems(tree: Any) -> Iterator[str]:
         if a["category_id"] not in categories:
             yield f"annotations[{i}] has the category {a['category_id']}, which is not among the categories"
         if not is_numbers(a["bbox"], 4) or len(a["bbox"]) != 4:
-            yield f"annotations[{i}].bbox is {a['bbox']}, expected [x, y, width, height]"
+            yield f"annotations[{i}].bbox is {shown(a['bbox'])}, expected [x, y, width, height]"
         if not is_mask(a["segmentation"], sizes[a["image_id"]]):
             yield f"annotations[{i}].segmentation is neither polygons nor run lengths of a mask of the image's size"
-
-
-def is_numbers(value: Any, least: int) -> bool:
-    """Return whether a value is a list of at least `least` numbers."""
-    return isinstance(value, list) and len(value) >= least and all(isinstance(v, int | float) for v in value)
-
-
-def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
-    """Return whether a value is a mask of an image of `size`: polygons of 3 or more points, or runs that cover it."""
-    if isinstance(segmentation, dict):
-        counts: Any = segmentation.get("counts")
-        whole = isinstance(counts, str) or (is_numbers(counts, 1) and sum(counts) == size[0] * size[1])
-        return list(segmentation.get("size", ())) == list(size) and whole
-    return isinstance(segmentation, list) and bool(segmentation) and all(is_numbers(p, 6) for p in segmentation)
 
 
 def image_paths(folder: Path, split: str, file: Path, images: Sequence[dict[str, Any]]) -> list[Path]:

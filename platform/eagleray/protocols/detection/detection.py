@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from eagleray import config
+from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.data.index import Note
 from eagleray.engine.precision import autocast
@@ -33,12 +34,15 @@ PICTURES = 4  # images in the picture
 COLOURS = ("#d5402b", "#2f6fd0", "#e69a00", "#7a3fb0", "#2f8f4e", "#00a5b5", "#d6008f", "#7d5a28")
 
 
-def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule: str = "1x") -> Outcome:
+def detection(
+    backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule: str = "1x", checkpoints: str | None = None
+) -> Outcome:
     """Fine-tune a copy of the backbone with a detector's heads, and measure average precision in percent.
 
     `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on.
     `schedule` is 1x, 3x, 1x_cascade, 3x_cascade or a YAML file of the same settings. Calling the function again with
-    the same arguments continues a training that was stopped.
+    the same arguments continues a training that was stopped, from its checkpoint in the folder `checkpoints`, by
+    default `out`. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
 
     Raises UserError when the schedule or the data are wrong, or the backbone does not fit them."""
     settings = load_schedule(schedule)
@@ -49,21 +53,25 @@ def detection(backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
     net = build(copy.deepcopy(backbone), len(train.categories), settings)
-    name = digest(weights_digest(backbone), config.to_plain(settings), tree_digest(coco, times=True))
-    folder = out / f"detection-{name[:8]}"
-    folder.mkdir(parents=True, exist_ok=True)
+    tag = digest(weights_digest(backbone), config.to_plain(settings), tree_digest(coco, times=True))
+    name = f"detection-{tag[:8]}"
+    out.mkdir(parents=True, exist_ok=True)
     note(f"detection: {len(train.trainable())} training images, {len(val)} validation images")
-    fit(net, train, settings, folder, note)
-    results: list[Any] = []
-    pictures: list[Any] = []
+    fit(net, train, settings, f"{checkpoints or out}/{name}", out / name, note)
+    results: list[tuple[int, list[Any]]] = []
+    pictures: list[tuple[int, Any]] = []
     for i, result in predictions(net, val):
-        results += coco_results(val, i, result)
+        results.append((i, list(coco_results(val, i, result))))
         pictures += [(i, result)] if i < PICTURES else []
-    numbers = scores(val.tree, results)
+    parts = dist.gather_at_zero((results, pictures))
+    if parts is None:
+        return Outcome({})
+    by_image, drawn = (dict(sorted(row for part in column for row in part)) for column in zip(*parts, strict=True))
+    numbers = scores(val.tree, [result for some in by_image.values() for result in some])
     details = (
         {"schedule": schedule} | config.flatten(config.to_plain(settings)) | {"train": len(train), "val": len(val)}
     )
-    return Outcome(numbers, details, (draw(val, pictures, out / "detection.png"),))
+    return Outcome(numbers, details, (draw(val, list(drawn.items()), out / "detection.png"),))
 
 
 def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.Module:
@@ -87,11 +95,12 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
 
 @torch.inference_mode()
 def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield the number of each image and its n predictions: boxes (n, 4), labels (n,), scores (n,) and masks (n, 1, H,
-    W)."""
+    """Yield the number of each image of this rank's part and its n predictions: boxes (n, 4), labels (n,), scores (n,)
+    and masks (n, 1, H, W)."""
     net.eval()
     device = next(net.parameters()).device
-    for i, image in enumerate(ordered_map(read_image, data.paths)):
+    mine = range(dist.rank(), len(data), dist.size())
+    for i, image in zip(mine, ordered_map(read_image, (data.paths[i] for i in mine)), strict=True):
         with autocast(device):
             [result] = net([image.to(device).float() / 255])
         result["masks"] = result["masks"] >= CONFIDENT

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
-from eagleray.protocols.fine_tuning import Trainee, fine_tune
+from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own
 from eagleray.storage.ordered_map import ordered_map
 
 FOLDER = "pipelines/detection"
@@ -68,50 +69,67 @@ class Batch:
 class Learner(Trainee):
     """A torchvision detector with the interface that the training loop expects."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, seed: int) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.seed = net, seed
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        """Return the loss and its parts. Each is a mean over regions that this rank has drawn, as in mmdetection."""
         device = next(self.parameters()).device
+        if len(batch.rows) > 1:
+            transform: Any = self.net.transform
+            sizes = draw_sizes(transform.min_size, (self.seed, at.step, 0), sum(batch.rows))
+            upcoming = iter([sizes[row] for row in own(batch.rows)])
+            transform.torch_choice = lambda _: next(upcoming)  # instead of drawing on this rank
         images = [x.image.to(device).float() / 255 for x in batch.examples]
         losses = self.net(images, [{k: v.to(device) for k, v in x.target.items()} for x in batch.examples])
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
 
 
-def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: Path, note: Note) -> None:
-    """Train the detector in place, continuing from the newest checkpoint in the folder if there is one."""
+def draw_sizes(sizes: Sequence[int], seed: tuple[int, ...], count: int) -> list[int]:
+    """Draw the short sides of the images of a global batch, as torchvision draws them in one process."""
+    generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFF)
+    return [sizes[int(torch.empty(1).uniform_(0.0, float(len(sizes)), generator=generator))] for _ in range(count)]
+
+
+def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: str, scratch: Path, note: Note) -> None:
+    """Train the detector in place, continuing from the newest checkpoint in the folder if there is one. `scratch` is
+    that of `fine_tune`."""
     images = data.trainable()
     batch, data = min(settings.batch, len(images)), dataclasses.replace(data, flip=True)
+    rows = divide(batch)
     fine_tune(
         "detection",
-        Learner(net),
-        lambda start: batches(data, images, settings, batch, start),
+        Learner(net, settings.seed),
+        lambda start: batches(data, images, settings, rows, start),
         steps=len(images) // batch * settings.epochs,
         batch=batch,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         seed=settings.seed,
         folder=folder,
+        scratch=scratch,
         note=note,
     )
 
 
 def batches(
-    data: Coco, images: Sequence[int], settings: DetectionSchedule, batch: int, start: int
+    data: Coco, images: Sequence[int], settings: DetectionSchedule, rows: tuple[int, ...], start: int
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield the training batches from step `start` on.
+    """Yield this rank's part of the training batches from step `start` on. `rows` are the numbers of images of all
+    ranks.
 
     Every epoch visits the images in a new order and leaves out those at its end that do not fill a batch. Threads read
     the images of the next steps in the background."""
+    batch, mine = sum(rows), own(rows)
     steps = len(images) // batch
 
     def order() -> Iterator[tuple[int, int]]:
         for epoch in range(start // steps, settings.epochs):
             each = np.random.default_rng((settings.seed, epoch)).permutation(images)[: steps * batch]
-            yield from ((int(i), epoch) for i in each)
+            first = start % steps if epoch == start // steps else 0
+            yield from ((int(i), epoch) for i in each.reshape(-1, batch)[first:, mine.start : mine.stop].flat)
 
-    upcoming = itertools.islice(order(), start % steps * batch, None)
-    examples = ordered_map(data.__getitem__, upcoming, width=max(THREADS, 2 * batch))
+    examples = ordered_map(data.__getitem__, order(), width=max(THREADS, 2 * len(mine)))
     for step in range(start, settings.epochs * steps):
-        yield Progress(step, steps, settings.epochs), Batch(list(itertools.islice(examples, batch)), (batch,))
+        yield Progress(step, steps, settings.epochs), Batch(list(itertools.islice(examples, len(mine))), rows)

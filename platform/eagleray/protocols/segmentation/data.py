@@ -202,9 +202,11 @@ def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
     return x
 
 
-def crops(masks: Masks, *, start: int, stop: int, batch: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the training batches numbered `start` to `stop` - 1: crops (B, 3, size, size) and classes (B, size, size),
-    int64.
+def crops(
+    masks: Masks, *, start: int, stop: int, batch: int, rows: range, size: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the `rows` of the training batches numbered `start` to `stop` - 1: crops (B, 3, size, size) and classes (B,
+    size, size), int64.
 
     Every epoch visits all training images in a new order. A batch is the same whatever `start` is.
 
@@ -215,7 +217,7 @@ def crops(masks: Masks, *, start: int, stop: int, batch: int, size: int, seed: i
         sample = np.random.default_rng((seed, k // n)).permutation(n)[k % n]
         return crop(*masks.read(masks.train[sample]), np.random.default_rng((seed, 1, k)), size=size)
 
-    loaded = ordered_map(load, range(start * batch, stop * batch))
+    loaded = ordered_map(load, (step * batch + row for step in range(start, stop) for row in rows))
     for _ in range(start, stop):
-        images, classes = zip(*itertools.islice(loaded, batch), strict=True)
+        images, classes = zip(*itertools.islice(loaded, len(rows)), strict=True)
         yield torch.stack(images), torch.stack(classes).long()

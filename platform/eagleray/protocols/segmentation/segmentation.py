@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
+from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
@@ -24,7 +25,7 @@ from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import explain_failure
 from eagleray.protocols.feature_maps import Maps
-from eagleray.protocols.fine_tuning import Trainee, fine_tune
+from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.segmentation import scores as scoring
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, resized_shape
@@ -71,6 +72,7 @@ def segmentation(
     width: int | None = None,
     multi_scale: bool = False,
     seed: NonNegativeInt = 0,
+    checkpoints: str | None = None,
 ) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder`, and measure mIoU, mAcc and aAcc in percent
     on the validation images.
@@ -78,18 +80,12 @@ def segmentation(
     With `multi_scale` the three scores are also measured with predictions averaged over six sizes and mirror images.
     `size` is the side of the crops and the short side of the images in pixels. `width` is the number of channels of the
     head. If `steps` or `width` is None, the paper's value for this head is used. Calling the function again with the
-    same arguments continues a training that was stopped.
+    same arguments continues a training that was stopped, from its checkpoint in the folder `checkpoints`, by default
+    `out`. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
 
     Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
-    if head not in HEADS:
-        raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
-    if steps is not None and steps < 1:
-        raise UserError(f"--steps {steps}: expected 1 or more")
-    if width is not None and width < 2:
-        raise UserError(f"--width {width}: expected 2 or more")
-    if batch < 2:
-        raise UserError(f"--batch {batch}: expected 2 or more, as batch norm needs several images")
-    masks, kind = Masks.of(folder), HEADS[head]
+    check(head, steps, width, batch)
+    masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
     backbone = copy.deepcopy(backbone)
     weights = weights_digest(backbone)
@@ -110,20 +106,34 @@ def segmentation(
     net = Segmenter(backbone, kind, len(masks.classes), settings["width"]).to(next(backbone.parameters()).device)
     net.try_size(size, resized_shape(masks.read(masks.val[0])[0], size))
     out.mkdir(parents=True, exist_ok=True)
+    name = f"segmentation-{head}-{digest(settings, weights, tree_digest(folder, times=True))[:8]}"
     fine_tune(
         "segmentation",
         net,
-        lambda start: batches(masks, settings, start, next(net.parameters()).device),
+        lambda start: batches(masks, settings, rows, start, next(net.parameters()).device),
         steps=settings["steps"],
         batch=batch,
         lr=lambda at: poly(at.step, settings["steps"], lr),
         weight_decay=weight_decay,
         seed=seed,
-        folder=out / f"segmentation-{head}-{digest(settings, weights, tree_digest(folder, times=True))[:8]}",
+        folder=f"{checkpoints or out}/{name}",
+        scratch=out / name,
         note=note,
     )
     net.eval()
     return report(net, masks, settings, out, note, multi_scale=multi_scale)
+
+
+def check(head: str, steps: int | None, width: int | None, batch: int) -> None:
+    """Raise UserError when one of these settings of `segmentation` is wrong."""
+    if head not in HEADS:
+        raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps {steps}: expected 1 or more")
+    if width is not None and width < 2:
+        raise UserError(f"--width {width}: expected 2 or more")
+    if batch < 2:
+        raise UserError(f"--batch {batch}: expected 2 or more, as batch norm needs several images")
 
 
 class Segmenter(Trainee):
@@ -135,10 +145,13 @@ class Segmenter(Trainee):
         self.head = kind.make(self.maps.dims, classes, width=width)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the loss of normalised crops (B, 3, H, W) with classes (B, H, W): a mean over all pixels that have a
-        class."""
+        """Return the loss of normalised crops (B, 3, H, W) with classes (B, H, W).
+
+        Its mean over ranks, weighted by their rows, is a mean over all pixels of the global batch that have a class."""
         [x] = batch.views
-        losses = [self.loss(z, batch.label) for z in self.raw(x)]
+        pixels = dist.total((batch.label != IGNORED).sum().float())
+        share = batch.rows[dist.rank()] / sum(batch.rows)
+        losses = [self.loss(z, batch.label) / pixels / share for z in self.raw(x)]
         return {"loss": losses[0] + HELPER * sum(losses[1:])}
 
     def raw(self, x: Tensor) -> list[Tensor]:
@@ -155,9 +168,9 @@ class Segmenter(Trainee):
 
     @staticmethod
     def loss(z: Tensor, y: Tensor) -> Tensor:
-        """Return the mean cross-entropy of class scores (B, K, H, W) for true classes (B, H, W); IGNORED pixels do not
-        count."""
-        return F.cross_entropy(z, y, ignore_index=IGNORED)
+        """Return the sum of the cross-entropies of class scores (B, K, H, W) for true classes (B, H, W); IGNORED pixels
+        do not count."""
+        return F.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum")
 
     @torch.no_grad()
     def try_size(self, size: int, shape: tuple[int, int]) -> None:
@@ -171,17 +184,18 @@ class Segmenter(Trainee):
 
 
 def batches(
-    masks: Masks, settings: dict[str, Any], start: int, device: torch.device
+    masks: Masks, settings: dict[str, Any], rows: tuple[int, ...], start: int, device: torch.device
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield the training batches from step `start` on, each with the progress of the training.
+    """Yield this rank's part of the training batches from step `start` on, each with the progress of the training.
+    `rows` are the numbers of rows of all ranks.
 
     Every step counts as an epoch, because all schedules are in steps."""
-    steps, batch = settings["steps"], settings["batch"]
-    stream = crops(masks, start=start, stop=steps, batch=batch, size=settings["size"], seed=settings["seed"])
+    steps, batch, mine = settings["steps"], settings["batch"], own(rows)
+    stream = crops(masks, start=start, stop=steps, batch=batch, rows=mine, size=settings["size"], seed=settings["seed"])
     for step, (x, y) in enumerate(stream, start):
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        index = torch.arange(step * batch, (step + 1) * batch)
-        yield Progress(step, 1, steps), Batch([x], index, y, (batch,))
+        index = torch.arange(mine.start, mine.stop) + step * batch
+        yield Progress(step, 1, steps), Batch([x], index, y, rows)
 
 
 def poly(step: int, steps: int, lr: float) -> float:
@@ -204,25 +218,31 @@ def report(
     multi_scale: bool,
 ) -> Outcome:
     """Score the network on the validation images, write a table of the scores of each class, and draw some of the
-    images."""
+    images. Each rank takes a part of the images, and rank 0 writes."""
     device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
-    samples: list[Any] = []
+    samples: list[tuple[int, Comparison]] = []
     every = max(len(masks.val) // PICTURES, 1)
-    for i, (image, truth) in enumerate(ordered_map(masks.read, masks.val)):
+    mine = range(dist.rank(), len(masks.val), dist.size())
+    for i, (image, truth) in zip(mine, ordered_map(masks.read, (masks.val[i] for i in mine)), strict=True):
         x = image.to(device)
         prediction = scoring.probabilities(net.scores, x, size=settings["size"]).argmax(0).cpu()
         single += scoring.confusion(truth, prediction, classes)
         if multi_scale:
             mean = scoring.probabilities(net.scores, x, size=settings["size"], scales=scoring.SCALES, mirror=True)
             several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
-        if i % every == 0 and len(samples) < PICTURES:
-            samples.append(Comparison(image, truth, prediction))
+        if i % every == 0 and i // every < PICTURES:
+            samples.append((i, Comparison(image, truth, prediction)))
+    single, several = dist.total(single), dist.total(several)
+    parts = dist.gather_at_zero(samples)
+    if parts is None:
+        return Outcome({})
     numbers = {f"segmentation/{n}": v for n, v in scoring.scores(single).items()}
     if multi_scale:
         numbers |= {f"segmentation/{n}_multi_scale": v for n, v in scoring.scores(several).items()}
         settings = {**settings, "scales": list(scoring.SCALES), "mirrored": True}
     table(out / f"{name}.csv", masks.classes, single)
-    draw(out / f"{name}.png", samples, masks.classes)
+    drawn = sorted((sample for part in parts for sample in part), key=lambda sample: sample[0])
+    draw(out / f"{name}.png", [comparison for _, comparison in drawn], masks.classes)
     note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
     return Outcome(numbers, settings, (out / f"{name}.png",))

@@ -5,10 +5,11 @@ The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.
 of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
 
 import functools
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from eagleray.base.errors import UserError
+from eagleray.base.progress import seconds_left
 from eagleray.data.decode import BadImage, decode
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import stage_outputs, stages
@@ -51,14 +53,28 @@ class Video(NamedTuple):
     binary: bool
 
 
-@torch.inference_mode()
-@in_eval_mode
+class Measured(NamedTuple):
+    """The scores of a sequence, and the picture of it.
+
+    The scores are J and F of each object (n, 2): those of the backbone's patches under the name "", and those of colour
+    histograms under "colours_"."""
+
+    name: str
+    scores: dict[str, NDArray[np.float64]]
+    picture: Path
+
+
+# From the names of sequences, the settings and the folder for pictures to the results, in any order.
+Elsewhere = Callable[[Sequence[str], Mapping[str, Any], Path], Iterable[Measured]]
+
+
 def davis(
     backbone: Backbone,
     data: str | Path,
     *,
     out: Path,
     note: Callable[[str], None] = print,
+    elsewhere: Elsewhere | None = None,
     split: str = "val",
     size: PositiveInt = 480,
     n_last_frames: NonNegativeInt = 7,
@@ -68,37 +84,62 @@ def davis(
     """Measure J, F and J&F in percent for each sequence, and their means over all objects.
 
     They are measured for the backbone's patches and, as a baseline, for colour histograms. A picture is drawn of each
-    sequence. `size` is the short side of the frames in pixels.
+    sequence. `size` is the short side of the frames in pixels. `elsewhere` is a function that measures the sequences in
+    other processes, with `measure_named`; without it, this process measures one after the other.
 
     Raises UserError when the data are incomplete, or the backbone cannot process them."""
     sequences = videos(Path(data), split)
-    descriptors: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
     settings: dict[str, int] = {
+        "size": size,
         "n_last_frames": n_last_frames,
         "topk": topk,
         "size_mask_neighborhood": size_mask_neighborhood,
     }
-    scores: dict[str, list[NDArray[np.float64]]] = {prefix: [] for prefix in descriptors}
-    numbers: dict[str, float] = {}
-    pictures = []
     out.mkdir(parents=True, exist_ok=True)
-    for video in sequences:
-        rows: dict[str, list[draw.Tile]] = {}
-        for prefix, describe in descriptors.items():
-            each, rows[prefix] = evaluate_video(describe, video, **settings)
-            scores[prefix].append(each)
-            numbers |= percent(f"davis/{video.name}/{prefix}", each)
-        ours, plain = (numbers[f"davis/{video.name}/{prefix}J&F"] for prefix in descriptors)
-        note(f"davis {video.name}: J&F {ours:.1f}, colour histograms {plain:.1f}")
-        labels = {"": f"backbone\nJ&F {ours:.1f}", "colours_": f"colours\nJ&F {plain:.1f}"}
-        title = f"{video.name}: masks propagated from the first frame; the white line is the truth"
-        pictures.append(draw.sheet({labels[p]: row for p, row in rows.items()}, out / f"davis-{video.name}.png", title))
-    means = {
-        k: v for prefix, parts in scores.items() for k, v in percent(f"davis/{prefix}", np.concatenate(parts)).items()
-    }
+    if elsewhere:
+        results = iter(elsewhere([video.name for video in sequences], {"split": split, **settings}, out))
+    else:
+        results = (measure(backbone, video, out, **settings) for video in sequences)
+    measured: dict[str, Measured] = {}
+    began = time.monotonic()
+    for one in results:
+        measured[one.name] = one
+        ours, plain = (percent("", scores)["J&F"] for scores in one.scores.values())
+        left = seconds_left(len(measured), len(sequences), start=0, seconds=time.monotonic() - began)
+        progress = f"sequence {len(measured)}/{len(sequences)}, ETA {left:.0f} s"
+        note(f"davis {one.name}: J&F {ours:.1f}, colour histograms {plain:.1f}  ({progress})")
+    ordered = [measured[video.name] for video in sequences]
+    numbers: dict[str, float] = {}
+    for prefix in ordered[0].scores:
+        numbers |= percent(f"davis/{prefix}", np.concatenate([one.scores[prefix] for one in ordered]))
+    for one in ordered:
+        for prefix, scores in one.scores.items():
+            numbers |= percent(f"davis/{one.name}/{prefix}", scores)
     frames = sum(len(video.frames) for video in sequences)
-    details = {**settings, "temperature": TEMPERATURE, "size": size, "split": split}
-    return Outcome(means | numbers, {**details, "sequences": len(sequences), "frames": frames}, tuple(pictures))
+    details = {**settings, "temperature": TEMPERATURE, "split": split, "sequences": len(sequences), "frames": frames}
+    return Outcome(numbers, details, tuple(one.picture for one in ordered))
+
+
+@torch.inference_mode()
+@in_eval_mode
+def measure(backbone: Backbone, video: Video, out: Path, *, size: int, **settings: int) -> Measured:
+    """Measure one sequence, and draw its picture into the folder `out`.
+
+    Raises UserError as `evaluate_video` does."""
+    descriptors: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
+    scores: dict[str, NDArray[np.float64]] = {}
+    rows: dict[str, list[draw.Tile]] = {}
+    for (prefix, describe), what in zip(descriptors.items(), ("backbone", "colours"), strict=True):
+        scores[prefix], tiles = evaluate_video(describe, video, **settings)
+        rows[f"{what}\nJ&F {percent('', scores[prefix])['J&F']:.1f}"] = tiles
+    title = f"{video.name}: masks propagated from the first frame; the white line is the truth"
+    return Measured(video.name, scores, draw.sheet(rows, out / f"davis-{video.name}.png", title))
+
+
+def measure_named(backbone: Backbone, data: Path, name: str, out: Path, *, split: str, **settings: int) -> Measured:
+    """Measure the sequence of this name, as `davis` asks other processes to do with `elsewhere`."""
+    [video] = [video for video in videos(data, split) if video.name == name]
+    return measure(backbone, video, out, **settings)
 
 
 def percent(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:

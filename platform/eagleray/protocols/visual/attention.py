@@ -20,7 +20,8 @@ from eagleray.config.types import Share
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.features import batches, no_image_error, subset
+from eagleray.protocols.features import no_image_error, subset
+from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise

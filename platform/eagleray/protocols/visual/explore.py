@@ -20,7 +20,8 @@ from eagleray.data.index import Index, Note
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.correspondence import matches
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.features import batches, image, no_image_error, subset
+from eagleray.protocols.features import image, no_image_error, subset
+from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views import photometric

@@ -1,0 +1,160 @@
+"""Run a function on several Ray processes that form a process group, such as a fine-tuning on several GPUs."""
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as td
+
+from eagleray.base import devices
+from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.cluster.ray_map import gpu_share
+from eagleray.cluster.session import machines, session
+from eagleray.cluster.waiting import Waiting
+from eagleray.config import plugins
+from eagleray.engine import world
+
+T = TypeVar("T")
+R = TypeVar("R")
+Note = Callable[[str], None]
+ATTEMPTS = 3  # starts of all processes, if one of them dies
+TOGETHER = 3.0  # seconds after a failure in which the other ranks say why they failed
+
+
+class Died(RuntimeError):
+    """A process of a rank has died."""
+
+
+def ray_ranks(function: Callable[[T, Note], R], task: T, *, workers: int, gpus: bool, note: Note) -> R:
+    """Return what `function(task, note)` returns on rank 0 of `workers` processes. They are started on the cluster of
+    RAY_ADDRESS if that is set, else in a Ray on this machine. Each has CPUs of its own and, with `gpus`, a GPU.
+
+    The lines that rank 0 notes are noted here. If a process dies, all of them are started again: the function has to
+    continue from what it has saved. If the function fails on one rank, the others are ended.
+
+    Raises the UserError or Outage that the function raises, UserError when `gpus` is true and there are none, and
+    RuntimeError for any other failure."""
+    with session(cpus=None if gpus else max(workers, int(devices.cpus()))) as ray:
+        each = gpu_share(machines(ray)) if gpus else {"num_cpus": cpu_share(machines(ray), workers)}
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                return _attempt(ray, (function, task), workers, each, note)
+            except Died as e:
+                if not left:
+                    raise RuntimeError(f"{e}, {ATTEMPTS} times; the same command continues") from None
+                note(f"{e}; all start again")
+    raise AssertionError("unreachable")
+
+
+def cpu_share(nodes: Sequence[Mapping[str, float]], workers: int) -> int:
+    """Return the largest number of CPUs of which that many workers find room on the machines; 1 if there is none."""
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    return max((n for n in range(1, max(cpus, default=0) + 1) if sum(c // n for c in cpus) >= workers), default=1)
+
+
+def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, float], note: Note) -> Any:
+    """Start the ranks, wait for rank 0's result, and end the ranks."""
+    from ray import cloudpickle
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.queue import Queue
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    amounts = {name: float(each[key]) for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")) if key in each}
+    waiting = Waiting(ray, workers, workers, amounts, note)
+    group = placement_group([amounts] * workers, strategy="PACK")
+    actors: list[Any] = []
+    lines = Queue(actor_options={"num_cpus": 0})
+    try:
+        while not group.wait(timeout_seconds=1):
+            waiting.look()
+        kind = ray.remote(**each, scheduling_strategy=PlacementGroupSchedulingStrategy(group))(Rank)
+        actors = [kind.remote(rank, workers, dict(each), plugins.pack()) for rank in range(workers)]
+        payload = ray.put(cloudpickle.dumps(work))
+        address = actors[0].listen.remote()
+        results = [actor.run.remote(address, payload, lines) for actor in actors]
+        _wait(ray, results, lambda: _show(lines, note))
+        return pickle.loads(ray.get(results[0]))
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        lines.shutdown(force=True)
+        remove_placement_group(group)
+
+
+def _show(lines: Any, note: Note) -> None:
+    """Note the lines of rank 0."""
+    for line in lines.get_nowait_batch(lines.qsize()):
+        note(line)
+
+
+def _wait(ray: Any, results: Sequence[Any], look: Callable[[], None]) -> None:
+    """Wait until all ranks are done, and call `look` meanwhile.
+
+    Raises the error that explains the failure of a rank: the others only lose their connection to it."""
+    pending, errors, end = list(results), dict[int, Exception](), float("inf")
+    while pending and time.monotonic() < end:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=0.5)
+        look()
+        for result in ready:
+            try:
+                ray.get(result)
+            except Exception as e:
+                errors[results.index(result)] = e
+                end = min(end, time.monotonic() + TOGETHER)
+    if errors:
+        raise _explain(errors)
+
+
+def _explain(errors: Mapping[int, Exception]) -> Exception:
+    """Return the error to raise for those of some ranks: one for the user, a process that died, or another."""
+    from ray.exceptions import RayTaskError
+
+    causes = {rank: getattr(e, "cause", e) if isinstance(e, RayTaskError) else e for rank, e in errors.items()}
+    for cause in causes.values():
+        if isinstance(cause, UserError | Outage):
+            return cause
+    for rank, e in errors.items():
+        if not isinstance(e, RayTaskError):
+            return Died(f"the process of rank {rank} died: {one_line(e)}")
+    rank, cause = min(causes.items(), key=lambda item: isinstance(item[1], td.DistError | RuntimeError))
+    return RuntimeError(f"rank {rank}: {type(cause).__name__}: {one_line(cause)}")
+
+
+class Rank:
+    """One rank, in an actor of Ray."""
+
+    def __init__(self, rank: int, size: int, each: Mapping[str, float], packed: Any) -> None:
+        plugins.install(packed)
+        self.rank, self.size, self.gpus = rank, size, "num_gpus" in each
+        self.store: td.TCPStore | None = None
+        torch.set_num_threads(int(each["num_cpus"]))
+
+    def listen(self) -> tuple[str, int]:
+        """Open the key-value store through which the ranks meet, on a free port, and return its address."""
+        from ray.util import get_node_ip_address
+
+        host = get_node_ip_address()
+        self.store = td.TCPStore(host, 0, self.size, is_master=True, wait_for_workers=False)
+        return host, self.store.port
+
+    def run(self, address: tuple[str, int], payload: bytes, lines: Any) -> bytes:
+        """Join the process group and call the function. Returns rank 0's result, pickled, and nothing on others."""
+        from ray import cloudpickle
+
+        from eagleray.cluster.process_group import bind
+
+        function, task = pickle.loads(payload)
+        device = world.device_of(self.gpus)
+        bind()
+        backend = f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}" if self.gpus else "gloo"
+        store = self.store or td.TCPStore(*address, self.size, is_master=False)
+        td.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        result = function(task, lines.put if self.rank == 0 else _silent)
+        td.barrier()  # no rank leaves while another one still talks to it
+        return bytes(cloudpickle.dumps(result)) if self.rank == 0 else b""
+
+
+def _silent(line: str) -> None:
+    """Note nothing: all ranks say the same."""

@@ -1,0 +1,82 @@
+"""Say what a run waits for, while the cluster has no room for its workers."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LOOK = 5.0  # seconds between two looks
+SOON = 15.0  # seconds in which workers start where there is room
+AGAIN = 300.0  # seconds after which the line is printed again
+START = "waiting for "  # how the line begins; `eagleray jobs` looks for it
+Say = Callable[[str], None]
+
+
+class Waiting:
+    """Looks whether the workers of a run have got their resources, and prints a line while they have not."""
+
+    def __init__(self, ray: Any, least: int, most: int, each: Mapping[str, float], say: Say) -> None:
+        """`each` is what a worker asks for, by Ray's names of resources; `least` and `most` are numbers of workers."""
+        self.ray, self.say, self.each = ray, say, {k: v for k, v in each.items() if v}
+        self.least, self.most = least, most
+        self.before = set(self._groups())
+        self.since = self.looked = time.monotonic()
+        self.printed = float("-inf")
+        self.line = ""
+
+    def look(self) -> bool:
+        """Print the line when it is due, and a second one when the workers have what they asked for. Returns whether
+        this look has found the run waiting."""
+        now = time.monotonic()
+        if now - self.looked < LOOK:
+            return False
+        self.looked = now
+        if self._placed():
+            if self.line:
+                self.say(f"{self.least if self.least == self.most else 'the'} worker(s) have what they asked for")
+            self.since, self.line, self.printed = now, "", float("-inf")
+            return False
+        line = START + self.wanted() + "; " + self.there()
+        if now - self.since >= SOON and (line != self.line or now - self.printed >= AGAIN):
+            self.say(line)
+            self.line, self.printed = line, now
+        return bool(self.line)
+
+    def wanted(self) -> str:
+        """Return in words what the run asks for."""
+        number = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+        return f"{number} worker(s) with {amounts(self.each)} each"
+
+    def there(self) -> str:
+        """Return in words what the cluster has, and what of it is free."""
+        nodes = sum(bool(n["Alive"]) for n in self.ray.nodes())
+        kinds: list[str] = [k for k in ("CPU", "GPU") if k in self.each]
+        total, free = ({k: found.get(k, 0.0) for k in kinds} for found in self._amounts())
+        return f"the cluster has {nodes} node(s) with {amounts(total)}, of which {amounts(free)} are free"
+
+    def _amounts(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        return self.ray.cluster_resources(), self.ray.available_resources()
+
+    def _groups(self) -> dict[str, Any]:
+        """Return Ray's table of placement groups: each group of workers is one, of which Ray starts all or none."""
+        from ray.util import placement_group_table
+
+        return placement_group_table()
+
+    def _placed(self) -> bool:
+        """Return whether a group of workers of this run has its resources."""
+        return any(
+            group["state"] == "CREATED" and self._ours(group)
+            for name, group in self._groups().items()
+            if name not in self.before
+        )
+
+    def _ours(self, group: Mapping[str, Any]) -> bool:
+        bundles = list(group["bundles"].values())
+        return self.least <= len(bundles) <= self.most and all(
+            {k: v for k, v in b.items() if k in ("CPU", "GPU")} == self.each for b in bundles
+        )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """Return amounts of resources in words, such as `12 CPUs and 1 GPU`."""
+    return " and ".join(f"{v:g} {k}{'' if v == 1 else 's'}" for k, v in resources.items())

@@ -1,0 +1,84 @@
+"""Opens an index on all ranks of a run: rank 0 lists and checks the shards, the others receive what it found.
+
+The index files themselves are read by every rank. A file in a bucket is fetched once per machine; one that a machine
+cannot reach, such as that of a read-only bucket in rank 0's folder, is sent by rank 0.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eagleray.base import dist, files
+from eagleray.data.index import Index
+from eagleray.data.index_file import File, fetch_once
+
+TAIL = 2**16  # bytes at the end of an index file, with the metadata of all shards, that its stamp is computed from
+
+
+@dataclass(frozen=True)
+class FileNote:
+    """Tells other ranks where rank 0 has an index file, and how another machine recognises the same one."""
+
+    url: str
+    path: Path
+    stamp: str
+
+    @classmethod
+    def of(cls, file: File) -> "FileNote":
+        return cls(file.url, file.path, stamp(file.path))
+
+    def here(self) -> File | None:
+        """Return the file on this machine, fetched if it is in a bucket, or None."""
+        if self.url.startswith("s3:"):
+            return File(fetch_once(self.url, self.path.name), self.url)
+        for path in (self.path, self.received):
+            if path.exists() and stamp(path) == self.stamp:
+                return File(path, self.url)
+        return None
+
+    @property
+    def received(self) -> Path:
+        """The path of a copy that rank 0 has sent."""
+        return files.cache_folder("index") / f"{self.stamp}.parquet"
+
+    def receive(self, content: bytes) -> None:
+        """Write what rank 0 has sent, once per machine."""
+        self.received.parent.mkdir(parents=True, exist_ok=True)
+        with files.file_lock(self.received.with_suffix(".lock")):
+            if not self.received.exists():
+                files.write_atomic(self.received, content)
+
+
+def stamp(path: Path) -> str:
+    """Return a text that differs between index files of different shards."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(size - TAIL, 0))
+        return f"{size}-{zlib.crc32(file.read()):08x}"
+
+
+def open_on_all(open_here: Callable[[], Index]) -> Index:
+    """Return on all ranks the index that a function opens on rank 0. Called by all ranks together.
+
+    Raises on all of them the UserError or Outage that the function raises."""
+    if dist.size() == 1:
+        return open_here()
+    own: list[Index] = []
+
+    def described() -> tuple[Index, list[FileNote], list[int]]:
+        own.append(open_here())
+        distinct = list(dict.fromkeys(own[0].files))
+        which = {file: n for n, file in enumerate(distinct)}
+        return replace(own[0], files=[]), [FileNote.of(f) for f in distinct], [which[f] for f in own[0].files]
+
+    index, notes, numbers = dist.from_rank_zero(described)
+    found = [note.here() for note in notes]
+    missing = dist.gather_objects([number for number, file in enumerate(found) if file is None])
+    for number in sorted(set().union(*missing)):
+        content = dist.from_rank_zero(notes[number].path.read_bytes)
+        if found[number] is None:
+            notes[number].receive(content)
+            found[number] = notes[number].here()
+    opened = [file for file in found if file]
+    return own[0] if own else replace(index, files=[opened[n] for n in numbers])

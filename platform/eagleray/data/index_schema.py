@@ -1,0 +1,105 @@
+"""Says what an index consists of, and refuses one that cannot be true, as it may come from a stranger's bucket."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from eagleray.data.tar_headers import BLOCK as HEADER
+from eagleray.data.tar_scan import LARGEST
+
+BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("offset", pa.int64()),  # of the image's bytes in the shard
+        ("size", pa.int64()),  # of the image, bytes
+        ("label", pa.int64()),  # -1: none
+        ("crc", pa.uint32()),  # zlib.crc32 of the image's bytes
+        ("reason", pa.string()),  # why the sample cannot be used; null where it can
+    ]
+)
+MOST_ROWS = 2**24  # of one shard
+LARGEST_BLOCK = 8 * BLOCK  # bytes between the ends of the first and the last image of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The entry of a shard in the metadata of an index."""
+
+    name: str
+    size: int  # bytes
+    tag: str
+    usable: int
+    bad: int
+    labelled: bool
+    blocks: list[int]  # usable samples in each
+
+
+def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+    """Check the entries of the shards against each other and against their row groups. Raises ValueError."""
+    if not {field.name: field.type for field in SCHEMA}.items() <= {field.name: field.type for field in schema}.items():
+        raise ValueError("other columns")
+    if len(shards) != metadata.num_row_groups:
+        raise ValueError(f"{len(shards)} shards in {metadata.num_row_groups} row groups")
+    texts = {type(value) for s in shards for value in (s.name, s.tag)}
+    numbers = {type(value) for s in shards for value in (s.size, s.usable, s.bad)}
+    if not (texts <= {str} and numbers <= {int} and {type(s.blocks) for s in shards} <= {list}):
+        raise ValueError("names, sizes or blocks of another type")
+    if {type(n) for s in shards for n in s.blocks} - {int} or min(
+        itertools.chain([1], *(s.blocks for s in shards))
+    ) < 1:
+        raise ValueError("a block without samples")
+    if len({s.name for s in shards}) < len(shards):
+        raise ValueError("two shards of one name")
+    for group, s in enumerate(shards):
+        rows = s.usable + s.bad
+        # A sample of a tar takes a header; a fault of the shard itself has a row too. A folder of images is named ".".
+        most = MOST_ROWS if s.name == "." else min(s.size // HEADER + 1, MOST_ROWS)
+        if min(s.size, s.usable, s.bad) < 0 or s.usable > s.size or rows > most:
+            raise ValueError(f"{s.name}: {s.usable} and {s.bad} samples in {s.size} bytes")
+        if sum(s.blocks) != s.usable:
+            raise ValueError(f"{s.name}: blocks of {sum(s.blocks)} samples, of {s.usable}")
+        if metadata.row_group(group).num_rows != rows:
+            raise ValueError(f"{s.name}: {metadata.row_group(group).num_rows} rows of {rows} samples")
+
+
+def check_rows(table: pa.Table, shard: Shard) -> None:
+    """Check those columns of a shard's rows that a table has. Raises ValueError or an ArrowException."""
+    table.validate(full=True)  # texts are UTF-8
+    if len(table) != shard.usable + shard.bad:
+        raise ValueError(f"{len(table)} rows of {shard.usable + shard.bad} samples")
+    usable = table.slice(0, shard.usable)
+    for column in usable.column_names:
+        if column != "reason" and usable[column].null_count:
+            raise ValueError(f"a sample without {column}")
+    if "key" in table.column_names and table["key"].null_count:
+        raise ValueError("a sample without key")
+    if "reason" in table.column_names and (
+        usable["reason"].null_count != shard.usable or table["reason"].null_count != shard.usable
+    ):
+        raise ValueError("usable samples do not come first")
+    if "label" in table.column_names and shard.usable and pc.min(usable["label"]).as_py() < -1:
+        raise ValueError("a label below -1")
+    if "size" in table.column_names and shard.usable:
+        smallest, largest = pc.min_max(usable["size"]).as_py().values()
+        if smallest < 1 or largest > LARGEST:
+            raise ValueError(f"images of {smallest} to {largest} bytes")
+    if {"offset", "size"} <= set(table.column_names):
+        _check_positions(usable["offset"].to_numpy(), usable["size"].to_numpy(), shard)
+
+
+def _check_positions(offset: NDArray[np.int64], size: NDArray[np.int64], shard: Shard) -> None:
+    """Check that the usable images of a shard (n,) follow each other inside it. Raises ValueError."""
+    if not len(offset):
+        return
+    if offset[0] < 0 or offset[-1] > shard.size - size[-1] or (offset[:-1] > offset[1:] - size[:-1]).any():
+        raise ValueError(f"images that overlap, or lie outside of {shard.size} bytes")
+    last = np.cumsum(shard.blocks) - 1
+    end = offset + size
+    if (end[last] - end[np.r_[0, last[:-1] + 1]]).max() > LARGEST_BLOCK:
+        raise ValueError(f"a block of more than {LARGEST_BLOCK} bytes")

@@ -1,0 +1,101 @@
+"""Run a protocol that needs the backbone itself in Ray workers."""
+
+import functools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagleray.base.errors import UserError
+from eagleray.base.progress import progress_over
+from eagleray.cluster.ray_map import ray_map
+from eagleray.cluster.ray_ranks import Note, ray_ranks
+from eagleray.engine import world
+from eagleray.evaluation.target import load_target
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.registry import PROTOCOLS
+from eagleray.storage.folder_copy import local_folder
+
+if TYPE_CHECKING:
+    from eagleray.protocols.video.davis import Measured
+
+
+@dataclass(frozen=True)
+class Job:
+    """A description of a protocol's work for the processes that do it.
+
+    It holds the name of the backbone, not its weights, which may be too large to send. The worker loads them itself."""
+
+    backbone: str  # its name, see `load_target`
+    architecture: str | None  # timm's name, for a file of tensors
+    digest: str  # of the backbone
+    protocol: str
+    folders: tuple[str, ...]  # paths and URLs, in the order in which the protocol needs them
+    arguments: Mapping[str, Any]
+    gpus: bool  # each worker has a GPU
+
+    def load(self, note: Note = lambda _: None) -> tuple[Backbone, list[Path]]:
+        """Return the backbone on this worker's device, and the folders of this machine with the data. A copy of a
+        folder is noted.
+
+        Raises UserError when they cannot be read, or the weights are no longer those of the command."""
+        return _backbone(self.backbone, self.architecture, self.digest, self.gpus), [
+            local_folder(url, note) for url in self.folders
+        ]
+
+
+@functools.lru_cache(maxsize=1)
+def _backbone(name: str, architecture: str | None, digest: str, gpus: bool) -> Backbone:
+    """Load the backbone once, for all tasks that a worker gets one after the other."""
+    target = load_target(name, architecture)
+    if target.digest != digest:
+        raise UserError(f"{name}: the weights changed during the evaluation; name a checkpoint file, or try again")
+    return target.backbone.to(world.device_of(gpus))
+
+
+def measure_videos(
+    job: Job, workers: int, names: Sequence[str], settings: Mapping[str, Any], out: Path
+) -> Iterator["Measured"]:
+    """Yield the results of the sequences of these names, each measured by one of `workers` Ray tasks."""
+    tasks = [(job, name, settings) for name in names]
+    results = ray_map(_measure_video, tasks, workers=workers, gpus=job.gpus)
+    for measured, picture in progress_over("videos", job.protocol, results, len(tasks)):
+        path = out / measured.picture.name
+        path.write_bytes(picture)
+        yield measured._replace(picture=path)
+
+
+def _measure_video(task: tuple[Job, str, Mapping[str, Any]]) -> tuple["Measured", bytes]:
+    """Measure a sequence in a Ray task; return the result and the content of its picture."""
+    from eagleray.protocols.video.davis import measure_named
+
+    job, name, settings = task
+    backbone, [data] = job.load()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure_named(backbone, data, name, Path(folder), **settings)
+        return measured, measured.picture.read_bytes()
+
+
+def run_on_ranks(
+    job: Job, workers: int, *_: Any, out: Path, note: Note, checkpoints: str | None = None, **__: Any
+) -> Outcome:
+    """Run a protocol on the ranks of a process group, and return its outcome; its files are written to `out`. All
+    other arguments of the protocol are ignored: they are in the job.
+
+    Rank 0 keeps the checkpoints of a training in the folder or URL `checkpoints`, by default in `out`."""
+    task = replace(job, arguments={**job.arguments, "checkpoints": checkpoints or str(out)})
+    outcome, files = ray_ranks(_run_rank, task, workers=workers, gpus=job.gpus, note=note)
+    for name, data in files.items():
+        (out / name).write_bytes(data)
+    return replace(outcome, pictures=tuple(out / picture for picture in outcome.pictures))
+
+
+def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
+    """Run a protocol as one of several ranks; return its outcome, with names of pictures, and its files."""
+    backbone, folders = job.load(note)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = PROTOCOLS[job.protocol].run(backbone, *folders, out=Path(folder), note=note, **job.arguments)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    return replace(outcome, pictures=tuple(Path(picture.name) for picture in outcome.pictures)), files

@@ -1,0 +1,94 @@
+"""Checks the types and ranges of the values in a COCO file, which comes from strangers like any other data."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+SIDE = 2**16  # pixels, more than any image that decodes
+
+
+def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yield a line for each value that is not of its kind, in a tree whose rows have all their keys."""
+    for i, image in enumerate(tree["images"]):
+        if not is_id(image["id"]):
+            yield f"images[{i}].id is {shown(image['id'])}, expected a number or a text"
+        if not is_inside(image["file_name"]):
+            yield f"images[{i}].file_name is {shown(image['file_name'])}, expected a path within the folder of images"
+        for key in ("height", "width"):
+            if not is_whole(image[key], 1, SIDE):
+                yield f"images[{i}].{key} is {shown(image[key])}, expected pixels from 1 to {SIDE}"
+    for i, category in enumerate(tree["categories"]):
+        if not is_whole(category["id"], 0, 2**31) or not isinstance(category["name"], str):
+            yield f"categories[{i}] is {shown(category)}, expected a number as id and a text as name"
+    for i, a in enumerate(tree["annotations"]):
+        if not is_id(a["image_id"]) or not is_id(a["category_id"]):
+            yield f"annotations[{i}] has an image_id or category_id that is neither a number nor a text"
+        if a.get("iscrowd", 0) not in (0, 1):
+            yield f"annotations[{i}].iscrowd is {shown(a['iscrowd'])}, expected 0 or 1"
+        if "area" in a and not is_numbers([a["area"]], 1):
+            yield f"annotations[{i}].area is {shown(a['area'])}, expected a number"
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a value can name a row: a number or a text."""
+    return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Return whether a value is a whole number within bounds."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_inside(name: Any) -> bool:
+    """Return whether a value is a relative path that does not leave its folder."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def is_numbers(value: Any, least: int) -> bool:
+    """Return whether a value is a list of at least `least` finite numbers."""
+    return (
+        isinstance(value, list)
+        and len(value) >= least
+        and all(isinstance(v, int | float) and abs(v) < 2**53 and math.isfinite(v) for v in value)
+    )
+
+
+def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
+    """Return whether a value is a mask of an image of `size`: polygons of 3 or more points, or runs that cover it."""
+    if isinstance(segmentation, dict):
+        counts: Any = segmentation.get("counts")
+        if isinstance(counts, str):
+            counts = run_lengths(counts)
+        whole = is_numbers(counts, 1) and min(counts) >= 0 and sum(counts) == size[0] * size[1]
+        return segmentation.get("size") == list(size) and whole
+    return isinstance(segmentation, list) and bool(segmentation) and all(is_numbers(p, 6) for p in segmentation)
+
+
+def run_lengths(text: str) -> list[int]:
+    """Return the runs of COCO's compressed masks; an empty list for a text that is none.
+
+    A run is written in groups of five bits from the lowest on, each as the character 48 + bits, with 32 added where
+    another group follows; the sign is the fifth bit of the last group. From the fourth run on, it is the difference to
+    the run two before (COCO's maskApi.c, rleFrString)."""
+    runs: list[int] = []
+    value = shift = 0
+    for character in text:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64 or shift > 30:
+            return []
+        value |= (bits & 31) << shift
+        shift += 5
+        if not bits & 32:
+            value -= (1 << shift) if bits & 16 else 0
+            runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+            value = shift = 0
+    return [] if shift else runs
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value, as Python writes it."""
+    return repr(value)[:60]

@@ -1,0 +1,162 @@
+"""Read the centre crops of images in the order of their numbers, by blocks, in threads or in loader processes.
+
+Neighbouring images are fetched with one ranged read, as in training, and their checksums are compared.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from eagleray.base import devices
+from eagleray.base.errors import Outage, UserError
+from eagleray.data.blocks import Block, Fetcher
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.index import Index
+from eagleray.data.loader import begin, ignore_signals
+from eagleray.data.order import Run
+from eagleray.data.reader import pixel_buffer
+from eagleray.protocols.feature_shards import BATCH
+from eagleray.storage.block_cache import Cache
+from eagleray.storage.retry import PATIENCE
+from eagleray.views.crop import centre_crop
+
+AHEAD = 4  # batches that are read and decoded while one is in the backbone
+PIECE = 32  # images that a thread decodes in a row
+GAP = 2**20  # bytes between two images that are fetched with them rather than with a second read
+
+Crops = tuple[Tensor, Tensor]  # numbers of the samples (b,), and their centre crops (b, 3, S, S), uint8
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Names what reads the images, threads of this process or loader processes, and a node's cache of blocks."""
+
+    workers: int = 0  # loader processes; 0: threads of this process
+    cache: Cache | None = None
+    patience: float = PATIENCE  # seconds to retry a store that does not answer
+
+
+THREADS = Reading()
+
+
+def batches(
+    index: Index,
+    samples: NDArray[np.int64],
+    size: int,
+    resize: int,
+    batch: int = BATCH,
+    *,
+    reading: Reading = THREADS,
+    device: torch.device = devices.CPU,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the numbers of the samples in a batch that decode, and their centre crops (b, 3, size, size), uint8.
+
+    While the caller uses a batch on the device, the next batches are read. Batches without a good image are left out.
+
+    Raises UserError or Outage when the images cannot be read."""
+    chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
+    crops = _CentreCrops(index, chunks, size, resize, reading)
+    workers = min(reading.workers, len(chunks))
+    loader: DataLoader[Crops | UserError | Outage] = DataLoader(
+        crops,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=workers > 0 and devices.has_streams(device),
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # not the one of the training, from which PyTorch would draw a seed
+    )
+    for item in begin(loader):
+        if isinstance(item, Exception):
+            raise item
+        rows, images = item
+        if len(rows):
+            yield rows.tolist(), images
+
+
+@dataclass(frozen=True)
+class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
+    """Yields the centre crops of each chunk of samples in order; a loader process yields its share of the chunks.
+
+    An error is yielded, as PyTorch would turn its message into that of a traceback."""
+
+    index: Index
+    chunks: list[NDArray[np.int64]]
+    size: int
+    resize: int
+    reading: Reading
+
+    def __iter__(self) -> Iterator[Crops | UserError | Outage]:
+        info = get_worker_info()
+        chunks = self.chunks[info.id :: info.num_workers] if info else self.chunks
+        threads = 1 if info else max(int(devices.cpus()), 1)
+        fetcher = Fetcher(self.index, cache=self.reading.cache, patience=self.reading.patience)
+        queue: deque[_Batch] = deque()
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                for chunk in chunks:
+                    queue.append(self._begin(pool, fetcher, chunk))
+                    if len(queue) > (1 if info else AHEAD):
+                        yield queue.popleft().result()
+                while queue:
+                    yield queue.popleft().result()
+        except (UserError, Outage) as e:
+            yield e
+        finally:
+            fetcher.pool.close()
+
+    def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
+        """Request the blocks of a batch now; its images are decoded when the pool comes to them."""
+        with torch.inference_mode(False):  # the threads that write to the tensor are not in that mode
+            batch = _Batch(chunk, pixel_buffer(len(chunk), 3, self.size, self.size), [])
+        row = 0
+        for block, samples in self._blocks(fetcher, chunk):
+            for i in range(0, len(samples), PIECE):
+                out = batch.images[row : row + len(samples[i : i + PIECE])]
+                batch.good.append(pool.submit(self._decode, block, samples[i : i + PIECE], out))
+                row += len(out)
+        return batch
+
+    def _blocks(self, fetcher: Fetcher, chunk: NDArray[np.int64]) -> list[tuple[Block, NDArray[np.int64]]]:
+        """Request the parts of blocks that hold these samples, in order, and return each with its samples."""
+        starts, out = self.index.starts, []
+        number = np.searchsorted(starts, chunk, "right") - 1  # of the block of each sample
+        for block, samples in zip(np.unique(number), np.split(chunk, np.flatnonzero(np.diff(number)) + 1), strict=True):
+            rows, at = self.index.rows(int(samples[0]), int(samples[-1]) + 1), samples - samples[0]
+            gaps = rows.offset[at[1:]] - rows.offset[at[:-1]] - rows.size[at[:-1]]
+            for part in np.split(samples, np.flatnonzero(gaps > GAP) + 1):
+                first, last = int(part[0] - starts[block]), int(part[-1] + 1 - starts[block])
+                out.append((Block(fetcher, Run(int(block), first, last)), part))
+        return out
+
+    def _decode(self, block: Block, samples: NDArray[np.int64], out: Tensor) -> list[bool]:
+        """Write the centre crops of n samples into `out` (n, 3, S, S), and return which of them decode."""
+        good = []
+        for sample, pixels in zip(samples.tolist(), out, strict=True):
+            try:
+                pixels.copy_(centre_crop(decode(block.bytes(sample)), resize=self.resize, size=self.size))
+            except BadImage:
+                good.append(False)
+            else:
+                good.append(True)
+        return good
+
+
+class _Batch(NamedTuple):
+    """A batch that is being read: its samples (b,), their crops (b, 3, S, S), and which of them decode."""
+
+    samples: NDArray[np.int64]
+    images: Tensor
+    good: list[Future[list[bool]]]  # in pieces
+
+    def result(self) -> Crops:
+        good = torch.tensor([ok for piece in self.good for ok in piece.result()], dtype=torch.bool)
+        numbers = torch.from_numpy(self.samples)
+        return (numbers, self.images) if good.all() else (numbers[good], self.images[good])

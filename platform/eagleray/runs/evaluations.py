@@ -1,0 +1,183 @@
+"""Evaluate the backbone of a run during training and at its end, beside an untrained one.
+
+An evaluation that fails costs its numbers, never the run: the failure is a finding, in the log and in the report.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from eagleray.base import dist
+from eagleray.base.errors import one_line
+from eagleray.base.files import cache_folder, write_atomic
+from eagleray.data.loader import processes
+from eagleray.methods.method import Classifier
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.classifier import classifier
+from eagleray.protocols.digests import data_digest, digest, weights_digest
+from eagleray.protocols.image_batches import Reading
+from eagleray.protocols.probes import ProbeSets, evaluate
+from eagleray.runs.build import build_method
+from eagleray.runs.health import FAILED_EVALUATION, Finding
+from eagleray.runs.memory import explain_exhaustion
+from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
+from eagleray.runs.rank_run import RankRun
+
+log = logging.getLogger(__name__)
+STARTS = 2  # of the evaluation at the end that may die with their process before the run ends without its numbers
+
+ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
+BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
+BASELINE_FORMAT = 1  # increased when evaluations compute other scores
+
+Scores = dict[str, float]
+
+
+def online(run: RankRun, step: int) -> Scores:
+    """Return the scores of an evaluation during training: a classifier is measured on the test set, every other
+    backbone by kNN. They are empty if the evaluation fails."""
+
+    def measure() -> Scores:
+        if isinstance(run.method, Classifier):
+            return evaluate_classifier(run, run.method)
+        e = run.plan.recipe.evaluate
+        return evaluate(run.export(), online_sets(run, step), e, protocols=("knn",), **how(run))
+
+    return announced(run, attempt(run, step, measure))
+
+
+def online_sets(run: RankRun, step: int) -> ProbeSets | None:
+    """Return the images of an evaluation during training: not all of a very large set, unless the recipe sets a limit.
+
+    The log of the first evaluation says so."""
+    e, plan = run.plan.recipe.evaluate, run.plan
+    sets = ProbeSets.of(plan.index, plan.test, e.limit)
+    if sets is None or e.limit is not None:
+        return sets
+    part = sets.at_most(*ONLINE)
+    shares = [
+        f"{len(now)} of {len(all_)} {name} images"
+        for name, now, all_ in (
+            ("training", part.train_samples, sets.train_samples),
+            ("test", part.test_samples, sets.test_samples),
+        )
+        if len(now) < len(all_)
+    ]
+    if shares and run.world.rank == 0 and step == e.every * plan.stream.steps_per_epoch:
+        log.info(
+            "evaluations during training use %s; evaluate.limit=N sets another number, the end uses all",
+            " and ".join(shares),
+        )
+    return part
+
+
+def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
+    """Return the scores at the end of the run, and log them. They are empty if the evaluation fails.
+
+    `starts` is how often this evaluation has begun; after two processes that died in it, it is given up."""
+    recipe = run.plan.recipe
+    sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
+
+    def measure() -> Scores:
+        if starts > STARTS:
+            raise RuntimeError(f"the process died in it {starts - 1} times")
+        if isinstance(run.method, Classifier):
+            return evaluate_classifier(run, run.method)
+        return evaluate(backbone, sets, recipe.evaluate, **how(run))
+
+    scores = attempt(run, step, measure)
+    if scores and not isinstance(run.method, Classifier):
+        assert sets is not None
+        untrained = attempt(run, step, partial(untrained_scores, run, sets))
+        scores |= {name + UNTRAINED: untrained[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in untrained}
+    if run.world.rank == 0:
+        log_scores(run, sets, scores)
+    return announced(run, scores)
+
+
+def log_scores(run: RankRun, sets: ProbeSets | None, scores: Scores) -> None:
+    """Log the scores at the end of the run, or why there are none."""
+    if isinstance(run.method, Classifier):
+        if scores or run.plan.test is None:
+            line = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items())
+            log.info("%s", line or "no data.test: no accuracy")
+        return
+    if sets is None:
+        log.info("no labels: nothing to evaluate")
+        return
+    for protocol, key in ("knn", KNN_TOP1), ("linear", LINEAR_TOP1):
+        if key in scores:
+            before = f", untrained {scores[key + UNTRAINED]:.1f} %" if key + UNTRAINED in scores else ""
+            settings = sets.describe(run.plan.recipe.evaluate, protocol)
+            log.info("%s top-1 %.1f %%%s (%s)", protocol, scores[key], before, settings)
+
+
+def announced(run: RankRun, scores: Scores) -> Scores:
+    """Return the scores, after telling the callbacks if there are any."""
+    if scores:
+        run.folder.callbacks("evaluation", scores)
+    return scores
+
+
+def attempt(run: RankRun, step: int, measure: Callable[[], Scores]) -> Scores:
+    """Return the scores that `measure` returns on all ranks; none if it fails on a rank.
+
+    The ranks agree at the end. When one of them is gone, this fails on all of them, and they start again."""
+    error, scores = None, {}
+    try:
+        with explain_exhaustion(run.plan.recipe, run.method, run.world.size, evaluating=True):
+            scores = measure()
+    except Exception as e:
+        error = e
+        log.debug("the evaluation failed", exc_info=e)
+    if run.world.agree(error is not None)[0]:
+        what = f"{type(error).__name__}: {one_line(error)}" if error else "on another rank"
+        run.folder.note_findings([Finding(step, FAILED_EVALUATION, f"its numbers are missing: {what}")])
+        return {}
+    return scores
+
+
+def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
+    """Return the scores of the backbone with the weights that the run began with. They are computed once on a machine,
+    and kept in its cache for further runs of the recipe."""
+    recipe = run.plan.recipe
+    backbone = build_method(recipe).export().to(run.world.device)
+    path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json" if run.world.rank == 0 else None
+    known = dist.gather_objects(json.loads(path.read_text()) if path and path.exists() else None)[0]
+    if known:
+        return known  # type: ignore[no-any-return]
+    scores = evaluate(backbone, sets, recipe.evaluate, **how(run))
+    try:
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(scores))
+    except OSError as e:
+        log.debug("%s: the untrained scores cannot be kept: %s", path, e)
+    return scores
+
+
+def baseline_digest(run: RankRun, backbone: Backbone, sets: ProbeSets) -> str:
+    """Return the digest of all that the scores of an untrained backbone depend on."""
+    e = {name: value for name, value in asdict(run.plan.recipe.evaluate).items() if name not in ("every", "limit")}
+    data = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
+    weights = weights_digest(backbone, run.plan.recipe.backbone)
+    return digest(BASELINE_FORMAT, weights, data, e, run.plan.recipe.precision, run.world.device.type)
+
+
+def how(run: RankRun) -> dict[str, Any]:
+    """Return how features are computed: the precision, and as many loader processes as those of the training."""
+    recipe, stream = run.plan.recipe, run.plan.stream
+    workers = processes(recipe.data.workers, run.world.cpus)
+    return {"precision": recipe.precision, "reading": Reading(workers, stream.cache, stream.patience)}
+
+
+def evaluate_classifier(run: RankRun, method: Classifier) -> Scores:
+    """Return the classifier's scores on the test set, if there is one."""
+    plan = run.plan
+    if plan.test is None:
+        return {}
+    e, device = plan.recipe.evaluate, next(method.parameters()).device
+    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device, **how(run))

@@ -1,0 +1,67 @@
+"""Classes the errors of stores, of credentials, of metadata services and of MLflow: which ones may pass by waiting."""
+
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Kind(enum.Enum):
+    """The ways to deal with an error of a service."""
+
+    WAIT = "the same request may succeed later"
+    RENEW = "it may succeed later with a new client, which reads its credentials and the clock again"
+    DENIED = "lasting, except where the same was allowed before: a role or a key is being replaced; new client"
+    LASTING = "somebody has to change something"
+
+
+class Rule(NamedTuple):
+    """Errors that are dealt with in one way: by their codes, their HTTP statuses or the names of botocore's classes."""
+
+    kind: Kind
+    errors: frozenset[str | int]
+    source: str  # where these errors are documented
+
+
+def _rule(kind: Kind, errors: str, source: str) -> Rule:
+    return Rule(kind, frozenset(int(e) if e.isdigit() else e for e in errors.split()), source)
+
+
+S3 = "docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html"
+COMMON = "docs.aws.amazon.com, Common Errors of each service; STS and SSO answer with them too"
+BOTOCORE, RETRY = "botocore/exceptions.py", "botocore/data/_retry.json"
+
+# The first rule that has the error's code decides, and if none has, the first that has its status.
+TABLE = (
+    _rule(Kind.WAIT, "SlowDown RequestTimeout InternalError ServiceUnavailable OperationAborted 503Slowdown", S3),
+    _rule(Kind.WAIT, "Throttling ThrottlingException RequestLimitExceeded RequestTimeoutException", COMMON),
+    _rule(Kind.WAIT, "ThrottledException TooManyRequestsException PriorRequestNotComplete", COMMON),
+    _rule(Kind.WAIT, "BandwidthLimitExceeded EC2ThrottledException IDPCommunicationError", RETRY),
+    _rule(Kind.WAIT, "CredentialRetrievalError MetadataRetrievalError TokenRetrievalError", BOTOCORE),
+    _rule(Kind.RENEW, "ExpiredToken InvalidToken TokenRefreshRequired RequestTimeTooSkewed", S3),
+    _rule(Kind.RENEW, "ExpiredTokenException RequestExpired RequestInTheFuture TokenExpired", COMMON),
+    _rule(Kind.DENIED, "AccessDenied InvalidAccessKeyId SignatureDoesNotMatch AllAccessDisabled AccountProblem", S3),
+    _rule(Kind.DENIED, "AccessDeniedException InvalidClientTokenId UnrecognizedClientException NotAuthorized", COMMON),
+    _rule(Kind.DENIED, "UnauthorizedSSOTokenError SSOTokenLoadError LoginRefreshRequired SSLError", BOTOCORE),
+    _rule(Kind.WAIT, "408 425 429 500 502 503 504 507 509", "RFC 9110 and 6585; MLflow's REST API uses these statuses"),
+    _rule(Kind.RENEW, "401", "RFC 9110: no valid credentials; OpenStack Swift for a token that has expired"),
+    _rule(Kind.DENIED, "403", "RFC 9110"),
+)
+
+
+def kind_of(*names: str | int) -> Kind:
+    """Return the way to deal with an error that has these names: its code first, then its HTTP status."""
+    for name in names:
+        for rule in TABLE:
+            if name in rule.errors:
+                return rule.kind
+    return Kind.WAIT if any(isinstance(n, int) and n >= 500 for n in names) else Kind.LASTING
+
+
+def passes(kind: Kind, *, allowed_before: bool) -> bool:
+    """Return whether waiting may help, when the same request was or was not `allowed_before`."""
+    return kind in (Kind.WAIT, Kind.RENEW) or (kind is Kind.DENIED and allowed_before)
+
+
+def names_of(error: BaseException) -> Iterable[str]:
+    """Return the names of an error's class and of the classes that it derives from, the nearest first."""
+    return [c.__name__ for c in type(error).__mro__]

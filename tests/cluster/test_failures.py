@@ -1,0 +1,92 @@
+"""Errors of a rank reach the command and the log, and a resize waits until the run has saved."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from eagleray.base import dist
+from eagleray.cluster import ray_train, resize
+from eagleray.runs import remote
+
+
+def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "rank", lambda: rank)
+    try:
+        raise error
+    except Exception as e:
+        ray_train._count(out, "a", e)
+
+
+def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "checkpoints").mkdir()
+    out = str(tmp_path)
+    for _ in range(3):
+        fail(out, 3, ZeroDivisionError("rank 3's own"), monkeypatch)
+        fail(out, 0, RuntimeError("connection closed by peer"), monkeypatch)
+    failure = json.loads((tmp_path / ".failure").read_text())
+    assert failure["why"].startswith("failed 3 times without progress: ZeroDivisionError: rank 3's own")
+    assert failure["trace"].startswith("rank 3 failed\nTraceback")
+    assert "test_failures.py" in failure["trace"]
+    with pytest.raises(RuntimeError, match="rank 3's own"):
+        ray_train.raise_failure(out, "a")
+    ray_train.raise_failure(out, "b")  # that of another command is none to this one
+
+
+def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(monkeypatch: pytest.MonkeyPatch):
+    notes = {
+        ".failure": json.dumps({"command": "a", "user": False, "why": "no", "trace": "rank 3 failed\n"}),
+        "train.log": "begun\n",
+    }
+    monkeypatch.setattr(remote, "read_note", lambda out, name: notes.get(name))
+    monkeypatch.setattr(remote, "write_note", lambda out, name, text: notes.update({name: text}))
+    with pytest.raises(RuntimeError, match=r"^no$"):
+        ray_train.raise_failure("s3://bucket/run", "a")
+    assert notes["train.log"] == "begun\nrank 3 failed\n"
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Workers that answer in this process."""
+    monkeypatch.setattr(resize, "_asked", threading.Event())
+    monkeypatch.setattr(resize, "_saved", threading.Event())
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    return SimpleNamespace(execute_single_async=lambda rank, function: function())
+
+
+def test_ray_waits_until_the_run_has_saved(group: Any, monkeypatch: pytest.MonkeyPatch):
+    callback = resize.save_before_resize()
+    callback.after_worker_group_training_start(group)
+    waiting = threading.Thread(target=callback.before_controller_execute_resize_decision, args=[None])
+    waiting.start()
+    end = time.monotonic() + 10
+    while not resize.asked_to_save():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert waiting.is_alive()
+    resize.note_saved()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_ray_does_not_wait_for_workers_that_ended_or_died(group: Any, monkeypatch: pytest.MonkeyPatch):
+    def died(answer: Any, timeout: float) -> None:
+        raise ray.exceptions.RayActorError
+
+    callback = resize.save_before_resize()
+    callback.before_controller_execute_resize_decision(None)  # before the first start
+    callback.after_worker_group_training_start(group)
+    monkeypatch.setattr(ray, "get", died)
+    callback.before_controller_execute_resize_decision(None)
+    monkeypatch.undo()
+    for ended in callback.before_worker_group_shutdown, callback.before_controller_execute_failure_decision:
+        callback.after_worker_group_training_start(group)
+        ended(None)
+        callback.before_controller_execute_resize_decision(None)

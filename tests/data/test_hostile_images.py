@@ -1,0 +1,80 @@
+"""An image from a stranger cannot start a program, and costs bounded time and memory."""
+
+import io
+import os
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.pictures import encode, picture
+from PIL import Image
+
+from eagleray.data.decode import MAX_PIXELS, BadImage, decode, jpeg_size
+from eagleray.views.crop import centre_crop
+
+
+def test_no_sample_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = tmp_path / "started"
+    gs = tmp_path / "gs"
+    gs.write_text(f"#!/bin/sh\ntouch {started}\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(BadImage, match="cannot identify"):
+        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n%%EndComments\nshowpage\n%%EOF\n")
+    assert not started.exists()
+
+
+def frame(width: int, height: int) -> bytes:
+    """A JPEG's frame header of one gray channel."""
+    return b"\xff\xc0" + struct.pack(">HBHHBBBB", 11, 8, height, width, 1, 1, 0x11, 0)
+
+
+@pytest.mark.parametrize("marker", [b"\xff\x01", b"\xff\xd0", b"\xff\xd7"])
+def test_markers_without_a_length_do_not_hide_the_size(marker: bytes):
+    """libjpeg passes over these two bytes; who reads a length there skips to a header of its own choice."""
+    hidden = b"\xff\xd8" + marker + frame(20_000, 20_000)
+    hidden += b"\x00" * (2 + int.from_bytes(hidden[4:6]) + 2 - len(hidden)) + frame(16, 16) + b"\x00" * 16
+    assert jpeg_size(hidden)[:2] == (20_000, 20_000)
+    with pytest.raises(BadImage, match=f"20000 x 20000 pixels, more than {MAX_PIXELS}"):
+        decode(hidden)
+
+
+@pytest.mark.parametrize("header", [b"\xff\xd8", b"\xff\xe0\x00\x00", b"\xff\xe0\x00\x01", b"\xff\xda\x00\x08"])
+def test_a_header_that_cannot_be_followed_is_damaged(header: bytes):
+    with pytest.raises(BadImage, match="damaged JPEG header"):
+        jpeg_size(b"\xff\xd8" + header + frame(16, 16) + b"\x00" * 16)
+
+
+def test_a_jpeg_of_endless_scans_is_refused_at_once():
+    data = encode(picture(1, 64, 64), progressive=True)
+    last = data.rindex(b"\xff\xda")
+    scan = data[last : data.rindex(b"\xff\xd9")]
+    began = time.perf_counter()
+    with pytest.raises(BadImage, match=r"\d+ scans, more than 100"):
+        decode(data[:last] + 100_000 * scan + b"\xff\xd9")
+    assert time.perf_counter() - began < 5
+
+
+def test_the_middle_of_a_narrow_image_is_evaluated_without_the_rest():
+    image = torch.zeros(3, 3_000_000, 1, dtype=torch.uint8)
+    image[:, 1_500_000 - 2 : 1_500_000 + 2] = 255
+    view = centre_crop(image, resize=36, size=32)  # 972 MB if all of it were resized
+    assert view.shape == (3, 32, 32)
+    assert view.float().mean() > 200
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 319), (319, 40)])
+def test_a_panorama_is_evaluated_as_before(height: int, width: int):
+    image = torch.from_numpy(picture(1, height, width).copy()).permute(2, 0, 1)
+    longer = torch.nn.functional.pad(image, (0, 0, 20, 20) if height > width else (20, 20), mode="constant")
+    difference = centre_crop(image, resize=36, size=32).int() - centre_crop(longer, resize=36, size=32).int()
+    assert difference.abs().max() <= 4  # the longer side is rounded to whole pixels
+
+
+def test_sixteen_bits_are_scaled_as_before():
+    deep = np.arange(0, 65_536, 64, dtype=np.uint16).reshape(32, 32)
+    Image.fromarray(deep).save(buffer := io.BytesIO(), "PNG")
+    assert np.array_equal(decode(buffer.getvalue())[0].numpy(), (deep * np.float32(1 / 257)).astype(np.uint8))

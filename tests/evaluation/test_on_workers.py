@@ -1,0 +1,74 @@
+"""Protocols on the backbone itself in several Ray workers give what they give in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.annotated import coco, davis, masks
+
+from eagleray.base.errors import UserError
+from eagleray.evaluation import evaluate, on_workers
+from eagleray.evaluation.on_workers import Job
+from eagleray.evaluation.target import load_target
+from eagleray.models.backbone import Backbone
+
+
+def in_process(function: Any, tasks: Any, **_: Any) -> Any:
+    """As `ray_map`, in this process, and from the last task to the first."""
+    return iter([function(task) for task in tasks][::-1])
+
+
+def run(name: str, out: Path, folder: Path, workers: int, settings: dict[str, str]) -> Any:
+    folders = {{"davis": "davis", "segmentation": "masks", "detection": "coco"}[name]: str(folder)}
+    request = evaluate.Request(
+        "untrained:test_vit", [name], folders=folders, settings=settings, workers=workers, out=str(out)
+    )
+    report = evaluate.evaluate(request)
+    assert report.refused == []
+    return report.results[0]
+
+
+def test_videos_are_measured_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same numbers and the same pictures, in the order of the list, though they end in another order."""
+    monkeypatch.setattr(on_workers, "ray_map", in_process)
+    compare_videos(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_videos_are_measured_by_ray_tasks(tmp_path: Path):
+    compare_videos(tmp_path)
+
+
+def compare_videos(tmp_path: Path) -> None:
+    folder = davis(tmp_path / "davis", "a", "b", "c")
+    one, several = (run("davis", tmp_path / str(n), folder, n, {"davis.size": "64"}) for n in (0, 2))
+    assert list(several.numbers.items()) == list(one.numbers.items())
+    assert several.settings == one.settings
+    assert several.pictures == one.pictures == [f"pictures/untrained/davis-{name}.png" for name in "abc"]
+    for picture in one.pictures:
+        assert (tmp_path / "2" / picture).read_bytes() == (tmp_path / "0" / picture).read_bytes()
+
+
+def test_a_worker_refuses_other_weights():
+    digest = load_target("untrained:test_vit").digest
+    assert isinstance(Job("untrained:test_vit", None, digest, "davis", (), {}, gpus=False).load()[0], Backbone)
+    with pytest.raises(UserError, match="the weights changed during the evaluation"):
+        Job("untrained:test_vit", None, "0" * 16, "davis", (), {}, gpus=False).load()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["segmentation", "detection"])
+def test_networks_are_fine_tuned_by_ranks_on_ray(name: str, tmp_path: Path):
+    """Two workers learn what one process learns of segmentation; one process continues from their checkpoint."""
+    folder = {"segmentation": masks, "detection": coco}[name](tmp_path / "set", 2)
+    settings = {"schedule": str(folder / "schedule.yaml")}
+    if name == "segmentation":
+        settings = {"steps": "6", "segmentation.size": "32", "width": "16", "batch": "2", "lr": "1e-3"}
+    several = run(name, tmp_path / "out", folder, 2, settings)
+    again = run(name, tmp_path / "out", folder, 0, settings)
+    assert again.numbers == several.numbers
+    assert again.pictures == several.pictures == [several.pictures[0]]
+    assert again.settings == several.settings
+    assert len(list((tmp_path / "out").glob(f"pictures/untrained/{name}*/step-*.pt"))) == 1

@@ -1,0 +1,103 @@
+"""Sweeps of small recipes as a user starts them, and what is left of them in MLflow."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from helpers.recipes import SMALL
+
+from eagleray import config
+from eagleray.runs import recipe
+from eagleray.runs.plan import resolve_paths
+from eagleray.sweeps.trial import Trial
+
+LONG = 900  # seconds: machines are shared
+PACKAGE = Path(__file__).parents[2] / "platform"
+FIXED: dict[str, Any] = {"optim.epochs": 4, "evaluate.probe_epochs": 0, "monitor.every": 4, "checkpoint.steps": 4}
+
+
+def write(path: Path, **changes: Any) -> Path:
+    """A sweep of four trials of 40 steps."""
+    given: dict[str, Any] = {
+        "alternatives": {m: {"recipe": f"{m}.yaml"} for m in ("mocov3", "byol")},
+        "fixed": FIXED,
+        "space": {
+            "optim.lr.value": {"log": [1.0e-4, 1.0e-2]},
+            "method.momentum.value": {"uniform": [0.5, 0.99]},
+        },
+        "objective": {"key": "monitor/knn"},
+        "trials": 4,
+        "reduction": 2,
+    }
+    if changes.get("search") == "grid":
+        del given["trials"]
+    path.write_text(yaml.safe_dump(given | changes, sort_keys=False))
+    return path
+
+
+def start(sweep: Path, shards: Path, out: Path | str, *more: str, **environment: str) -> subprocess.Popen[str]:
+    """`eagleray tune` in a session of its own."""
+    keys = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "eagleray.cli", "tune", str(sweep), *keys],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)} | environment,
+        start_new_session=True,
+    )
+
+
+def wait(process: subprocess.Popen[str]) -> str:
+    """What it printed, when it has ended."""
+    text = process.communicate(timeout=LONG)[0]
+    assert "Traceback" not in text, text
+    return text
+
+
+def wait_until(true: Any, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + LONG
+    while not true():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, Any], *more: str) -> dict[str, Any]:
+    """What the process of a trial below `trials` gets: ten steps, with a number for Tune after each four, or `more`."""
+    file = folder / "small.yaml"
+    file.write_text(SMALL)
+    keys = [f"data.train={shards / 'train'}", "optim.epochs=1", "monitor.every=4", "checkpoint.steps=4"]
+    r = resolve_paths(recipe.load(str(file), [*keys, "evaluate.probe_epochs=0", *more]))
+    shared = {"plugins": {}, "objective": "health/backbone_rank", "after": 0.0, "pause": None, "threads": 1}
+    return shared | {"folder": trials, "sweep": "sweep", "values": values, "recipe": config.to_plain(r)}
+
+
+def through(trial: Trial) -> list[dict[str, Any]]:
+    """All results of a trial, to its end."""
+    results = [trial.next()]
+    while not results[-1].get("done"):
+        results.append(trial.next())
+    return results
+
+
+def accounted(uri: str, title: str, trials: int) -> list[Any]:
+    """MLflow's runs: one for each trial under one parent, and nothing else."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("eagleray")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id])
+    parents = [r for r in found if "mlflow.parentRunId" not in r.data.tags]
+    assert len(parents) == 1
+    children = [r for r in found if r.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+    assert sorted(r.info.run_name for r in children) == [f"{title}-{n:03d}" for n in range(trials)]
+    assert parents[0].info.status == "FINISHED"
+    files = {f.path for f in client.list_artifacts(parents[0].info.run_id)}
+    assert {"best.yaml", "trials.csv", "keys.png", "parallel.png", "curves.png"} <= files
+    return children

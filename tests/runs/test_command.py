@@ -1,0 +1,85 @@
+"""The same command started twice for a folder, requests to stop, and what is left open by errors."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagleray.base import files
+from eagleray.base.errors import Busy
+from eagleray.runs import command, layout, remote, stop_signal
+from eagleray.runs.command import hold
+from eagleray.runs.stop_signal import StopRequest, StopSignal
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "SOON", 0.3)
+    monkeypatch.setattr(command, "PATIENCE", 0.6)
+    monkeypatch.setattr(stop_signal, "AGAIN", 0.05)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_second_command_is_refused_and_leaves_no_trace(tmp_path: Path):
+    with hold(str(tmp_path), "first"):
+        (tmp_path / layout.RECIPE).write_text("steps: 100")
+        before = snapshot(tmp_path)
+        with pytest.raises(Busy, match=rf"out={tmp_path}: process {os.getpid()} on .*another command is training"):
+            hold(str(tmp_path), "second").__enter__()
+        assert snapshot(tmp_path) == before
+    with hold(str(tmp_path), "third"):
+        pass
+
+
+def test_a_command_waits_for_the_last_rank_of_a_killed_one(tmp_path: Path):
+    said: list[str] = []
+    rank = files.lock_folder(tmp_path)
+    with pytest.raises(Busy, match="is still using this folder"):
+        hold(str(tmp_path), "second", said.append).__enter__()
+    assert "waiting for the last process of this run" in said[0]
+    threading.Timer(0.5, rank.close).start()
+    with hold(str(tmp_path), "third"):
+        assert not files.is_folder_locked(tmp_path)
+
+
+def test_a_request_to_stop_is_heard_at_once_and_written_when_that_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    honest, full = remote.write_note, True
+
+    def write_note(out: str, name: str, text: str) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        honest(out, name, text)
+
+    monkeypatch.setattr(remote, "write_note", write_note)
+    out, request = str(tmp_path), StopRequest(str(tmp_path), "mine")
+    with hold(out, "mine"):
+        here, elsewhere = StopSignal(out, "mine", request.event), StopSignal(out, "mine")
+        other = StopSignal(out, "another")
+        assert not any(signal.asked() for signal in (here, elsewhere, other))
+        request.ask()
+        assert here.asked()
+        wait(elsewhere.asked)  # a full disk has room for a time
+        assert not (tmp_path / layout.STOP).exists()
+        full = False
+        wait((tmp_path / layout.STOP).exists)
+        assert (tmp_path / layout.STOP).read_text() == "mine"
+        assert not other.asked()
+        (tmp_path / layout.STOP).write_text("")  # a person's
+        assert other.asked()
+    request.close()
+    assert len([r for r in caplog.records if "not written yet" in r.getMessage()]) == 1
+
+
+def wait(true: Any) -> None:
+    end = time.monotonic() + 10
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert true()

@@ -1,0 +1,95 @@
+"""An evaluation that fails costs its numbers, and never the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs import arguments, split
+
+from eagleray.api.pretrain import pretrain
+from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
+from eagleray.protocols import probes
+from eagleray.protocols.outcome import Outcome
+from eagleray.reports.read import read
+from eagleray.reports.sections import findings
+from eagleray.runs import evaluations, layout
+
+SIZE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+KEYS = ("evaluate.every=1", "max_steps=12", "evaluate.probe_epochs=1")
+
+
+def test_evaluations_that_raise_do_not_end_the_run(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    seen = []
+
+    def exhausted(*_: Any, **__: Any) -> Outcome:
+        seen.append((checkpoint.manifests(out / "checkpoints")[0], (out / layout.EXPORT).exists()))
+        raise torch.OutOfMemoryError(SIZE)
+
+    monkeypatch.setattr(probes, "extract_pooled", exhausted)
+    summary = pretrain(*split(arguments(small, shards, out, *KEYS))).summary
+    assert seen == [("step-000000010", False), ("step-000000012", True)], "what was saved before"
+    assert summary["steps"] == 12
+    assert not {key for key in summary if key.startswith(("knn/", "linear/"))}
+    assert not any("knn/top1" in record for record in read_lines(out / layout.METRICS))
+    said = "its numbers are missing: UserError: cpu: its memory is exhausted during an evaluation"
+    found = read_lines(out / layout.HEALTH)
+    assert [(f["step"], f["kind"], f["text"][: len(said)]) for f in found] == [
+        (step, "failed evaluation", said) for step in (10, 12)
+    ]
+    assert SIZE in (out / layout.LOG).read_text(), "where it happened"
+    [table] = findings(read(str(out)))
+    assert [row[1] for row in table.rows] == ["failed evaluation"] * 2
+
+
+def test_an_evaluation_that_kills_its_process_is_given_up(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    out = tmp_path / "out"
+    args = split(arguments(small, shards, out, *KEYS))
+    monkeypatch.setattr(probes, "extract_pooled", killed)
+    for steps in (10, 12, 12):  # the evaluation during training is not begun again, as a checkpoint precedes it
+        with pytest.raises(Killed):
+            pretrain(*args)
+        assert checkpoint.manifests(out / "checkpoints")[0] == f"step-{steps:09d}"
+    summary = pretrain(*args).summary
+    assert summary["steps"] == 12
+    assert "knn/top1" not in summary
+    [found] = read_lines(out / layout.HEALTH)
+    assert found["text"] == f"its numbers are missing: RuntimeError: the process died in it {evaluations.STARTS} times"
+    assert json.loads((out / layout.SUMMARY).read_text()).keys().isdisjoint({"evaluation_starts"})
+
+
+def test_large_sets_are_cut_and_the_untrained_backbone_is_evaluated_once(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(evaluations, "ONLINE", (100, 50))
+    extract, images = probes.extract_pooled, []
+
+    def counted(backbone: Any, index: Any, samples: Any, **keys: Any) -> Any:
+        images.append(len(samples))
+        return extract(backbone, index, samples, **keys)
+
+    monkeypatch.setattr(probes, "extract_pooled", counted)
+    first = pretrain(*split(arguments(small, shards, tmp_path / "first", *KEYS))).summary
+    assert images == [100, 50, 320, 80, 320, 80]
+    said = "evaluations during training use 100 of 320 training images and 50 of 80 test images; evaluate.limit=N sets"
+    assert said in (tmp_path / "first" / layout.LOG).read_text()
+    images.clear()
+    other = ["max_steps=1", "evaluate.probe_epochs=1", "optim.lr.value=0.01"]
+    second = pretrain(*split(arguments(small, shards, tmp_path / "second", *other))).summary
+    assert images == [320, 80]
+    for key in "knn/top1_untrained", "linear/top1_untrained":
+        assert first[key] == second[key]

@@ -1,0 +1,183 @@
+"""Two processes and one run in a store: one of them holds it, and one that lost it knows, whatever clocks say."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.bucket import CountingBucket
+
+from eagleray.base.errors import Busy, Superseded
+from eagleray.runs import command, layout, lease, remote
+from eagleray.runs.lease import Lease
+from eagleray.storage import store
+
+OUT = "s3://runs/run"
+
+
+class CarelessBucket(CountingBucket):
+    """A store that ignores conditions, as some do: every creator believes to be the first."""
+
+    def create(self, url: str, data: bytes) -> bool:
+        self.write(url, data)
+        return True
+
+
+class SkewedBucket(CountingBucket):
+    """A store whose clock jumps: signs of life seem older than they are by so many seconds."""
+
+    skew = 0.0
+
+    def look(self, url: str) -> tuple[bytes, float]:
+        data, age = super().look(url)
+        return data, age + self.skew
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "DEAD", 2.0)
+    monkeypatch.setattr(lease, "BEAT", 0.2)
+    monkeypatch.setattr(lease, "SETTLE", 0.1)
+    monkeypatch.setattr(remote, "SECONDS", 0.1)
+
+
+@pytest.fixture(params=[CountingBucket, CarelessBucket])
+def bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> CountingBucket:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bucket: CountingBucket = request.param(tmp_path)
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    return bucket
+
+
+def test_epochs_grow_and_a_claim_of_an_older_version_is_the_first(bucket: CountingBucket):
+    remote.write_note(OUT, ".owner", json.dumps({"command": "x", "time": time.time(), "host": "h"}))
+    first = Lease(OUT, layout.OWNER, "a")
+    first.claim()  # once the other has been silent for so long
+    assert first.epoch == 1
+    first.release()
+    assert not remote.is_running(OUT)
+    again = Lease(OUT, layout.OWNER, "b")
+    again.claim(after=7)
+    assert again.epoch == 8
+    assert remote.is_running(OUT)
+    assert [b.url for b in store.store(OUT).list(OUT + "/")] == [f"{OUT}/.owner-000008"]
+    with pytest.raises(Superseded):
+        first.renew()
+    first.release()
+    assert remote.is_running(OUT)
+
+
+@pytest.mark.parametrize("skew", [-60.0, 60.0])
+def test_one_that_comes_back_has_lost_it_and_changes_nothing(
+    bucket: CountingBucket, skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its machine's clock is a minute off, and it was paused for as long as it took another one to take over."""
+    old = remote.Mirror(OUT, "a")
+    old.folder.mkdir(parents=True, exist_ok=True)
+    (old.folder / layout.METRICS).write_text("old\n")
+    old.copy()
+    old.ended.set()
+    old.join()
+    time.sleep(lease.DEAD)
+    honest = time.time
+    monkeypatch.setattr(time, "time", lambda: honest() + skew)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    new = remote.Mirror(OUT, "b")
+    (new.folder / layout.METRICS).write_text("old\nnew\n")
+    new.copy()
+    before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl")}
+    with (old.folder / layout.METRICS).open("a") as file:
+        file.write("and more\n")
+    for attempt in (old.check, old.copy, old.tick):
+        if attempt != old.tick or not old.lost:
+            with pytest.raises(Superseded, match="another process has taken this run over"):
+                attempt()
+    old.close()
+    assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl")} == before
+    new.check()
+    new.close()
+    assert not new.lost
+
+
+def race(count: int, claim: Callable[[int], object]) -> list[str]:
+    """What became of so many that claim at once."""
+    results, start = [""] * count, threading.Barrier(count)
+
+    def run(number: int) -> None:
+        start.wait()
+        try:
+            claim(number)
+            results[number] = "held"
+        except Busy:
+            results[number] = "refused"
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_of_commands_that_begin_at_once_one_holds_the_run(bucket: CountingBucket, count: int):
+    ended = threading.Event()
+
+    def claim(number: int) -> None:
+        with command.hold(OUT, f"command {number}"):
+            held.append(number)
+            if len(held) == 1:
+                ended.wait(20)  # as long as it takes the others to be refused
+
+    held: list[int] = []
+    timer = threading.Timer(3.5, ended.set)
+    timer.start()
+    results = race(count, claim)
+    assert results.count("held") == 1, results
+    assert results.count("refused") == count - 1
+    timer.cancel()
+
+
+def test_a_store_whose_clock_jumps_ends_one_of_two_and_harms_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+):
+    bucket = SkewedBucket(tmp_path)
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    first, second = (Lease(OUT, layout.OWNER, name) for name in "ab")
+    first.claim()
+    bucket.skew = 1000.0
+    second.claim()  # as if the first had long been dead
+    bucket.skew = 0.0
+    second.renew()
+    with pytest.raises(Superseded):
+        first.renew()
+    assert second.epoch == 2
+
+
+def test_a_note_that_is_no_claim_ends_no_thread(bucket: CountingBucket, caplog: pytest.LogCaptureFixture):
+    mirror = remote.Mirror(OUT, "a")
+    remote.write_note(OUT, ".owner-000001", "[")
+    end = time.monotonic() + 10
+    while not mirror.lost and time.monotonic() < end:  # it is not what this process wrote
+        time.sleep(0.05)
+    assert mirror.lost
+    assert mirror.is_alive()
+    mirror.close()
+
+    class Broken(remote.Background):
+        ticks = 0
+
+        def tick(self) -> None:
+            self.ticks += 1
+            raise RecursionError("what nobody thought of")
+
+    broken = Broken("broken")
+    broken.start()
+    while broken.ticks < 3:
+        time.sleep(0.05)
+    broken.close()
+    assert sum("RecursionError: what nobody thought of" in r.getMessage() for r in caplog.records) == 1

@@ -1,0 +1,83 @@
+"""A trial in its process, without Ray: what it reports, and that its memory is free when it has ended."""
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.sweeps import through, trial_settings
+
+from eagleray.base.files import read_lines
+from eagleray.methods.method import Method
+from eagleray.runs import layout, pretrain
+from eagleray.runs.tracking import Tracking
+from eagleray.sweeps.trial import History, Trial
+
+
+@pytest.mark.parametrize(("rate", "state"), [(1e-3, "finished"), (1e30, "failed")])
+def test_the_network_of_a_trial_is_gone_before_the_next_begins(
+    rate: float, state: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    networks: list[weakref.ref[Method]] = []
+    build = pretrain.build_method
+
+    def noted(*args: Any, **kwargs: Any) -> Method:
+        method = build(*args, **kwargs)
+        networks.append(weakref.ref(method))
+        return method
+
+    monkeypatch.setattr(pretrain, "build_method", noted)
+    gc.disable()  # or it might come by chance
+    try:
+        trial = Trial(
+            "000", trial_settings(shards, tmp_path, str(tmp_path), {"optim.lr.value": rate}), Tracking("none")
+        )
+        results = through(trial)
+        trial.end()
+        assert networks
+        assert [n() for n in networks if n()] == []
+    finally:
+        gc.enable()
+    failed = Path(trial.out) / layout.FAILED
+    assert failed.exists() == (state == "failed")
+    assert (results[-1]["percent"] == 100) == (state == "finished")
+    if state == "failed":
+        assert "no finite gradient" in failed.read_text()
+    else:
+        assert [r["step"] for r in results] == [4, 8, 10]
+
+
+def test_a_history_is_parsed_once_and_again_where_it_is_replaced(tmp_path: Path):
+    path, history = tmp_path / "metrics.jsonl", History("knn")
+    assert history.lines(path) == []
+    path.write_text('{"step": 1, "knn": 5}\n{"step": 2, "loss": 1}\n{"step": 3, "kn')
+    first = history.lines(path)
+    assert [r["step"] for r in first] == [1]
+    with path.open("a") as f:
+        f.write('n": 7}\n{"step": 4, "knn": NaN}\n')
+    assert [r["step"] for r in history.lines(path)] == [1, 3]
+    assert history.lines(path)[0] is first[0]
+    other = tmp_path / "other"
+    other.write_text(json.dumps({"step": 1, "knn": 6}) + "\n")
+    other.replace(path)
+    assert [r["knn"] for r in history.lines(path)] == [6]
+
+
+def test_a_trial_with_the_settings_of_another_goes_on_from_its_weights_in_a_folder_of_its_own(
+    shards: Path, tmp_path: Path
+):
+    """As Tune's PBT gives a trial the settings of the better one, with other values."""
+    settings = trial_settings(shards, tmp_path, str(tmp_path), {"optim.lr.value": 1e-3}, "max_steps=4")
+    first = Trial("000", settings, Tracking("none"))
+    through(first)
+    first.end()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "000").rglob("*")}
+    second = Trial("001", settings | {"values": {"optim.lr.value": 2e-3}}, Tracking("none"))
+    second.adopt(first.out)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "000").rglob("*")} == before
+    [line] = read_lines(tmp_path / "001" / layout.LINEAGE)
+    assert line == {"step": 4, "from": "000", "values": {"optim.lr.value": 2e-3}}
+    assert [p.stem for p in (tmp_path / "001" / "checkpoints").glob("*.pt")] == ["step-000000004"]
+    assert second.tracking.name == "sweep-001"
