@@ -1,6 +1,7 @@
 """Histories that are whole whatever happens to their writer or its disk."""
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from eagleray.base import files
 from eagleray.base.errors import Busy, UserError
-from eagleray.base.files import JsonLines, LateLines, Tail, append_lines, parse_lines, read_lines, write_atomic
+from eagleray.base.files import JsonLines, Tail, append_lines, parse_lines, read_lines, write_atomic
 
 
 class Disk:
@@ -21,8 +22,14 @@ class Disk:
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
 
-    def fileno(self) -> int:
-        return self.file.fileno()  # type: ignore[no-any-return]
+    def __enter__(self) -> "Disk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
     def write(self, data: memoryview) -> int:
         if not self.room:
@@ -35,28 +42,28 @@ class Disk:
 def test_lines_that_a_full_disk_does_not_take_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    honest, disks = Path.open, []
+    path, honest = tmp_path / "metrics.jsonl", Path.open
 
-    def small_disk(path: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
-        file = honest(path, mode, *more, **options)
-        if mode != "ab":
-            return file
-        disks.append(Disk(file, room=1000))
-        return disks[-1]
+    def full(path: Path, *more: Any, **options: Any) -> Any:
+        return Disk(honest(path, *more, **options), room=5)  # not enough for a line
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", small_disk)
-        history = JsonLines(tmp_path / "metrics.jsonl", step=0)
-    [disk] = disks
+    history = JsonLines(path, step=0)
     history.log({"step": 1})
-    disk.room = 5  # not enough for a line
-    history.log({"step": 2})
-    history.log({"step": 3})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        history.log({"step": 2})
+        history.log({"step": 3})
+    assert path.read_text() == '{"step": 1}\n'
     assert [r.message for r in caplog.records if "No space left" in r.message] == [caplog.records[0].message]
-    disk.room = 1000
     history.log({"step": 4})
-    assert [r["step"] for r in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [r["step"] for r in read_lines(path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("error")  # such as ResourceWarning
+def test_histories_leave_no_file_open(tmp_path: Path):
+    for name in "ab":
+        JsonLines(tmp_path / name, step=0).log({"step": 1})
+    gc.collect()
 
 
 def test_a_history_goes_on_from_a_step_and_half_a_line_is_none(tmp_path: Path):
@@ -157,29 +164,6 @@ def test_lines_that_are_json_but_no_record_are_passed_over(tmp_path: Path):
     assert [r["step"] for r in files.read_history(path)] == [1, 2]
     JsonLines(path, step=1).log({"step": 2, "again": True})
     assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n'
-
-
-def test_late_lines_follow_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    path, honest = tmp_path / "quarantine.jsonl", Path.open
-
-    def full(path: Path, *more: Any, **options: Any) -> Any:
-        return Disk(honest(path, *more, **options), room=5)
-
-    lines = LateLines(path)
-    lines.add([{"key": "a"}])
-    with monkeypatch.context() as patch:
-        patch.setattr(Disk, "__enter__", lambda self: self, raising=False)
-        patch.setattr(Disk, "__exit__", lambda self, *_: self.file.close(), raising=False)
-        patch.setattr(Disk, "__getattr__", lambda self, name: getattr(self.file, name), raising=False)
-        patch.setattr(Path, "open", full)
-        lines.add([{"key": "b"}])
-        lines.add([{"key": "c"}])
-    assert path.read_text() == '{"key": "a"}\n'
-    assert len(caplog.records) == 1
-    lines.add([{"key": "d"}])
-    assert [r["key"] for r in read_lines(path)] == ["a", "b", "c", "d"]
 
 
 def test_a_locked_folder_names_who_holds_it_and_a_file_system_without_locks_is_one_line(

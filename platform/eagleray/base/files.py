@@ -84,40 +84,20 @@ def cache_folder(name: str) -> Path:
 
 
 class JsonLines:
-    """Appends records to a file such as `metrics.jsonl`, one JSON object per line, in the order of the steps.
+    """Appends records to a file such as `metrics.jsonl`, one JSON object per line.
 
-    A line that does not fit on a full disk is kept and written together with a later one."""
+    The file is opened for each call. Records that do not fit on a full disk are kept and written with later ones."""
 
-    def __init__(self, path: Path, *, step: int) -> None:
-        """Continue a file after a step; lines of later steps are dropped, because those steps will be repeated."""
-        lines = [r for r in read_history(path) if r["step"] <= step]
-        write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
-        self._path, self._file = path, path.open("ab", buffering=0)
-        self._late = b""
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        data = self._late + json.dumps(record).encode() + b"\n"
-        try:
-            _append(self._file, data)
-        except OSError as e:
-            if not self._late:
-                log.warning(LATE, self._path, e.strerror)
-            self._late = data
-            return
-        self._late = b""
-
-
-class LateLines:
-    """Appends records to a file that is opened for each of them. Records that do not fit on a full disk are kept and
-    written together with later ones."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, step: int | None = None) -> None:
+        """Continue a file; after a step, if one is given: later lines are dropped, as their steps will be repeated."""
         self._path = path
         self._late: list[Mapping[str, Any]] = []
+        if step is not None:
+            lines = [r for r in read_history(path) if r["step"] <= step]
+            write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
 
-    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records, each on a line of its own."""
+    def log(self, *records: Mapping[str, Any]) -> None:
+        """Append records."""
         known, self._late = len(self._late), [*self._late, *records]
         try:
             append_lines(self._path, self._late)
@@ -187,21 +167,17 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     Raises OSError, with the file as it was, when they do not fit on the disk."""
     data = b"".join(json.dumps(r, ensure_ascii=False).encode(errors="replace") + b"\n" for r in records)
     with path.open("a+b", buffering=0) as f:
-        if f.tell():
+        size = f.tell()
+        if size:
             f.seek(-1, os.SEEK_END)
             data = data if f.read(1) == b"\n" else b"\n" + data
-        _append(f, data)
-
-
-def _append(file: Any, data: bytes) -> None:
-    """Write to the end of an unbuffered file: all of the data, or nothing. Raises OSError."""
-    size, rest = os.fstat(file.fileno()).st_size, memoryview(data)
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        os.ftruncate(file.fileno(), size)
-        raise
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[f.write(rest) :]
+        except OSError:
+            os.ftruncate(f.fileno(), size)
+            raise
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import LateLines, read_lines
+from eagleray.base.files import JsonLines, read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Quarantine:
         """`limit` is the largest fraction of the `samples` that may be broken. Without a `path` the records are in
         memory alone."""
         self.path, self.samples, self.limit = path, samples, limit
-        self._lines = LateLines(path) if path else None
+        self._lines = JsonLines(path) if path else None
         names = {f.name for f in fields(BadSample)}
         lines = [line for line in (read_lines(path) if path else ()) if line.keys() == names]
         self.bad = {_identity(b): b for b in (BadSample(**line) for line in lines)}
@@ -35,7 +35,7 @@ class Quarantine:
         new = {_identity(b): b for b in bad_samples if _identity(b) not in self.bad}
         self.bad |= new
         if self._lines and write and new:
-            self._lines.add(map(asdict, new.values()))
+            self._lines.log(*map(asdict, new.values()))
         if len(self) > self.limit * self.samples:
             first = next(iter(self.bad.values()))
             key = f"{'data.' if self.path else ''}bad_limit={self.limit:g}"

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.files import LateLines, read_lines
+from eagleray.base.files import JsonLines, read_lines
 
 
 class Attempts:
@@ -12,12 +12,12 @@ class Attempts:
 
     def __init__(self, path: Path) -> None:
         lines = [line for line in read_lines(path) if isinstance(line.get("time"), int | float)]
-        self.lines, self.file = lines, LateLines(path)
+        self.lines, self.file = lines, JsonLines(path)
 
     def add(self, **line: Any) -> None:
         """Append a line, later if the disk is full."""
         self.lines.append(line | {"time": round(time.time(), 2)})
-        self.file.add(self.lines[-1:])
+        self.file.log(self.lines[-1])
 
     @property
     def starts(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagleray.base import files
 from eagleray.base.errors import Busy, Futile, Outage, Preempted, UserError, one_line
-from eagleray.base.files import JsonLines, LateLines, read_history, read_lines
+from eagleray.base.files import JsonLines, read_history, read_lines
 from eagleray.engine import checkpoint, sharded_checkpoint
 from eagleray.engine.checkpoint_names import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
@@ -154,7 +154,7 @@ class RunDir:
             lines = read_history(self.path / layout.METRICS)
             reached = lines[-1]["step"] if lines else 0
             self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command)
-            self.skipped = LateLines(self.path / layout.SKIPPED)
+            self.skipped = JsonLines(self.path / layout.SKIPPED)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe))
@@ -214,7 +214,7 @@ class RunDir:
         """Log a step whose gradients were not finite, with the keys of its images."""
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
-            self.skipped.add([{"step": step, "keys": keys}])
+            self.skipped.log({"step": step, "keys": keys})
 
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far, on rank 0."""
