@@ -6,7 +6,7 @@ from typing import Any
 from eagleray.base.files import JsonLines
 from eagleray.runs.tracking import MLflow
 
-BLOCKED = 0.010  # seconds that a step may be held up
+BLOCKED = 0.2  # seconds that a step may be held up: a pause of a busy machine, but no reply that is waited for
 
 
 def record(step: int) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def record(step: int) -> dict[str, Any]:
 
 
 def logged(history: MLflow, steps: range, pause: float, lines: JsonLines | None = None) -> float:
-    """Log steps one after the other. Returns the longest that one call took on this thread's clock."""
+    """Log steps one after the other. Returns the seconds of the longest call."""
     longest = 0.0
     for step in steps:
         if lines:
