@@ -3,7 +3,7 @@ RUN := .venv/bin
 DATA ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test test-all lint audit
+.PHONY: setup demo test test-all soak faults lint audit
 
 setup: .venv/.done
 
@@ -29,6 +29,15 @@ test-all: setup
 	$(RUN)/python -m pytest -v -m slow -n 2 --durations=10 $(COMPUTING) || status=$$?; \
 	$(RUN)/python -m pytest -v -m slow --durations=25 $(addprefix --ignore=,$(COMPUTING)) || status=$$?; \
 	exit $$status
+
+# A run under faults at random, for HOURS=1 or more; what it went through is printed as it goes and as JSON at the end.
+HOURS ?= 1
+soak: setup
+	HOURS=$(HOURS) $(RUN)/python -m pytest -q tests/chaos/test_soak.py
+
+# An error or a power loss at every call of a short run to its disk and its store, one after the other.
+faults: setup
+	STRIDE=1 $(RUN)/python -m pytest -v -n 2 tests/runs/test_faults.py
 
 # Known weaknesses of the pinned packages. It asks pypi.org and so needs a network; its tool has an environment of its own.
 audit: .venv-audit/.done

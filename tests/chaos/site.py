@@ -1,11 +1,13 @@
 """The store that the chaos tests disturb, the recipe of their runs, and the run that nobody disturbed."""
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.check import Steps
+import pytest
+from chaos.check import Steps, steps
 from chaos.job import COMMAND, Run
 from helpers.s3.server import Swift
 
@@ -48,3 +50,25 @@ class Whole:
 
     run: Run
     steps: Steps
+
+
+def uninterrupted(run: Run, last: int, keys: Sequence[str]) -> Steps:
+    """What one process is given that nobody disturbs: read, not trained on."""
+    from chaos.trace.sitecustomize import traced
+
+    from eagleray.data.loader import Loader
+    from eagleray.engine import world
+    from eagleray.runs import recipe
+    from eagleray.runs.plan import make_plan, resolve_paths
+
+    given = [*keys, f"data.train={run.data}", f"out={run.out}", "workers=0"]
+    r = resolve_paths(recipe.load(str(run.recipe), given))
+    alone = Run(run.recipe, run.data, run.out.with_name("alone"))
+    alone.tracing.mkdir()
+    loader = Loader(make_plan(r).stream, rank=0, ranks=1, workers=0, device=world.local().device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLERAY_PACE", "0")
+        patch.setenv("EAGLERAY_TRACE", str(alone.tracing))
+        for _ in traced(Loader.batches)(loader, 0, last):
+            pass
+    return steps(alone.lines())

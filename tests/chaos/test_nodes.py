@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.check import Steps, steps, verify
+from chaos.check import verify
 from chaos.job import TRACING, Job, Run
-from chaos.site import RECIPE
+from chaos.site import RECIPE, uninterrupted
 from helpers.processes import below
 from helpers.ray_nodes import add, ray_cluster
 
 from eagleray.base.files import read_lines
-from eagleray.runs.plan import make_plan, resolve_paths
 
 pytestmark = pytest.mark.slow
 KEYS = ["log_steps=1", "checkpoint.steps=20", "monitor.every=1000", "optim.epochs=10000"]
@@ -129,7 +128,7 @@ def test_a_run_goes_on_while_nodes_arrive_every_few_seconds(run: Run, cluster: A
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 1, job.said()
     end = last()
-    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end), end)
+    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end, KEYS), end)
 
 
 @pytest.mark.timeout(600)
@@ -147,24 +146,4 @@ def test_a_worker_that_hangs_is_replaced_within_a_minute(run: Run):
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 1, job.said()
     end = read_lines(run.out / "metrics.jsonl")[-1]["step"]
-    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end), end)
-
-
-def uninterrupted(run: Run, last: int) -> Steps:
-    """What one process is given that nobody disturbs: read, not trained on."""
-    from eagleray.data.loader import Loader
-    from eagleray.engine import world
-    from eagleray.runs import recipe
-
-    r = resolve_paths(recipe.load(str(run.recipe), [*KEYS, f"data.train={run.data}", f"out={run.out}", "workers=0"]))
-    os.environ["EAGLERAY_PACE"] = "0"
-    traced = Run(run.recipe, run.data, run.out.with_name("alone"))
-    traced.tracing.mkdir()
-    os.environ["EAGLERAY_TRACE"] = str(traced.tracing)
-    from chaos.trace.sitecustomize import traced as traced_by
-
-    batches = traced_by(Loader.batches)
-    loader = Loader(make_plan(r).stream, rank=0, ranks=1, workers=0, device=world.local().device)
-    for _ in batches(loader, 0, last):
-        pass
-    return steps(traced.lines())
+    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end, KEYS), end)
