@@ -31,10 +31,11 @@ def run(shards: Path, tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def cluster(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head that only directs; what runs on its nodes is traced, and takes its time."""
+    """A head that only directs; what runs on its nodes is traced, and takes its time, also to save."""
     run.tracing.mkdir(parents=True)
     paths = os.pathsep.join([str(TRACING), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with ray_cluster(monkeypatch, PYTHONPATH=paths, EAGLERAY_TRACE=str(run.tracing), EAGLERAY_PACE="0.1") as cluster:
+    slow = {"EAGLERAY_PACE": "0.1", "EAGLERAY_SAVE": "1"}
+    with ray_cluster(monkeypatch, PYTHONPATH=paths, EAGLERAY_TRACE=str(run.tracing), **slow) as cluster:
         yield cluster
 
 
@@ -57,52 +58,72 @@ def wait_for(what: str, job: Job, come: Callable[[], bool], seconds: float = 240
         time.sleep(0.2)
 
 
+def starts(run: Run) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run.out / "starts.jsonl") if "step" in line]
+
+
+def training(run: Run, job: Job, ranks: int, more: int = 15) -> None:
+    """Wait until so many ranks have taken some steps since they began together."""
+
+    def come() -> bool:
+        lines, begun = read_lines(run.out / "metrics.jsonl"), starts(run)
+        return bool(begun and lines and begun[-1]["ranks"] == ranks and lines[-1]["step"] >= begun[-1]["step"] + more)
+
+    wait_for(f"{ranks} rank(s) training", job, come)
+
+
+def verify_up_to(last: int, run: Run) -> None:
+    """All ranks were given every sample up to a step once."""
+    verify([line for line in run.lines() if line.step <= last], uninterrupted(run, last, KEYS), last)
+
+
+def stop(run: Run, job: Job) -> int:
+    """Ask the job to stop, and return its last step."""
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 1, job.said()
+    return int(read_lines(run.out / "metrics.jsonl")[-1]["step"])
+
+
 @pytest.mark.timeout(1800)
 def test_nodes_come_and_go_and_no_sample_is_lost_or_given_twice(run: Run, cluster: Any):
-    def starts() -> list[dict[str, Any]]:
-        return [line for line in read_lines(run.out / "starts.jsonl") if "step" in line]
-
-    def training(ranks: int, more: int = 15) -> None:
-        """Wait until so many ranks have taken some steps since they began together."""
-
-        def come() -> bool:
-            lines = read_lines(run.out / "metrics.jsonl")
-            begun = starts()
-            return bool(
-                begun and lines and begun[-1]["ranks"] == ranks and lines[-1]["step"] >= begun[-1]["step"] + more
-            )
-
-        wait_for(f"{ranks} rank(s) training", job, come)
-
     nodes = [add(cluster), add(cluster)]
     job = run.start(0, 0, *KEYS, "workers=1..3")
-    training(2, more=45)
+    training(run, job, 2, more=45)
     nodes.append(add(cluster))
-    training(3, more=45)
-    grown = starts()[-1]
+    training(run, job, 3, more=45)
+    grown = starts(run)[-1]
     assert grown["reached"] == grown["step"], "steps were taken again although nothing had failed"
     cluster.remove_node(nodes.pop(), allow_graceful=False)
-    training(2)
+    training(run, job, 2)
     going = nodes.pop()
     drain(cluster, going)
     told = time.monotonic()
-    training(1)
+    training(run, job, 1)
     assert time.monotonic() - told < NOTICE + 120
-    moved = starts()[-1]
+    moved = starts(run)[-1]
     assert moved["reached"] == moved["step"], "steps were taken again although the notice came in time"
     cluster.remove_node(going, allow_graceful=False)
-    training(1, more=30)
-    assert [s["ranks"] for s in starts()] == [2, 3, 2, 1]
-    assert all(s["reached"] - s["step"] <= 20 + 5 for s in starts())
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish() == 1, job.said()
-    last = read_lines(run.out / "metrics.jsonl")[-1]["step"]
-
+    training(run, job, 1, more=30)
+    assert [s["ranks"] for s in starts(run)] == [2, 3, 2, 1]
+    assert all(s["reached"] - s["step"] <= 20 + 15 for s in starts(run))
+    last = stop(run, job)
     job = run.start(0, 0, *KEYS, "workers=1", f"max_steps={last + 10}")  # the driver's end is no end of the run
     assert job.finish(240) == 0, job.said()
-    wanted = uninterrupted(run, last + 10)
-    lines = [line for line in run.lines() if line.step <= last + 10]
-    verify(lines, wanted, last + 10)
+    verify_up_to(last + 10, run)
+
+
+@pytest.mark.timeout(1200)
+def test_a_notice_that_comes_during_a_save(run: Run, cluster: Any):
+    going, _ = add(cluster), add(cluster)
+    job = run.start(0, 0, *KEYS, "workers=1..2")
+    training(run, job, 2, more=25)
+    wait_for("a save", job, lambda: any((run.out / "checkpoints").glob("*.part")))
+    drain(cluster, going)
+    training(run, job, 1)
+    moved = starts(run)[-1]
+    assert moved["reached"] == moved["step"], "steps were taken again although the notice came in time"
+    cluster.remove_node(going, allow_graceful=False)
+    verify_up_to(stop(run, job), run)
 
 
 @pytest.mark.timeout(1200)
@@ -123,12 +144,8 @@ def test_a_run_goes_on_while_nodes_arrive_every_few_seconds(run: Run, cluster: A
     began = read_lines(run.out / "starts.jsonl")[-1]["step"]
     wait_for("progress", job, lambda: last() >= began + 15)
     assert steps_taken == sorted(set(steps_taken)), "the run stood still"
-    starts = [line for line in read_lines(run.out / "starts.jsonl") if "step" in line]
-    assert all(s["reached"] == s["step"] for s in starts), f"steps were taken again: {starts}"
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish() == 1, job.said()
-    end = last()
-    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end, KEYS), end)
+    assert all(s["reached"] == s["step"] for s in starts(run)), f"steps were taken again: {starts(run)}"
+    verify_up_to(stop(run, job), run)
 
 
 @pytest.mark.timeout(600)
@@ -143,7 +160,4 @@ def test_a_worker_that_hangs_is_replaced_within_a_minute(run: Run):
     assert time.monotonic() - hung < 90
     began = read_lines(run.out / "starts.jsonl")[-1]["step"]
     wait_for("progress", job, lambda: read_lines(run.out / "metrics.jsonl")[-1]["step"] >= began + 15)
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish() == 1, job.said()
-    end = read_lines(run.out / "metrics.jsonl")[-1]["step"]
-    verify([line for line in run.lines() if line.step <= end], uninterrupted(run, end, KEYS), end)
+    verify_up_to(stop(run, job), run)

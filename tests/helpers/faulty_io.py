@@ -100,12 +100,9 @@ class FaultyDisk:
         kept: dict[str, bytes] = {}
         for folder, names in self.listed.items():
             for name, inode in names.items():
-                if inode in self.flushed:
-                    kept[os.path.join(folder, name)] = self.flushed[inode]
-                elif os.path.isdir(path := os.path.join(folder, name)) or path in self.listed:
-                    continue
-                else:
-                    kept[path] = b""
+                path = os.path.join(folder, name)
+                if not os.path.isdir(path) and path not in self.listed:  # a folder may have a deleted file's number
+                    kept[path] = self.flushed.get(inode, b"")
         for folder, _, names in os.walk(self.root, topdown=False):
             for name in names:
                 self.honest["unlink"](os.path.join(folder, name))

@@ -1,7 +1,7 @@
 """A run's own account of the samples that it was given, for any process that inherits this folder on PYTHONPATH.
 
 With EAGLERAY_TRACE=DIR, `Loader.batches` writes one JSON line per step that it hands over to `DIR/rank-<pid>.jsonl`,
-and with EAGLERAY_PACE=SECONDS it takes at least so long over one.
+and with EAGLERAY_PACE=SECONDS it takes at least so long over one. With EAGLERAY_SAVE=SECONDS, so does a checkpoint.
 Nothing else changes: a `sitecustomize` of the site's own, which this one hides, is run as well.
 """
 
@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-TRACED = "eagleray.data.loader"
-
 
 class Hook:
-    """Patches the loader's module once it has been imported; all other imports are none of its business."""
+    """Patches two modules once they have been imported; all other imports are none of its business."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == TRACED else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in PATCHES else None
         if spec and spec.loader:
             execute = spec.loader.exec_module
 
             def patched(module: ModuleType) -> None:
                 execute(module)
-                module.Loader.batches = traced(module.Loader.batches)
+                PATCHES[name](module)
 
             spec.loader.exec_module = patched  # type: ignore[method-assign]
         return spec
@@ -56,6 +54,26 @@ def traced(batches: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
             yield batch, bad
 
     return wrapped
+
+
+def slowed(verify: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(*given: Any) -> None:
+        time.sleep(float(os.environ.get("EAGLERAY_SAVE", "0")))
+        verify(*given)
+
+    return wrapped
+
+
+def patch_loader(module: ModuleType) -> None:
+    module.Loader.batches = traced(module.Loader.batches)  # type: ignore[attr-defined]
+
+
+def patch_checkpoint(module: ModuleType) -> None:
+    """A checkpoint is written, but it does not count yet."""
+    module.Writer._verify = slowed(module.Writer._verify)  # type: ignore[attr-defined]
+
+
+PATCHES = {"eagleray.data.loader": patch_loader, "eagleray.engine.checkpoint": patch_checkpoint}
 
 
 def append(line: str) -> None:
