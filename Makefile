@@ -19,15 +19,12 @@ demo: setup
 test: setup
 	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
-# Slow tests that only compute run two at a time. The others start servers and measure seconds, so they run one at a
-# time. -v names each test as it begins.
-COMPUTING := tests/devices tests/engine tests/methods tests/protocols tests/test_house.py
-
+# -v names each slow test as it begins. Everything in them has one niceness: Ray gives the workers of jobs a high one, and
+# they would wait for the tests beside them.
 test-all: setup
 	@status=0; \
 	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile || status=$$?; \
-	$(RUN)/python -m pytest -v -m slow -n 2 --durations=10 $(COMPUTING) || status=$$?; \
-	$(RUN)/python -m pytest -v -m slow --durations=25 $(addprefix --ignore=,$(COMPUTING)) || status=$$?; \
+	nice -n 19 $(RUN)/python -m pytest -v -m slow -n 2 --dist loadgroup --durations=40 || status=$$?; \
 	exit $$status
 
 # A run under faults at random, for HOURS=1 or more; what it went through is printed as it goes and as JSON at the end.

@@ -14,6 +14,15 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 torch.set_num_threads(1)
 
+# Slow tests that start clusters and count seconds run one at a time, beside those that compute or wait.
+ONE_AT_A_TIME = {"chaos", "cluster", "sweeps"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ONE_AT_A_TIME:
+            item.add_marker(pytest.mark.xdist_group("clusters"))
+
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
