@@ -115,7 +115,8 @@ def through_webdataset(path: Path) -> list[tuple[str, bytes, int]]:
     out = []
     for row in webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False):
         images = [v for k, v in row.items() if k.rpartition(".")[2] in ("jpg", "png", "webp")]
-        out += [(row["__key__"], images[0], int(row.get("cls", -1)))] if images else []
+        labels = [int(v) for k, v in row.items() if k.rpartition(".")[2] == "cls"]  # as webdataset decodes `c.cls` too
+        out += [(row["__key__"], images[0], labels[-1] if labels else -1)] if images else []
     return out
 
 

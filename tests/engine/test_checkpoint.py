@@ -261,6 +261,26 @@ def test_a_writer_that_lost_its_run_neither_marks_nor_deletes(place: Place):
     assert checkpoint.manifests(place.url) == ["step-000000001"]
 
 
+def test_a_file_that_the_next_owner_deleted_is_no_error_of_the_run(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """The old writer reads back what it wrote, and the new one has tidied up meanwhile."""
+    writer, lost = place.writer(keep=1), False
+
+    def guard() -> None:
+        if lost:
+            raise Superseded("another has begun")
+
+    def verify(*_: object) -> None:
+        nonlocal lost
+        lost = True
+        raise OSError("what was read back differs from what was written")
+
+    writer.guard = guard
+    monkeypatch.setattr(writer, "_verify", verify)
+    writer.save(1, full_of(1))
+    with pytest.raises(Superseded, match="another has begun"):
+        writer.settle()
+
+
 def test_checkpoints_without_an_epoch_are_continued(place: Place):
     keep_one(place.writer(), 7)
     writer = checkpoint.Writer(place.url, keep=2, scratch=place.scratch, epoch=3)

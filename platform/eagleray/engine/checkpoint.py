@@ -101,7 +101,8 @@ class Writer:
         try:
             epoch = {"epoch": self.epoch} if self.epoch else {}
             self._write(name, {"step": step} | epoch | finish(), state)
-        except Exception as e:
+        except Exception as error:
+            e = self._cause(error)
             self._problem = self._named(e)
             bug = self._problem is e and not isinstance(e, Superseded)
             self._warn(f"{name} was not saved: {self._problem}", exc_info=bug)
@@ -166,6 +167,17 @@ class Writer:
                 _delete(url)
         if is_remote(self.url):
             _delete_others(self.scratch, newest)
+
+    def _cause(self, e: Exception) -> Exception:
+        """Return Superseded when another process has taken the run over, which may have deleted the file meanwhile."""
+        if isinstance(e, OSError | UserError):
+            try:
+                self.guard()
+            except Superseded as superseded:
+                return superseded
+            except (OSError, UserError, Outage):
+                pass
+        return e
 
     def _named(self, e: Exception) -> Exception:
         """Return an error of one line that names the folder or URL. An error that is a bug is returned unchanged."""
