@@ -1,6 +1,7 @@
 """The store that the chaos tests disturb, the recipe of their runs, and the run that nobody disturbed."""
 
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from helpers.s3.server import Swift
 
 SAMPLES, BATCH, LANES = 330, 32, 8  # ten steps an epoch, and some samples left out
 LONG, SHORT = 198, 42  # steps, with checkpoints at both
+READERS = [(0, 2), (2, 1), (0, 3), (2, 2), (1, 2), (0, 1), (2, 0), (0, 0)]  # Ray workers, loader workers in each
 RECIPE = f"""
 method: {{name: mocov3, dim: 16, hidden: 32}}
 backbone:
@@ -50,6 +52,14 @@ class Whole:
 
     run: Run
     steps: Steps
+
+
+def outage(site: Site, seconds: float, *servers: str) -> None:
+    """Servers of the store are killed, and started again after a while."""
+    for name in servers:
+        site.swift("kill9", name)
+    time.sleep(seconds)
+    site.swift("start")
 
 
 def uninterrupted(run: Run, last: int, keys: Sequence[str]) -> Steps:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from chaos.check import verify, with_stand_ins
 from chaos.job import Job, Run
-from chaos.site import LANES, LONG, SHORT, Site, Whole
+from chaos.site import LANES, LONG, READERS, SHORT, Site, Whole, outage
 from helpers.s3.proxy import Faults, Proxy
 
 from eagleray.base.files import read_lines
@@ -23,7 +23,6 @@ from eagleray.engine import checkpoint
 pytestmark = pytest.mark.slow
 
 KINDS = ("worker", "rank", "job", "object", "proxy")  # killed in turn; the last two are servers of the store
-READERS = [(0, 2), (2, 1), (0, 3), (2, 2), (1, 2), (0, 1), (2, 0), (0, 0)]  # Ray workers, loader workers in each
 KILLS = 20
 SHORTLY = f"max_steps={SHORT}"
 
@@ -43,14 +42,6 @@ def test_twenty_kills(site: Site, whole: Whole, run: Run) -> None:
             job = run.start(*next(readers), f"max_steps={LONG}")
     assert job.finish() == 0, job.said()
     verify(run.lines(), whole.steps, LONG)
-
-
-def outage(site: Site, seconds: float, *servers: str) -> None:
-    """Servers of the store are killed, and started again after a while."""
-    for name in servers:
-        site.swift("kill9", name)
-    time.sleep(seconds)
-    site.swift("start")
 
 
 def survives(job: Job, kind: str, rng: random.Random) -> bool:

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from chaos.check import verify
 from chaos.job import Job, Run
-from chaos.site import Site, uninterrupted
-from chaos.test_chaos import READERS, outage
+from chaos.site import READERS, Site, outage, uninterrupted
 from helpers.s3.proxy import Faults, Proxy
 
 HOURS = float(os.environ.get("HOURS") or 1 / 30)

@@ -1,10 +1,8 @@
 """Checkpoints, written in the background while training goes on.
 
 A checkpoint counts once it has been read back from its folder or store and its checksum agrees. A run continues from
-the newest intact one.
-
-Where two writers may meet, in a store, the name of a checkpoint ends with the epoch of its writer, which grows with
-every start: `step-000000110-e000002`. A checkpoint of a later epoch is newer, whatever its step.
+the newest intact one. Where two writers may meet, in a store, the name of a checkpoint ends with the epoch of its
+writer, which grows with every start: `step-000000110-e000002`. A later epoch is newer, whatever its step.
 """
 
 import contextlib
@@ -102,8 +100,7 @@ class Writer:
             epoch = {"epoch": self.epoch} if self.epoch else {}
             self._write(name, {"step": step} | epoch | finish(), state)
         except Exception as error:
-            e = self._cause(error)
-            self._problem = self._named(e)
+            self._problem = self._named(e := self._cause(error))
             bug = self._problem is e and not isinstance(e, Superseded)
             self._warn(f"{name} was not saved: {self._problem}", exc_info=bug)
             return
@@ -173,10 +170,8 @@ class Writer:
         if isinstance(e, OSError | UserError):
             try:
                 self.guard()
-            except Superseded as superseded:
-                return superseded
-            except (OSError, UserError, Outage):
-                pass
+            except (OSError, UserError, Outage) as found:
+                return found if isinstance(found, Superseded) else e
         return e
 
     def _named(self, e: Exception) -> Exception:
