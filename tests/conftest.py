@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 ONE_AT_A_TIME = {"chaos", "cluster", "sweeps"}
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ONE_AT_A_TIME:
