@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.recipes import SMALL
 from helpers.table import Table
+from xdist.scheduler import LoadGroupScheduling
 
 os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ["MLFLOW_LOGGING_LEVEL"] = "ERROR"  # whichever test imports MLflow first
@@ -14,15 +16,18 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 torch.set_num_threads(1)
 
-# Slow tests that start clusters and count seconds run one at a time, beside those that compute or wait.
-ONE_AT_A_TIME = {"chaos", "cluster", "sweeps"}
+ONE_AT_A_TIME = {"chaos", "cluster", "sweeps"}  # folders of tests that start clusters and count seconds
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name in ONE_AT_A_TIME:
-            item.add_marker(pytest.mark.xdist_group("clusters"))
+class Scheduler(LoadGroupScheduling):
+    """Under `--dist loadgroup` the tests of some folders run one at a time, beside the others."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "clusters" if nodeid.split("/")[1] in ONE_AT_A_TIME else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler | None:
+    return Scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")
