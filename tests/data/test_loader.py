@@ -1,6 +1,9 @@
 """Ranks and loader processes: every split of the work gives the same global batches."""
 
 import dataclasses
+import multiprocessing
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ from torch import Tensor
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
-from eagleray.data import index_file, reader
+from eagleray.data import index_file, loader_watch, reader
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
 from eagleray.data.loader import Loader, rows
@@ -147,6 +150,26 @@ def test_a_slow_reader_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPat
     loader = Loader(stream(folder), rank=0, ranks=1, workers=0, device=CPU)
     next(loader.batches(0))
     assert loader.waited >= 0.05 * BATCH
+
+
+def test_a_loader_process_that_stands_still_is_named_and_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader_watch, "NAMED", 1.0)
+    monkeypatch.setattr(loader_watch, "STOPPED", 2.0)
+    monkeypatch.setattr("eagleray.data.loader.LAST", 0.5)
+    before = set(multiprocessing.active_children())
+    batches = Loader(stream(folder), rank=0, ranks=1, workers=2, device=CPU).batches(0)
+    next(batches)
+    _, stopped = set(multiprocessing.active_children()) - before
+    os.kill(stopped.pid or 0, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"no batch for \d s; .*loader process {stopped.pid} is stopped"):
+        list(batches)
+    assert 2 <= time.monotonic() - began < 30
+    assert len([r for r in caplog.records if f"loader process {stopped.pid} is stopped" in r.message]) == 1
+    stopped.join(10)
+    assert not stopped.is_alive()
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(6, 4), (7, 2), (8, 3), (64, 5), (4, 9)])

@@ -5,6 +5,7 @@ Where the device is the CPU, the worker processes apply the colour operations, t
 
 import itertools
 import math
+import multiprocessing
 import queue
 import signal
 import threading
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from eagleray.base import devices
 from eagleray.config import plugins
 from eagleray.data.batch import Batch
+from eagleray.data.loader_watch import LoaderWatch
 from eagleray.data.order import Share, rank_rows, rows
 from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import StepPart, Stream
@@ -66,9 +68,11 @@ class Loader:
             pin_memory=devices.has_streams(self.device),
             worker_init_fn=ignore_signals,
         )
+        others = multiprocessing.active_children()
         parts = begin(loader)
-        steps = self._timed(_interruptible(self._in_steps(parts, start), should_stop))
-        yield from _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
+        with LoaderWatch(set(multiprocessing.active_children()).difference(others), self.stream.patience) as watch:
+            steps = self._timed(_interruptible(self._in_steps(parts, start), should_stop, watch.look))
+            yield from _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
 
     def _steps_ahead(self) -> int:
         """Return how many steps a loader process may be ahead. Where processes take turns, all have work within that
@@ -162,8 +166,9 @@ def begin(loader: DataLoader[T]) -> Iterator[T]:
     return items
 
 
-def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Iterator[T]:
-    """Yield the steps, read by another thread, so that `should_stop` is also called while the store does not answer."""
+def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Callable[[float], None]) -> Iterator[T]:
+    """Yield the steps, read by another thread, so that `should_stop` is also called while the store does not answer.
+    `look` is called with the seconds that a step has been waited for, and may raise."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
     requests, over = threading.Semaphore(1), threading.Event()
 
@@ -176,6 +181,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Itera
 
     thread = threading.Thread(target=work, name="loader", daemon=True)
     thread.start()
+    asked = time.monotonic()
     try:
         while True:
             try:
@@ -183,6 +189,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Itera
             except queue.Empty:
                 if should_stop():
                     return
+                look(time.monotonic() - asked)
                 continue
             if isinstance(error, StopIteration):
                 return
@@ -192,6 +199,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool]) -> Itera
                 raise error
             requests.release()  # read the next step while this one is used
             yield step  # type: ignore[misc]
+            asked = time.monotonic()
     finally:
         over.set()
         requests.release()
