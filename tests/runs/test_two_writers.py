@@ -189,7 +189,9 @@ SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), prin
 
 
 def test_two_writers_and_crashes_between_any_two_requests():
-    run_state_machine_as_test(TwoWriters, settings=settings(SETTINGS, max_examples=30, stateful_step_count=12))
+    """The same draws each time; new ones under `make test-all`."""
+    few = settings(SETTINGS, derandomize=True, max_examples=30, stateful_step_count=12)
+    run_state_machine_as_test(TwoWriters, settings=few)
 
 
 @pytest.mark.slow
