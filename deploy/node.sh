@@ -24,16 +24,23 @@ behind() {
     setsid nohup "$@" >"$HOME/$(basename "$1").log" 2>&1 </dev/null &
 }
 
+# Ray, and all that runs on it, is not given what MLflow's server alone needs.
+server=(MLFLOW_ADMIN_USERNAME MLFLOW_ADMIN_PASSWORD MLFLOW_AUTH_DATABASE_URI MLFLOW_BACKEND_STORE_URI
+    MLFLOW_FLASK_SERVER_SECRET_KEY)
+start_ray() {
+    env "${server[@]/#/-u}" ray start "$@"
+}
+
 case "${1:-}" in
 head)
     export MLFLOW_HOST="$address" MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-http://$address:5000}"
     # No CPUs: the driver runs here, and no worker does. The dashboard and the jobs port answer this machine only.
-    ray start --head --num-cpus=0 --num-gpus=0 --port=6379 --object-manager-port=8076 --metrics-export-port=8080 \
+    start_ray --head --num-cpus=0 --num-gpus=0 --port=6379 --object-manager-port=8076 --metrics-export-port=8080 \
         --dashboard-host=127.0.0.1 --dashboard-port=8265 --autoscaling-config="$HOME/ray_bootstrap_config.yaml"
     [ "$MLFLOW_TRACKING_URI" != "http://$address:5000" ] || behind serve.sh
     ;;
 worker)
-    ray start --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 --metrics-export-port=8080
+    start_ray --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 --metrics-export-port=8080
     behind spot.sh "$RAY_HEAD_IP:6379"
     ;;
 *)

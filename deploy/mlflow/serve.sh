@@ -6,8 +6,8 @@ set -euo pipefail
 : "${MLFLOW_BACKEND_STORE_URI:?expected postgresql+psycopg://USER:PASSWORD@HOST/DB or sqlite:////FILE}"
 : "${MLFLOW_ARTIFACTS_DESTINATION:?expected s3://BUCKET/PREFIX or a folder}"
 : "${MLFLOW_AUTH_DATABASE_URI:?expected the database of users, postgresql+psycopg:// or sqlite:////FILE}"
-: "${MLFLOW_TRACKING_USERNAME:?expected the name of the first user}"
-: "${MLFLOW_TRACKING_PASSWORD:?expected the password of the first user, at least 12 characters}"
+: "${MLFLOW_TRACKING_USERNAME:?expected the name of the user that runs log as}"
+: "${MLFLOW_TRACKING_PASSWORD:?expected the password of that user, at least 12 characters}"
 : "${MLFLOW_FLASK_SERVER_SECRET_KEY:?expected a long random string}"
 host=${MLFLOW_HOST:-127.0.0.1} port=${MLFLOW_PORT:-5000}
 
@@ -20,6 +20,19 @@ default_permission = NO_PERMISSIONS
 database_uri = ${MLFLOW_AUTH_DATABASE_URI//%/%%}
 END
 export MLFLOW_AUTH_CONFIG_PATH MLFLOW_BACKEND_STORE_URI MLFLOW_ARTIFACTS_DESTINATION MLFLOW_FLASK_SERVER_SECRET_KEY
-export MLFLOW_AUTH_ADMIN_USERNAME="$MLFLOW_TRACKING_USERNAME" MLFLOW_AUTH_ADMIN_PASSWORD="$MLFLOW_TRACKING_PASSWORD"
+# Without an administrator of its own, the user that runs log as is the administrator.
+export MLFLOW_AUTH_ADMIN_USERNAME="${MLFLOW_ADMIN_USERNAME:-$MLFLOW_TRACKING_USERNAME}"
+export MLFLOW_AUTH_ADMIN_PASSWORD="${MLFLOW_ADMIN_PASSWORD:-$MLFLOW_TRACKING_PASSWORD}"
+if [[ $MLFLOW_AUTH_ADMIN_USERNAME != "$MLFLOW_TRACKING_USERNAME" ]]; then
+    : "${MLFLOW_ADMIN_PASSWORD:?expected the password of the administrator, at least 12 characters}"
+    python -W ignore - <<'END'
+import os
+from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
+store, name = SqlAlchemyStore(), os.environ["MLFLOW_TRACKING_USERNAME"]
+store.init_db(os.environ["MLFLOW_AUTH_DATABASE_URI"])
+if not store.has_user(name):
+    store.create_user(name, os.environ["MLFLOW_TRACKING_PASSWORD"])
+END
+fi
 exec mlflow server --app-name basic-auth --host "$host" --port "$port" --workers "${MLFLOW_WORKERS:-2}" \
     --allowed-hosts "${MLFLOW_ALLOWED_HOSTS:-localhost:$port,127.0.0.1:$port,$host:$port}"

@@ -84,6 +84,27 @@ def test_the_store_of_a_heads_state_is_valid():
     assert redis["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
 
 
+def test_only_the_cluster_reaches_the_cluster():
+    import kubernetes_validate
+
+    policies = list(yaml.safe_load_all((DEPLOY / "kuberay/network.yaml").read_text()))
+    for each in policies:
+        kubernetes_validate.validate(each, "1.33", strict=True)
+    cluster, redis = (
+        load("kuberay/raycluster.yaml"),
+        list(yaml.safe_load_all((DEPLOY / "kuberay/redis.yaml").read_text())),
+    )
+    pods = {"matchLabels": {"ray.io/cluster": cluster["metadata"]["name"]}}  # KubeRay labels them so
+    stored = {"matchLabels": redis[1]["spec"]["template"]["metadata"]["labels"]}
+    assert [p["spec"]["podSelector"] for p in policies] == [pods, stored]
+    assert all(p["spec"]["policyTypes"] == ["Ingress"] for p in policies)
+    assert [p["spec"]["ingress"][0]["from"] for p in policies] == [[{"podSelector": pods}]] * 2
+    metrics = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"]
+    assert {"port": next(p["containerPort"] for p in metrics if p["name"] == "metrics")} in [
+        port for rule in policies[0]["spec"]["ingress"][1:] for port in rule["ports"]
+    ]
+
+
 def test_alerts_ask_for_what_there_is():
     reporter = pytest.importorskip("ray.dashboard.modules.reporter.reporter_agent")
     known = exported() | {f"ray_{name}" for name in reporter.METRICS_GAUGES}
@@ -207,6 +228,10 @@ HARM: list[tuple[Callable[[Any], list[str]], str, Callable[[Any], None], str]] =
     (compose, "compose.yaml", set_in("services", "postgres", "environment", "POSTGRES_PASSWORD", value="x"), "default"),
     (compose, "compose.yaml", set_in("services", "store", "image", value="versity/versitygw:latest"), "not pinned"),
     (compose, "compose.yaml", set_in("services", "store", "healthcheck"), "has no healthcheck"),
+    (compose, "compose.yaml", set_in("services", "postgres", "cap_drop"), "postgres: may gain rights"),
+    (compose, "compose.yaml", set_in("services", "store", "mem_limit"), "store: has no mem_limit"),
+    (kuberay, "kuberay/rayjob.yaml", set_in("spec", "submitterPodTemplate"), "submitter: may run as root"),
+    (kuberay, "kuberay/raycluster.yaml", set_in(*BOX, "resources", "limits", value={}), "has no limits"),
     (compose, "compose.yaml", set_in("services", "ray", "port", value=["127.0.0.1:1:1"]), "no compose file"),
 ]
 

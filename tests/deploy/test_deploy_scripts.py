@@ -109,9 +109,9 @@ def test_a_machine_starts_ray_with_its_secrets(bench: dict[str, str], tmp_path: 
 
 
 VALUES = {
-    "MLFLOW_BACKEND_STORE_URI": "postgresql+psycopg://u:p@h/db?sslmode=require&connect_timeout=10",
+    "SOME_URI": "postgresql+psycopg://u:p@h/db?sslmode=require&connect_timeout=10",
     "MLFLOW_TRACKING_PASSWORD": "pa$HOME$$word`touch pwned`$(touch pwned)",
-    "MLFLOW_FLASK_SERVER_SECRET_KEY": "horse;touch pwned (a b) 'c \"d",
+    "SOME_KEY": "horse;touch pwned (a b) 'c \"d",
     "MLFLOW_TRACKING_URI": "http://elsewhere",
     "EMPTY": "",
 }
@@ -125,6 +125,22 @@ def test_settings_are_read_and_not_executed(bench: dict[str, str], tmp_path: Pat
     seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().split("\0") if line)
     assert {name: seen[name] for name in VALUES} == VALUES
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_ray_is_not_given_what_the_server_of_mlflow_alone_needs(bench: dict[str, str], tmp_path: Path, role: str):
+    names = ["ADMIN_USERNAME", "ADMIN_PASSWORD", "AUTH_DATABASE_URI", "BACKEND_STORE_URI", "FLASK_SERVER_SECRET_KEY"]
+    (tmp_path / ".eagleray.env").write_text("".join(f"MLFLOW_{n}=a-secret\n" for n in names) + "A=1\n")
+    stub(bench, "ray", f"env > {tmp_path}/ray\n")
+    stub(bench, "serve.sh", f"env > {tmp_path}/serve.part; mv {tmp_path}/serve.part {tmp_path}/serve\n")
+    stub(bench, "spot.sh", "")
+    env = {**bench, "RAY_HEAD_IP": "10.0.0.5"}
+    subprocess.run([DEPLOY / "node.sh", role], env=env, check=True, timeout=60, cwd=tmp_path)
+    assert "A=1" in (tmp_path / "ray").read_text()
+    assert "a-secret" not in (tmp_path / "ray").read_text()
+    if role == "head":
+        wait_until(lambda: (tmp_path / "serve").exists(), 10)
+        assert (tmp_path / "serve").read_text().count("a-secret") == len(names)
 
 
 def test_a_line_that_is_no_setting_is_named_and_not_repeated(bench: dict[str, str], tmp_path: Path):
@@ -181,6 +197,8 @@ def serving(env: dict[str, str], log: Path) -> Iterator[str]:
         "MLFLOW_WORKERS": "1",
         "MLFLOW_TRACKING_USERNAME": "someone",
         "MLFLOW_TRACKING_PASSWORD": "not-to-be-seen-1",
+        "MLFLOW_ADMIN_USERNAME": "keeper",
+        "MLFLOW_ADMIN_PASSWORD": "not-to-be-seen-3",
         "MLFLOW_FLASK_SERVER_SECRET_KEY": "not-to-be-seen-2",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
@@ -212,6 +230,10 @@ def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
         assert ask(search, Authorization=wrong) == 401
         assert ask(search, Authorization=RIGHT) == 200
         assert ask(search, Authorization=RIGHT, Host="evil.example.com") == 403
+        other = f"{url}/api/2.0/mlflow/users/get?username=keeper"
+        keeper = "Basic " + base64.b64encode(b"keeper:not-to-be-seen-3").decode()
+        assert ask(other, Authorization=RIGHT) == 403
+        assert ask(other, Authorization=keeper) == 200
         table = shown()
         assert url.rpartition(":")[2] in table
         assert "not-to-be-seen" not in table + (tmp_path / "log").read_text()

@@ -140,6 +140,8 @@ def kuberay(manifest: dict[str, Any]) -> list[str]:
     if manifest["apiVersion"] != "ray.io/v1" or set(manifest) != {"apiVersion", "kind", "metadata", "spec"}:
         wrong.append("is no object of ray.io/v1")
     spec = manifest["spec"] if kind == "RayCluster" else manifest["spec"]["rayClusterSpec"]
+    if kind == "RayJob":
+        wrong += [f"submitter: {w}" for w in confined(manifest["spec"].get("submitterPodTemplate", {}).get("spec", {}))]
     if spec.get("authOptions", {}).get("mode") != "token":
         wrong.append("has no token")
     if spec["headGroupSpec"].get("serviceType") != "ClusterIP" or spec["headGroupSpec"].get("enableIngress"):
@@ -160,13 +162,21 @@ def kuberay(manifest: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def a_pod(pod: dict[str, Any], *, worker: bool) -> list[str]:
-    [container] = pod["containers"]
+def confined(pod: dict[str, Any]) -> list[str]:
     wrong = []
     if not pod.get("securityContext", {}).get("runAsNonRoot") or pod.get("hostNetwork"):
         wrong.append("may run as root")
-    if container.get("securityContext", {}).get("allowPrivilegeEscalation") is not False:
-        wrong.append("may gain rights")
+    for container in pod.get("containers", [{}]):
+        if container.get("securityContext", {}).get("allowPrivilegeEscalation") is not False:
+            wrong.append("may gain rights")
+        if not container.get("resources", {}).get("limits"):
+            wrong.append("has no limits")
+    return wrong
+
+
+def a_pod(pod: dict[str, Any], *, worker: bool) -> list[str]:
+    [container] = pod["containers"]
+    wrong = confined(pod)
     if any("hostPort" in p for p in container.get("ports", [])):
         wrong.append("has a port on the node")
     wrong += [f"has no {p}" for p in ("livenessProbe", "readinessProbe") if p not in container]
@@ -203,6 +213,11 @@ def compose(config: dict[str, Any]) -> list[str]:
                 wrong.append(f"{name}: {port} is open to the world")
         if service.get("network_mode") == "host" or service.get("privileged"):
             wrong.append(f"{name}: leaves its container")
+        if service.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in service.get("security_opt", []):
+            wrong.append(f"{name}: may gain rights")
+        for key in ("pids_limit", "mem_limit", "logging"):
+            if key not in service:
+                wrong.append(f"{name}: has no {key}")
         if service["image"].endswith(":latest") or ":" not in service["image"]:
             wrong.append(f"{name}: {service['image']} is not pinned")
         if name != "buckets" and not service.get("profiles") and "healthcheck" not in service:
