@@ -11,7 +11,9 @@ import pytest
 import ray
 
 from eagleray.base import dist
+from eagleray.base.errors import UserError
 from eagleray.cluster import ray_train, resize
+from eagleray.cluster.session import session
 from eagleray.runs import remote
 
 
@@ -50,6 +52,25 @@ def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(monkeypatc
     with pytest.raises(RuntimeError, match=r"^no$"):
         ray_train.raise_failure("s3://bucket/run", "a")
     assert notes["train.log"] == "begun\nrank 3 failed\n"
+
+
+@pytest.mark.slow  # a Ray of its own
+def test_a_failure_that_the_store_does_not_take_is_known_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The workers that Ray starts again return at once, and the command ends with the reason."""
+
+    def refuse(*_: str) -> None:
+        raise UserError("s3://bucket/run: AccessDenied")
+
+    with session(cpus=1):
+        monkeypatch.setattr(remote, "write_note", refuse)
+        ray_train.fail(str(tmp_path), "a", {"user": True, "why": "AccessDenied"})
+        restarted = ray.remote(ray_train.failure_of)
+        assert ray.get(restarted.remote(str(tmp_path), "a"), timeout=60)["why"] == "AccessDenied"
+        assert ray.get(restarted.remote(str(tmp_path), "b"), timeout=60) is None
+        with pytest.raises(UserError, match=r"^AccessDenied$"):
+            ray_train.raise_failure(str(tmp_path), "a")
+    with pytest.raises(UserError, match="s3://bucket/run: AccessDenied"):  # no Ray to tell
+        ray_train.fail(str(tmp_path), "a", {})
 
 
 @pytest.fixture

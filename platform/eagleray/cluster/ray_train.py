@@ -1,5 +1,6 @@
 """Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user."""
 
+import contextlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from eagleray import config
 from eagleray.base import dist
 from eagleray.base.console import out
 from eagleray.base.errors import Futile, Outage, Preempted, Superseded, UserError, one_line
+from eagleray.cluster.failure import fail, failure_of
 from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.resize import asked_to_save, note_saved, save_before_resize
 from eagleray.cluster.session import aside, machines, session
@@ -69,7 +71,8 @@ def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any
             return fit(ray, recipe, tracking=tracking, command=command, say=lambda line: out.print(line, markup=False))
     finally:
         if is_remote(recipe.out) and log.exists():
-            remote.write_note(recipe.out, layout.RAY_LOG, log.read_text(errors="replace")[-(2**20) :])
+            with contextlib.suppress(UserError, Outage):  # the run's own error says more
+                remote.write_note(recipe.out, layout.RAY_LOG, log.read_text(errors="replace")[-(2**20) :])
 
 
 def fit(
@@ -141,11 +144,12 @@ def raise_failure(out: str, command: str) -> None:
 
     Its traceback is added to the log of a remote run, which is rank 0's: another rank may have failed elsewhere.
     """
-    failure = _failure(out, command)
+    failure = failure_of(out, command)
     if failure is None:
         return
     if is_remote(out) and failure.get("trace"):
-        remote.write_note(out, layout.LOG, (remote.read_note(out, layout.LOG) or "") + failure["trace"])
+        with contextlib.suppress(UserError, Outage):
+            remote.write_note(out, layout.LOG, (remote.read_note(out, layout.LOG) or "") + failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 
@@ -205,13 +209,13 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
 
     out = given["recipe"]["out"] or ""
     command = given["command"]
-    if _failure(out, command):
+    if failure_of(out, command):
         return None
     try:
         plugins.install(given["plugins"])
         recipe = config.check(Recipe, given["recipe"], "recipe")
     except UserError as e:  # such as of a plug-in that imports what this machine has not
-        _fail(out, command, {"user": True, "why": str(e)})
+        fail(out, command, {"user": True, "why": str(e)})
         raise
     device = get_device()
     if device.type == "cpu":
@@ -226,22 +230,11 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
         raise  # the restarted workers sit on other machines, or there are more or fewer of them
     except (UserError, Outage) as e:
         failure = {"user": isinstance(e, UserError), "outage": isinstance(e, Outage), "why": str(e)}
-        _fail(out, command, failure)
+        fail(out, command, failure)
         raise
     except Exception as e:
         _count(out, command, e)
         raise
-
-
-def _failure(out: str, command: str) -> dict[str, Any] | None:
-    """Return why no restart can mend a command's run, or None."""
-    failure = json.loads(remote.read_note(out, layout.FAILURE) or "{}")
-    return failure if failure.get("command") == command else None
-
-
-def _fail(out: str, command: str, failure: dict[str, Any]) -> None:
-    """Write down why no restart can mend a command's run. The id keeps it from being another command's failure."""
-    remote.write_note(out, layout.FAILURE, json.dumps(failure | {"command": command}))
 
 
 def _count(out: str, command: str, error: Exception) -> None:
@@ -252,10 +245,10 @@ def _count(out: str, command: str, error: Exception) -> None:
     known = json.loads(remote.read_note(out, name) or "{}")
     times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
     remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
-    first = _failure(out, command) is None  # the others fail because this rank has
+    first = failure_of(out, command) is None  # the others fail because this rank has
     if first and (times == 3 or isinstance(error, Futile)):
         why = (
             f"failed {times} times without progress: {type(error).__name__}: {one_line(error)}; see {out}/{layout.LOG}"
         )
         trace = f"rank {dist.rank()} failed\n{''.join(traceback.format_exception(error))}"
-        _fail(out, command, {"user": False, "why": why, "trace": trace})
+        fail(out, command, {"user": False, "why": why, "trace": trace})
