@@ -21,14 +21,14 @@ from helpers.s3.proxy import Faults, Proxy
 HOURS = float(os.environ.get("HOURS") or 1 / 30)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200 * HOURS + 900)]
 KEYS = ["optim.epochs=1000000", "checkpoint.steps=25", "log_steps=50", "monitor.every=500"]
-WARM = 15.0  # seconds after which a process has read, allocated and opened what it needs
+WARM = 15.0  # seconds after its first step in which a process allocates and opens what it needs
 MORE = {"megabytes": 150, "descriptors": 24, "threads": 12}  # a process may have after that, at most
 FILES = 40  # that a run may have more than at its first reading, but for a line that each start leaves
 
 
 @dataclass
 class Soak:
-    """The run, what has been done to it, and what its processes held by their numbers and by seconds."""
+    """The run, what has been done to it, and what its processes held, by their numbers."""
 
     site: Site
     run: Run
@@ -37,6 +37,7 @@ class Soak:
 
     def __post_init__(self) -> None:
         self.done: Counter[str] = Counter()
+        self.begun: dict[int, float] = {}  # when a process was first seen to have taken a step
         self.held: dict[int, list[dict[str, float]]] = defaultdict(list)
         self.files: list[int] = []
         self.starts = 0
@@ -55,9 +56,11 @@ class Soak:
             self.start()
             return
         for pid in self.job.ranks() or [self.job.process.pid]:
+            if not (self.run.tracing / f"rank-{pid}.jsonl").exists():
+                continue
             try:
                 process = psutil.Process(pid)
-                age = time.time() - process.create_time()
+                age = time.monotonic() - self.begun.setdefault(pid, time.monotonic())
                 seen = {"megabytes": process.memory_info().rss / 2**20, "descriptors": process.num_fds()}
                 self.held[pid].append({"age": age, **seen, "threads": process.num_threads()})
             except psutil.NoSuchProcess:
