@@ -36,7 +36,8 @@ soak: setup
 faults: setup
 	STRIDE=1 $(RUN)/python -m pytest -v -n 2 tests/runs/test_faults.py
 
-# Known weaknesses of the pinned packages. It asks pypi.org and so needs a network; its tool has an environment of its own.
+# Known weaknesses of the pinned packages. It asks the index of Python packages and so needs a network; its tool has an
+# environment of its own.
 audit: .venv-audit/.done
 	.venv-audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 

@@ -9,14 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from eagleray.base import devices
-from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.data.index import Index, open_index
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation import feature_cache
-from eagleray.evaluation.target import Target, load_target
+from eagleray.evaluation.target import Target, load_in_worker
 from eagleray.protocols.digests import data_digest
 from eagleray.protocols.features import LabelledFeatures, extract_features
 
@@ -85,14 +84,10 @@ def features(
 
 def share(task: Task) -> Share:
     """Extract the features of one worker's share of the images, in a Ray task."""
-    one = load_target(task.backbone, task.architecture)
-    if one.digest != task.digest:
-        raise UserError(
-            f"{task.backbone}: the weights changed during the evaluation; name a checkpoint file, or try again"
-        )
+    backbone = load_in_worker(task.backbone, task.architecture, task.digest, task.gpus)
     index = open_index(task.url, note=lambda _: None)
     parts = extract_features(
-        one.backbone.to(world.local(task.gpus).device),
+        backbone,
         index,
         task.samples,
         size=task.size,

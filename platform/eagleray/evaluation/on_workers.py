@@ -1,18 +1,15 @@
 """Run a protocol that needs the backbone itself in Ray workers."""
 
-import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_over
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.ray_ranks import Note, ray_ranks
-from eagleray.engine import world
-from eagleray.evaluation.target import load_target
+from eagleray.evaluation.target import load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.registry import PROTOCOLS
@@ -41,18 +38,9 @@ class Job:
         folder is noted.
 
         Raises UserError when they cannot be read, or the weights are no longer those of the command."""
-        return _backbone(self.backbone, self.architecture, self.digest, self.gpus), [
+        return load_in_worker(self.backbone, self.architecture, self.digest, self.gpus), [
             local_folder(url, note) for url in self.folders
         ]
-
-
-@functools.lru_cache(maxsize=1)
-def _backbone(name: str, architecture: str | None, digest: str, gpus: bool) -> Backbone:
-    """Load the backbone once, for all tasks that a worker gets one after the other."""
-    target = load_target(name, architecture)
-    if target.digest != digest:
-        raise UserError(f"{name}: the weights changed during the evaluation; name a checkpoint file, or try again")
-    return target.backbone.to(world.device_of(gpus))
 
 
 def measure_videos(

@@ -1,5 +1,6 @@
 """Load the backbone to evaluate: from a run, from timm, from a file of tensors, or with random weights."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
+from eagleray.engine import world
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
@@ -78,6 +80,17 @@ def load_target(name: str, architecture: str | None = None) -> Target:
         raise UserError(message) from None
     target.backbone.eval()
     return replace(target, name=(UNTRAINED if trained != name else "") + source)
+
+
+@functools.lru_cache(maxsize=1)
+def load_in_worker(name: str, architecture: str | None, digest: str, gpus: bool) -> Backbone:
+    """Return the backbone of `load_target` on this worker's device. It is loaded once for tasks that follow each other.
+
+    Raises UserError when it cannot be loaded, or its weights no longer have the digest that the command saw."""
+    target = load_target(name, architecture)
+    if target.digest != digest:
+        raise UserError(f"{name}: the weights changed during the evaluation; name a checkpoint file, or try again")
+    return target.backbone.to(world.device_of(gpus))
 
 
 def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
