@@ -7,6 +7,7 @@ with FaultyDisk(folder, lose_at=17): the process "loses power" there: PowerLoss,
 import builtins
 import errno
 import io
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ class FaultyDisk:
         self.flushed: dict[int, bytes] = {}  # by the file's number
         self.listed: dict[str, dict[str, int]] = {}  # by folder: the files of each name, as last flushed
         self.patch = pytest.MonkeyPatch()
+        self.handlers: list[logging.Handler] = []
 
     def __enter__(self) -> "FaultyDisk":
+        self.handlers = list(logging.getLogger("eagleray").handlers)
         self.honest = {name: getattr(os, name) for name in ("open", "fsync", "rename", "replace", "unlink", "remove")}
         self.honest |= {name: getattr(os, name) for name in ("mkdir", "ftruncate", "link", "rmdir")}
         for name in ("rename", "replace", "unlink", "remove", "mkdir", "link", "rmdir"):
@@ -46,6 +49,9 @@ class FaultyDisk:
 
     def __exit__(self, *_: object) -> None:
         self.patch.undo()
+        self.fail_at = self.lose_at = 0  # for a file that is still open
+        for handler in set(logging.getLogger("eagleray").handlers) - set(self.handlers):  # of a process that lost power
+            logging.getLogger("eagleray").removeHandler(handler)
 
     def count(self, what: str, path: str) -> None:
         """Count a call, which fails if it is its turn."""
