@@ -9,8 +9,10 @@ setup: .venv/.done
 
 .venv/.done: constraints.txt pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "error: Python 3.11 or newer is needed"; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@echo "setup: packages come into .venv, some minutes and 7 GB; its log is .venv/setup.log"
+	@$(PYTHON) -m venv .venv
+	@$(RUN)/python -m pip install -c constraints.txt -e ".[dev]" > .venv/setup.log 2>&1 || \
+		{ tail -n 20 .venv/setup.log; echo "error: setup failed; the whole log is .venv/setup.log"; exit 2; }
 	@touch $@
 
 demo: setup

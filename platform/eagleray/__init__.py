@@ -18,7 +18,7 @@ _MODULES = {
     "api.jobs": ("Job", "job", "jobs", "submit"),
     "api.plan": ("Planned", "plan"),
     "api.pretrain": ("finetune", "pretrain"),
-    "api.report": ("report",),
+    "api.report": ("list_runs", "report"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),
     "api.tune": ("tune",),

@@ -82,6 +82,7 @@ def test_stats_of_a_prepared_set(tmp_path: Path):
     assert "10 images of 2 classes" in text
     assert "folder, 10 listed" in text
     assert "JPEG 100 %" in text
+    assert "in bins from" in text, "a card has only bins"
 
 
 def test_stats_without_a_card_tell_what_the_index_and_a_sample_tell(tmp_path: Path):
@@ -89,7 +90,12 @@ def test_stats_without_a_card_tell_what_the_index_and_a_sample_tell(tmp_path: Pa
     found, images = card.describe(str(tmp_path / "in"), tmp_path)
     assert (found["images"], found["classes"], found["shards"], found["sampled"]) == (40, 10, 3, 38)
     assert sum(d["count"] for d in found["dropped"].values()) == 2
-    assert "no dataset.json; the lines below describe 38 images" in "\n".join(card.lines(found))
+    lines = list(card.lines(found))
+    assert "no dataset.json; the lines below describe 38 images drawn at random" in lines
+    low, middle, high = np.quantile([min(image.shape[:2]) for image in images], [0.05, 0.5, 0.95])
+    assert (
+        f"sides    shorter side {low:.4g} to {high:.4g} (5th to 95th percentile), median {middle:.4g} pixels" in lines
+    )
     _, again = card.describe(str(tmp_path / "in" / "x-*.tar"), tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(images, again, strict=True))
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cli import main
-from eagleray.reports import page, plots, write
+from eagleray.reports import page, plots, sections, write
 from eagleray.reports.read import names, read
 from eagleray.runs import recipe
 from eagleray.runs.plots import Panel
@@ -499,3 +499,16 @@ def test_a_run_in_a_store_has_its_page_there(make: Make, drawn: None, url: str):
     assert store.store(url).get(f"{url}/report/loss.png").startswith(b"\x89PNG")
     with pytest.raises(UserError, match="not the folder of a run"):
         write.report([f"{url}-not"])
+
+
+def test_the_title_names_what_changes_the_backbone(make: Make):
+    run = read(str(make()))
+    run.recipe["backbone"] = {"name": "vit_tiny_patch16_224", "options": {"depth": 4, "embed_dim": 128}}
+    assert sections.model_text(run).endswith(" on vit_tiny_patch16_224 with depth 4, embed_dim 128")
+
+
+def test_goodput_of_the_whole_run_is_told_from_that_of_its_steps(make: Make):
+    run = read(str(make()))
+    run.records[-1]["goodput"] = 0.97
+    [tile] = [t for t in sections.tiles(run) if t.label == "goodput"]
+    assert (tile.value, tile.hint) == ("91.0%", "97.0% until the last step; 4 s lost")

@@ -11,6 +11,7 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.scan_shards import scanner
 from eagleray.config import plugins as loading
 from eagleray.data.index import write_index
+from eagleray.data.index_faults import faults_of
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
@@ -18,7 +19,8 @@ from eagleray.datasets.sources.options import PrepareOptions
 
 def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
     """Index existing WebDataset tars or a folder of images again. Returns a dictionary for every folder: `index` is the
-    URL of the index file, `images` the number of usable images, `bad` that of broken samples.
+    URL of the index file, `images` the number of usable images, `bad` that of broken samples, and `left_out` says in a
+    line for each reason what is not used.
 
     Data without an index is indexed when it is first used; call this after the data has changed. Raises UserError and
     Outage.
@@ -29,14 +31,21 @@ def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
         folder["images"], folder["bad"]
     """
     urls = str(data) if isinstance(data, str | Path) else list(data)
+
+    def note(line: str) -> None:
+        console.print(line, markup=False)
+
     with progress_bar("shards") as progress:
         task = progress.add_task("index", total=None, rate="")
 
         def tick(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        folders = write_index(urls, tick=tick, scan_all=scanner())
-    return [{"index": url, "images": images, "bad": bad} for url, images, bad in folders]
+        folders = write_index(urls, note=note, tick=tick, scan_all=scanner())
+    return [
+        {"index": url, "images": images, "bad": bad, "left_out": list(faults_of(url).lines())}
+        for url, images, bad in folders
+    ]
 
 
 def prepare(

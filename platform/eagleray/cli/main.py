@@ -86,6 +86,8 @@ def index(
     for folder in api.index(url):
         bad = f", {folder['bad']} broken samples or shards" if folder["bad"] else ""
         out.print(f"{folder['index']}: {folder['images']} images{bad}", markup=False)
+        for line in folder["left_out"]:
+            out.print(line, markup=False)
 
 
 @app.command()

@@ -1,15 +1,19 @@
-"""Define the command report, which writes a page about runs."""
+"""Define the commands report, which writes a page about runs, and runs, which lists them."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eagleray.base.console import out as console
+from eagleray.cli.options import Json
 
 
 def register(app: typer.Typer) -> None:
     app.command()(report)
+    app.command()(runs)
 
 
 def report(
@@ -27,3 +31,28 @@ def report(
 
     for place in api.report(runs, out):
         console.print(place, markup=False)
+
+
+def runs(
+    folder: Annotated[str, typer.Argument(help="Folder or s3:// URL with runs in it, at any of four levels.")] = ".",
+    metric: Annotated[str, typer.Option(help="Number to show, by its key in metrics.jsonl.")] = "knn/top1",
+    best: Annotated[bool, typer.Option("--best", help="The best run first, by this number; else the newest.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder: state, steps, and the best and newest value of a number such as kNN accuracy."""
+    from eagleray.api import report as api
+
+    found = api.list_runs(folder, metric, best=best)
+    if as_json:
+        print(json.dumps([asdict(run) for run in found], default=str))
+        return
+    rows: list[tuple[str, ...]] = [("RUN", "METHOD", "STATE", "STEP", f"BEST {metric}", "LAST", "SINCE")]
+    for run in found:
+        steps = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
+        scores = ["" if score is None else f"{score:.4g}" for score in (run.best, run.last)]
+        since = run.changed.astimezone().strftime("%Y-%m-%d %H:%M") if run.changed else ""
+        rows.append((run.name, run.method, run.state, steps, *scores, since))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        console.print(line, markup=False, soft_wrap=True)

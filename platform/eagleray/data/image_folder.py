@@ -6,6 +6,7 @@ would be of one class.
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,13 +21,20 @@ from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.ordered_map import ordered_map
 
 NAME = "."  # of the shard in the index of its folder
+KINDS = 5  # extensions of unread files that are named
 
 
 class Listing(NamedTuple):
     """The images in a folder and in all folders below it."""
 
     sizes: dict[str, int]  # bytes, by relative path, in reading order
-    others: int  # files that are not images by their names; hidden ones are not counted
+    others: Counter[str]  # files that are not read, by extension with its dot; hidden ones are not counted
+
+    def unread(self) -> str:
+        """Say how many files are not read, by extension; an empty string if there are none."""
+        kinds = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))
+        more = sum(n for _, n in kinds[KINDS:])
+        return ", ".join([f"{n} {kind}" for kind, n in kinds[:KINDS]] + [f"{more} more"] * bool(more))
 
 
 def is_folder_blob(blob: Blob) -> bool:
@@ -49,15 +57,16 @@ def holds_images(folder: str) -> bool:
 
 def list_images(folder: str) -> Listing:
     """List the images in a folder and in all folders below it. Raises UserError when a folder cannot be listed."""
-    root, sizes, others = store.local_path(folder), {}, 0
+    root, sizes, others = store.local_path(folder), {}, Counter[str]()
     for path in _paths(folder):
         if not _is_image(path):
-            others += path != "index.parquet"
+            if path != "index.parquet":
+                others[readable(os.path.splitext(path)[1].lower()[:20]) or "without extension"] += 1
             continue
         try:
             sizes[path] = os.path.getsize(root / path)
         except OSError:  # a broken link, or a file that went away meanwhile
-            others += 1
+            others["gone or a broken link"] += 1
     return Listing({path: sizes[path] for path in sorted(sizes, key=_order)}, others)
 
 

@@ -17,6 +17,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
+from eagleray.data.index_faults import unusable
 from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
@@ -181,9 +182,7 @@ def open_index(
     blobs = sorted(known, key=lambda b: b.url)
     files = [known[b] for b in blobs]
     shards = [f.shards[f.groups[name(b)]] for b, f in zip(blobs, files, strict=True)]
-    bad = [
-        b for blob, file, shard in zip(blobs, files, shards, strict=True) if shard.bad for b in _unusable(blob, file)
-    ]
+    bad = [b for blob, file, shard in zip(blobs, files, shards, strict=True) if shard.bad for b in unusable(blob, file)]
     if not any(s.usable for s in shards):
         given = urls if isinstance(urls, str) else ", ".join(u if isinstance(u, str) else u.url for u in urls)
         raise UserError(f"{given}: no usable image in {len(blobs)} shard(s)" + (f"; {bad[0].reason}" if bad else ""))
@@ -199,13 +198,15 @@ def open_index(
     )
 
 
-def write_index(urls: Urls, *, tick: Tick | None = None, scan_all: ScanAll = scan_here) -> list[tuple[str, int, int]]:
+def write_index(
+    urls: Urls, *, note: Note = lambda _: None, tick: Tick | None = None, scan_all: ScanAll = scan_here
+) -> list[tuple[str, int, int]]:
     """Index shards again, replacing any older index. `scan_all` reads the tars.
 
     Return the index's URL and the numbers of usable and of bad samples for every folder.
     """
     out = []
-    for known in _folders(list_data(urls), None, note=lambda _: None, again=True, tick=tick, scan_all=scan_all):
+    for known in _folders(list_data(urls), None, note=note, again=True, tick=tick, scan_all=scan_all):
         mine = [f.shards[f.groups[name(b)]] for b, f in known]
         place = f"{store.parent(known[0][0].url)}/{NAME}"
         out.append((place, sum(s.usable for s in mine), sum(s.bad for s in mine)))
@@ -331,7 +332,7 @@ def _folder_of_images(
         old = _rows(blob, known) if name(blob) in known and not again else None
         if old is not None and (what := image_folder.difference(old, listing)):
             raise UserError(f"{folder}/{what} since it was indexed; `eagleray index {folder}` accepts that")
-        others = f"; {listing.others} files there are not images" if listing.others else ""
+        others = f"; not read: {listing.unread()}" if listing.others else ""
         note(f"indexing {len(listing.sizes)} images of {folder}{others}")
         rows = image_folder.scan_folder(folder, listing, old)
         total = len(listing.sizes)
@@ -371,13 +372,6 @@ def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
             f"`eagleray index {store.parent(blob.url)}` accepts the new one"
         )
     return True
-
-
-def _unusable(blob: Blob, file: File) -> Iterator[BadSample]:
-    group = file.groups[name(blob)]
-    rows = file.read(group, ["key", "offset", "reason"]).slice(file.shards[group].usable)
-    address = image_folder.address(blob)
-    return (BadSample(address, readable(row["key"]), row["offset"], row["reason"]) for row in rows.to_pylist())
 
 
 def _counted(tables: Tables, total: int, tick: Tick | None) -> Iterator[tuple[Blob, pa.Table]]:

@@ -28,6 +28,7 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 NAME = "index.parquet"
+UNREAD = "unread"  # a key of metadata: the number of images that are not read, of a table or by shard
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
 
 
@@ -35,13 +36,21 @@ Tables = Iterable[tuple[Blob, pa.Table]]
 
 
 def table_of(rows: Iterable[Row]) -> pa.Table:
-    """Return rows as a table with the columns of SCHEMA."""
-    columns = zip(
-        *((to_text(r.key), r.offset, r.size, r.label, r.crc, r.reason and readable(r.reason)) for r in rows),
-        strict=True,
-    )
-    values = list(columns) or [()] * len(SCHEMA)
-    return pa.table([pa.array(c, f.type) for c, f in zip(values, SCHEMA, strict=True)], SCHEMA)
+    """Return rows as a table with the columns of SCHEMA, and with the number of unread images in its metadata."""
+    unread = 0
+
+    def values(row: Row) -> tuple[Any, ...]:
+        nonlocal unread
+        unread += row.unread
+        return to_text(row.key), row.offset, row.size, row.label, row.crc, row.reason and readable(row.reason)
+
+    columns = list(zip(*map(values, rows), strict=True)) or [()] * len(SCHEMA)
+    table = pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
+    return _with_unread(table, unread)
+
+
+def _with_unread(table: pa.Table, count: int) -> pa.Table:
+    return table.replace_schema_metadata({UNREAD: str(count)} if count else None)
 
 
 class File:
@@ -54,6 +63,7 @@ class File:
             self._file = pq.ParquetFile(path, memory_map=True)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
+            self.unread = _counts(self._file.metadata.metadata)
         except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as e:
             raise ValueError(" ".join(str(e).split())[:300]) from None
         self.groups = {s.name: i for i, s in enumerate(self.shards)}
@@ -65,7 +75,8 @@ class File:
         """Return all rows of a shard. Raises UserError when they cannot be true."""
         try:
             with self._lock:
-                table = self._file.read_row_group(group, list(columns), use_threads=False)
+                rows = self._file.read_row_group(group, list(columns), use_threads=False)
+            table = _with_unread(rows, self.unread.get(self.shards[group].name, 0))
             check_rows(table, self.shards[group])
         except (pa.ArrowException, ValueError, OSError) as e:
             raise self.damaged(f"{self.shards[group].name}: {' '.join(str(e).split())[:300]}") from None
@@ -75,6 +86,14 @@ class File:
         """Return the error for an index whose content contradicts itself or its shards."""
         folder = store.parent(self.url)
         return UserError(f"{self.url}: is damaged ({what}); delete it, or run `eagleray index {folder}`")
+
+
+def _counts(metadata: dict[bytes, bytes]) -> dict[str, int]:
+    """Return how many images of each shard are not read; an older index does not tell. Raises ValueError."""
+    counts = json.loads(metadata.get(UNREAD.encode(), b"{}"))
+    if not isinstance(counts, dict) or {type(n) for n in counts.values()} - {int}:
+        raise ValueError("numbers of unread images of another type")
+    return counts
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
@@ -161,10 +180,13 @@ def save(shards: Tables, urls: Sequence[str]) -> str:
 
 def write(shards: Tables, path: Path) -> None:
     """Write an index with a row group for each shard, in the order of their URLs."""
-    entries = []
+    entries, unread = [], {}
     options: Any = {"compression": "zstd", "write_statistics": False, "use_dictionary": ["label", "reason"]}
     with pq.ParquetWriter(path, SCHEMA, column_encoding=PACKED, **options) as writer:
         for blob, table in sorted(shards, key=lambda s: s[0].url):
+            if count := int((table.schema.metadata or {}).get(UNREAD.encode(), 0)):
+                unread[name(blob)] = count
+                table = table.replace_schema_metadata(None)
             good = pc.is_null(table["reason"])
             usable, bad = table.filter(good), table.filter(pc.invert(good))
             offset, size, label = (usable[n].to_numpy() for n in ("offset", "size", "label"))
@@ -180,4 +202,4 @@ def write(shards: Tables, path: Path) -> None:
                 )
             )
             writer.write_table(pa.concat_tables([usable, bad]).combine_chunks(), row_group_size=max(len(table), 1))
-        writer.add_key_value_metadata({"shards": json.dumps([asdict(e) for e in entries])})
+        writer.add_key_value_metadata({"shards": json.dumps([asdict(e) for e in entries]), UNREAD: json.dumps(unread)})

@@ -32,6 +32,7 @@ class Row:
     label: int = -1
     crc: int | None = None
     reason: str | None = None
+    unread: int = 0  # images of the sample beside the first
 
 
 @functools.cache
@@ -115,7 +116,8 @@ def _checksum(source: BinaryIO, offset: int, size: int) -> int:
 
 
 def _row(key: str, members: list[_Member], blob: Blob) -> Row:
-    image = next((m for m in members if m.last in image_extensions()), None)
+    images = [m for m in members if m.last in image_extensions()]
+    image = images[0] if images else None
     label, reason = -1, _fault(members)
     for m in members:
         if m.last == "cls" and not m.sparse:
@@ -133,7 +135,7 @@ def _row(key: str, members: list[_Member], blob: Blob) -> Row:
         reason = "the image has no bytes"
     elif image.size > LARGEST:
         reason = f"the image has {image.size} bytes, more than {LARGEST}"
-    return Row(key, image.offset, image.size, label, image.crc, reason)
+    return Row(key, image.offset, image.size, label, image.crc, reason, len(images) - 1)
 
 
 def _fault(members: list[_Member]) -> str | None:

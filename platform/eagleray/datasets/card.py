@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.data.index import Index, open_index
+from eagleray.data.index_faults import faults
 from eagleray.data.pixels import BadImage, read_pixels
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
@@ -77,11 +78,13 @@ def lines(card: dict[str, Any]) -> Iterator[str]:
         yield f"command  {card['command']}"
     total = stats.formats.total()
     yield "formats  " + ", ".join(f"{kind} {percent(count, total)}" for kind, count in stats.formats.most_common())
-    yield f"sides    shorter side {quantiles(stats.sides, SIDES)} pixels"
-    yield f"shapes   width / height {quantiles(stats.aspects, ASPECTS)}"
+    exact = card.get("quantiles", {})
+    yield f"sides    shorter side {_spread(exact.get('side')) or quantiles(stats.sides, SIDES)} pixels"
+    yield f"shapes   width / height {_spread(exact.get('aspect')) or quantiles(stats.aspects, ASPECTS)}"
     for reason, entry in sorted(stats.dropped.items(), key=lambda d: -d[1].count):
         examples = entry.examples[:3] + ["..."] * (entry.count > 3)
         yield f"dropped  {entry.count:,}: {reason} ({', '.join(examples)})"
+    yield from card.get("left_out", ())
 
 
 def format_bytes(size: int) -> str:
@@ -95,10 +98,18 @@ def percent(part: int, whole: int) -> str:
 
 
 def quantiles(counts: list[int], edges: list[Any]) -> str:
-    """Describe a histogram by its 5th and 95th percentile and its median, as exactly as its bins allow."""
+    """Describe a histogram by the bins of its 5th and 95th percentile and of its median."""
     bins = np.searchsorted(np.cumsum(counts), np.array([0.05, 0.5, 0.95]) * sum(counts))
     low, middle, high = ((edges[max(i - 1, 0)], edges[min(i, len(edges) - 1)]) for i in bins)
-    return f"{low[0]:g} to {high[1]:g} (5th to 95th percentile), median {middle[0]:g} to {middle[1]:g}"
+    return (
+        f"in bins from {low[0]:g}-{low[1]:g} to {high[0]:g}-{high[1]:g} (5th to 95th percentile), "
+        f"median in {middle[0]:g}-{middle[1]:g}"
+    )
+
+
+def _spread(values: list[float] | None) -> str:
+    """Describe a 5th percentile, median and 95th percentile; an empty string without them."""
+    return f"{values[0]:.4g} to {values[2]:.4g} (5th to 95th percentile), median {values[1]:.4g}" if values else ""
 
 
 def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
@@ -115,7 +126,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
         return card, _sample(index, order[:SHEET], read_pixels)[1]
     from eagleray.data.decode import decode  # counts what training would: a second and a half of importing PyTorch
 
-    sample, images = _sample(index, order[:SAMPLE], lambda data: decode(data).permute(1, 2, 0).numpy())
+    sample, images, shapes = _sample(index, order[:SAMPLE], lambda data: decode(data).permute(1, 2, 0).numpy())
     labels = index.label[index.label >= 0]
     card = {
         "classes": len(np.unique(labels)),
@@ -124,15 +135,18 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
         **sample.to_json(),
         "images": len(index),
         "bytes": int(index.size.sum()),
+        "quantiles": {name: np.quantile(values, [0.05, 0.5, 0.95]).tolist() for name, values in shapes.items()},
+        "left_out": list(faults(zip(index.shards, index.files, strict=True)).lines()),
     }
     return card, images
 
 
 def _sample(
     index: Index, samples: NDArray[np.int64], decode: Callable[[memoryview], NDArray[np.uint8]]
-) -> tuple[ImageStats, list[NDArray[np.uint8]]]:
-    """Return the statistics of some samples, and the first few of their images (H, W, 3)."""
-    stats = ImageStats()
+) -> tuple[ImageStats, list[NDArray[np.uint8]], dict[str, list[float]]]:
+    """Return the statistics of some samples, the first few of their images (H, W, 3), and the shorter side in pixels
+    and the aspect ratio of each."""
+    stats, shapes = ImageStats(), dict[str, list[float]](side=[], aspect=[])
     images: list[NDArray[np.uint8]] = []
     for sample in samples.tolist():
         data = index.read(sample, sample + 1)
@@ -141,12 +155,15 @@ def _sample(
         except BadImage as e:
             stats.drop(str(e), index.key(sample))
             continue
-        stats.count(data, *image.shape[:2])
+        height, width = image.shape[:2]
+        stats.count(data, height, width)
+        shapes["side"].append(min(height, width))
+        shapes["aspect"].append(width / height)
         if len(images) < SHEET:
             images.append(image)
     if not images:
         raise UserError(f"{index.shards[0].url}: none of {len(samples)} images can be decoded")
-    return stats, images
+    return stats, images, shapes
 
 
 def command(words: list[str]) -> str:

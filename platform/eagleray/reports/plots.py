@@ -31,7 +31,8 @@ GOODPUT = Panel("goodput", 1.0, [Line(metrics.GOODPUT, "goodput so far", BLUE)])
 # What a panel shows, for those who see it for the first time.
 EXPLAINED = {
     "loss": "Loss, and the learning rate on an axis of its own.",
-    "kNN, top-1 %": "How often an image is classified correctly by its nearest neighbours.",
+    "kNN, top-1 %": "How often an image is classified correctly by its nearest neighbours: among all training images "
+    "(evaluation), or among the images of the last steps (monitor), which are fewer.",
     "gradient norm": "The gradient's norm of each layer before clipping: the largest between two measurements.",
     "spread": "How far features point in different directions: 1 where they are random, 0 where all are the same.",
     "rank": "The number of directions in which features differ (effective rank).",

@@ -73,9 +73,12 @@ def page(run: Run, folder: Path) -> Page:
 
 
 def model_text(run: Run) -> str:
-    """Return the names of the method and the backbone, such as `dino on vit_small_patch16_224`."""
+    """Return the names of the method and the backbone, such as `dino on vit_small_patch16_224`, with the options that
+    change the backbone."""
     parts = [run.recipe.get(part, {}).get("name", "?") for part in ("method", "backbone")]
-    return " on ".join(parts) if run.recipe else ""
+    options = run.recipe.get("backbone", {}).get("options") or {}
+    changed = ", ".join(f"{key} {value}" for key, value in options.items())
+    return (" on ".join(parts) + (f" with {changed}" if changed else "")) if run.recipe else ""
 
 
 def data_text(run: Run) -> str:
@@ -113,7 +116,10 @@ def tiles(run: Run) -> Iterator[Tile]:
         )
     ends = last | s
     if metrics.GOODPUT in ends:
-        yield Tile("goodput", f"{ends[metrics.GOODPUT]:.1%}", f"{ends[metrics.SECONDS_LOST]:.0f} s lost")
+        hint = f"{ends[metrics.SECONDS_LOST]:.0f} s lost"
+        if metrics.GOODPUT in last.keys() & s.keys():  # the end of the curve; the rest is the evaluation at the end
+            hint = f"{last[metrics.GOODPUT]:.1%} until the last step; {hint}"
+        yield Tile("goodput", f"{ends[metrics.GOODPUT]:.1%}", hint)
     if metrics.WALL_SECONDS in s:
         yield Tile("duration", str(timedelta(seconds=round(s[metrics.WALL_SECONDS]))), "h:mm:ss")
     yield Tile("restarts", ends.get(metrics.RESTARTS, max(sum("step" in line for line in run.starts) - 1, 0)))

@@ -11,8 +11,9 @@ from eagleray.base.console import out, shows_live
 from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import progress_bar, seconds_left
 from eagleray.runs import layout
-from eagleray.runs.metrics import BAD_SAMPLES, CLASSIFIER_TOP1, DATA_WAIT, IMAGES_PER_S, KNN_TOP1, LOSS
+from eagleray.runs.metrics import BAD_SAMPLES, CLASSIFIER_TOP1, DATA_WAIT, IMAGES_PER_S, KNN_TOP1, LOSS, MONITOR_KNN
 
+SCORES = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1, "kNN monitor": MONITOR_KNN}
 LINES = 10  # progress lines of a run whose output is not a terminal
 LONG = 600.0  # seconds without a progress line after which a run prints another
 
@@ -27,6 +28,7 @@ class FollowRun:
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.began = time.monotonic()
+        self.scores: dict[str, float] = {}  # the newest ones, as most lines of metrics.jsonl have none
         self.next_step, self.printed = 0, self.began  # of the lines where the output is no terminal
         self.start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps")
@@ -51,8 +53,11 @@ class FollowRun:
             last = self.ended.wait(0.5)
             for line in self.log.lines():
                 self._print(line)
-            for record in history(parse_lines(self.metrics.lines()))[-1:]:
-                self._show_progress(record)
+            records = history(parse_lines(self.metrics.lines()))
+            for record in records:
+                self.scores |= {key: record[key] for key in SCORES.values() if key in record}
+            for record in records[-1:]:
+                self._show_progress(self.scores | record)
 
     def _print(self, line: str) -> None:
         """Print a line of train.log without its time and rank. Debug lines and tracebacks are not printed."""
@@ -79,6 +84,5 @@ def progress_text(record: Mapping[str, Any]) -> str:
         f"data wait {100 * record[DATA_WAIT]:.0f} %",
         f"bad {record[BAD_SAMPLES]}",
     ]
-    scores = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1}
-    parts += [f"{name} {record[key]:.1f} %" for name, key in scores.items() if key in record]
+    parts += [f"{name} {record[key]:.1f} %" for name, key in SCORES.items() if key in record]
     return "  ".join(parts)

@@ -1,0 +1,86 @@
+"""Lists the runs in a folder or a bucket: state, steps, and the newest and best score of each."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from eagleray.base.errors import UserError
+from eagleray.reports.read import Run, read
+from eagleray.runs import layout
+from eagleray.runs.metrics import METRICS
+from eagleray.storage import store
+from eagleray.storage.store import is_remote
+
+DEPTH = 4  # folders below the given one in which runs are looked for
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run in a list. A score that the run does not have is None."""
+
+    name: str  # its folder, from the given one
+    method: str
+    state: str  # as in a report
+    step: int
+    steps: int | None  # planned
+    best: float | None
+    last: float | None
+    changed: datetime | None  # UTC: of the newest start or end
+
+
+def list_runs(url: str, metric: str) -> list[Listed]:
+    """Return the runs in a folder or below it with their scores of one metric, the newest first. Raises UserError when
+    there is no such folder, no run in it, or no such metric."""
+    if metric not in METRICS:
+        raise UserError(f"{metric}: no metric of runs; choose one of {', '.join(sorted(METRICS))}")
+    root = store.absolute(url.rstrip("/") or "/")
+    found = [listed(read(out), root, metric) for out in sorted(run_folders(root))]
+    if not found:
+        raise UserError(f"{url}: no runs there; expected a folder with runs up to {DEPTH} folders below it")
+    return sorted(found, key=lambda run: run.changed or datetime.min.replace(tzinfo=UTC), reverse=True)
+
+
+def by_score(runs: list[Listed], metric: str) -> list[Listed]:
+    """Return runs with the best score first; runs without one come last."""
+    sign = -1 if METRICS[metric].better == "lower" else 1
+    return sorted(runs, key=lambda run: (run.best is not None, sign * (run.best or 0)), reverse=True)
+
+
+def run_folders(root: str) -> Iterator[str]:
+    """Yield the folder or URL of every run in a folder. Raises UserError."""
+    if is_remote(root):
+        for blob in store.store(root).walk(f"{root}/"):
+            folder, _, name = blob.url.rpartition("/")
+            if name == layout.RECIPE and folder.removeprefix(root).count("/") <= DEPTH:
+                yield folder
+        return
+    if not store.local_path(root).is_dir():
+        raise UserError(f"{root}: no such folder; expected one with runs in it")
+    for parent, folders, names in os.walk(store.local_path(root)):
+        if layout.RECIPE in names:
+            folders.clear()
+            yield parent
+        if parent.removeprefix(root).count(os.sep) >= DEPTH:
+            folders.clear()
+
+
+def listed(run: Run, root: str, metric: str) -> Listed:
+    """Return the entry of a run in the list of a folder."""
+    pick = min if METRICS[metric].better == "lower" else max
+    values = [float(r[metric]) for r in [*run.records, run.summary] if metric in r]
+    return Listed(
+        name=os.path.relpath(run.out, root) if not is_remote(root) else run.out.removeprefix(f"{root}/"),
+        method=_part(run.recipe, "method"),
+        state=run.state,
+        step=run.last,
+        steps=run.planned,
+        best=pick(values) if values else None,
+        last=values[-1] if values else None,
+        changed=datetime.fromtimestamp(run.starts[-1]["time"], UTC) if run.starts else None,
+    )
+
+
+def _part(recipe: dict[str, Any], part: str) -> str:
+    return str(recipe.get(part, {}).get("name", ""))

@@ -1,0 +1,67 @@
+"""`eagleray runs` lists what is in a folder of runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eagleray.base.errors import UserError
+from eagleray.cli import main
+from eagleray.reports.listing import DEPTH, by_score, list_runs
+
+
+def run(folder: Path, time: float, scores: list[float], steps: int | None = None) -> None:
+    """Write the folder of a run with one evaluation a step."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("method: {name: simclr}\nmax_steps: 9\n")
+    records = [{"step": i, "loss": 5.0 - i, "knn/top1": s} for i, s in enumerate(scores, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "ranks": 1, "time": time}) + "\n")
+    if steps is not None:
+        (folder / "summary.json").write_text(json.dumps({"steps": steps}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run(tmp_path / "old", 1e9, [10.0, 40.0, 30.0], 3)
+    run(tmp_path / "deep" / "new", 2e9, [20.0, 35.0])
+    run(tmp_path / "none", 1.5e9, [])
+    run(tmp_path / "old" / "inside", 3e9, [99.0])  # a part of a run
+    run(tmp_path / "/".join("abcdef"[: DEPTH + 1]), 3e9, [99.0])  # too deep
+    (tmp_path / "other").mkdir()
+    return tmp_path
+
+
+def test_runs_are_listed_by_time_and_by_score(folder: Path) -> None:
+    found = list_runs(str(folder), "knn/top1")
+    assert [r.name for r in found] == ["deep/new", "none", "old"]
+    assert [(r.best, r.last, r.step, r.steps) for r in found] == [(35, 35, 2, 9), (None, None, 0, 9), (40, 30, 3, 9)]
+    assert [r.state for r in found] == ["broken off", "broken off", "finished"]
+    assert [r.name for r in by_score(found, "knn/top1")] == ["old", "deep/new", "none"]
+    losses = list_runs(str(folder), "loss")
+    assert [r.best for r in losses] == [3, None, 2]
+    assert [r.name for r in by_score(losses, "loss")] == ["old", "deep/new", "none"], "a lower loss is better"
+
+
+def test_the_command_prints_a_table_and_json(folder: Path) -> None:
+    done = CliRunner().invoke(main.app, ["runs", str(folder), "--best"])
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines()]
+    assert rows[0][:5] == ["RUN", "METHOD", "STATE", "STEP", "BEST"]
+    assert rows[1][:7] == ["old", "simclr", "finished", "3", "of", "9", "40"]
+    done = CliRunner().invoke(main.app, ["runs", str(folder), "--json"])
+    assert [r["name"] for r in json.loads(done.output)] == ["deep/new", "none", "old"]
+
+
+@pytest.mark.parametrize(
+    ("where", "metric", "line"),
+    [
+        ("other", "knn/top1", "other: no runs there; expected a folder with runs up to 4 folders below it"),
+        ("gone", "knn/top1", "gone: no such folder; expected one with runs in it"),
+        ("old", "knn/top7", "knn/top7: no metric of runs; choose one of"),
+    ],
+)
+def test_wrong_input_gets_a_line(folder: Path, where: str, metric: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        list_runs(str(folder / where), metric)
