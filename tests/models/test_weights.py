@@ -18,6 +18,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
+from eagleray.models.resample import TABLE
 from eagleray.models.weights import fill
 from eagleray.runs import recipe
 from eagleray.runs.build import build_backbone, build_method
@@ -128,7 +129,7 @@ def test_tables_of_relative_positions_are_resized_for_another_window(tmp_path: P
     name = "swin_tiny_patch4_window7_224"
     theirs, ours = network(name, seed=1), network(name, options={"window_size": 8})
     for k, v in theirs.model.state_dict().items():
-        if k.endswith(weights.TABLE):
+        if k.endswith(TABLE):
             v.copy_(torch.arange(v.shape[1]).expand_as(v) + 1.0)
     report = fill(ours, pretrained(stored(tmp_path, theirs.model.state_dict())))
     assert report.resized == [

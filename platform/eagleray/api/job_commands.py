@@ -62,7 +62,7 @@ def _run(
         raise UserError(f"{next(iter(options))}: no such option of submit {command}")
     if command == "finetune":
         weights, *names = names
-        if not weights.startswith("timm:"):
+        if not weights.startswith(("timm:", "hf:")):
             check_place("WEIGHTS", weights)
         names.append(f"backbone.weights={weights}")
     if not names:

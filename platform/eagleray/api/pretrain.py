@@ -30,10 +30,11 @@ from eagleray.runs.command import hold, new_command
 from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.local_forecast import check_fit
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.plan import Plan, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import finished
+from eagleray.runs.start import build_started, check_progress
 from eagleray.runs.stop_signal import StopRequest
 from eagleray.runs.tracking import Tracking, tracking_of
 
@@ -149,6 +150,8 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
         check_fit(plan, say, insist=insist)
         if recipe.backbone.weights and not begun:
             check_weights(recipe, recipe.backbone.weights)
+        if recipe.start and not begun:
+            check_source(plan)
         write_beginning(recipe, line)
         stop = StopRequest(out, command)
         with (
@@ -170,6 +173,17 @@ def check_weights(recipe: Recipe, source: str) -> None:
     report = pretrained_weights.fill(build_backbone(recipe), pretrained(source))
     remote.write_note(recipe.out, layout.WEIGHTS, "\n".join(report.lines()) + "\n")
     console.print(f"{report}: {recipe.out}/{layout.WEIGHTS}", markup=False)
+
+
+def check_source(plan: Plan) -> None:
+    """Check that what `start` names fits the run, print what is taken over and what not, and write it into the run
+    folder. Raises UserError."""
+    out, started = plan.recipe.out, build_started(plan.recipe, len(plan.index))
+    if started.source.run and plan.recipe.start and plan.recipe.start.what == "all":
+        check_progress(plan, started.source)
+    remote.write_note(out, layout.START, "\n".join(started.lines()) + "\n")
+    console.print("\n".join(started.table()), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"every tensor of the backbone: {out}/{layout.START}", markup=False)
 
 
 def check_device(recipe: Recipe) -> None:

@@ -279,7 +279,10 @@ def allowed_keys(kind: Any, path: Sequence[Any]) -> list[str]:
         in_list = isinstance(step, int)
         kind = getattr(kind, "__args__", (kind,))[0] if in_list else get_type_hints(kind).get(step)
         kind = next((a for a in getattr(kind, "__args__", ()) if hasattr(a, "__dataclass_fields__")), kind)
-    return [] if kind is None else list(get_type_hints(kind))
+    if kind is None:
+        return []
+    aliases = {name: field.alias for name, field in getattr(kind, "__pydantic_fields__", {}).items()}
+    return [aliases.get(name) or name for name in get_type_hints(kind)]
 
 
 def nearest(word: str, words: Sequence[str]) -> str:

@@ -17,8 +17,7 @@ from eagleray.engine import world
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
-from eagleray.models.network import Network
-from eagleray.models.weights import TIMM
+from eagleray.models.network import TIMM, Network
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import remote

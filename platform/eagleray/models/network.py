@@ -20,6 +20,9 @@ TESTED = (
 )
 
 
+TIMM, HF = "timm:", "hf:"  # before the names of weights that timm and the Hugging Face Hub have
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Network:
     """The backbone of a run: a timm model and the changes to it."""

@@ -2,8 +2,9 @@
 
 import argparse
 import itertools
-import math
+import re
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,29 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.models import hub, transformers_names
 from eagleray.models.backbone import Backbone
+from eagleray.models.network import HF, TIMM
+from eagleray.models.resample import has_any_size, shaped, without_class_position
 from eagleray.storage import store
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
-TIMM = "timm:"
+KEY = "backbone.weights"  # of a recipe, which errors name
 # The keys under which a checkpoint holds its state dict, and the prefixes of a backbone's names in it. The first that
 # fits best is used.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "student")  # averages first
 PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
-TABLE = "relative_position_bias_table"
+# The classes of options that training scripts store beside their tensors; yacs need not be installed to skip its own.
+OPTIONS: list[Any] = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
+REGISTERS = ("reg_token", "register_tokens")
+BUFFERS = {"relative_position_index", "attn_mask"}  # that timm no longer stores
+# What a backbone may lack, and the option with which it has it.
+ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5"} | dict.fromkeys(REGISTERS, "backbone.options.reg_tokens=N")
+CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, and the blocks of all groups
 
 
 class Weights(NamedTuple):
@@ -39,6 +48,7 @@ class Weights(NamedTuple):
     source: str
     state: dict[str, Tensor]
     heads: dict[str, int]
+    key: str = KEY  # of the recipe, which named the source
 
 
 @dataclass(frozen=True)
@@ -68,53 +78,62 @@ class Report:
 
 
 def absolute(source: str) -> str:
-    """Return a source of weights that means the same in any working folder: `timm:NAME`, a URL or an absolute path."""
-    if source.startswith(TIMM) or "://" in source:
+    """Return a source of weights that means the same in any working folder: a name, a URL or an absolute path."""
+    if source.startswith((TIMM, HF)) or "://" in source:
         return source
     if not Path(source).exists() and timm.is_model(source.partition(".")[0]):
         return TIMM + source
     return store.absolute(source)
 
 
-def from_tensors(source: str, tensors: Mapping[str, Any]) -> Weights:
+def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:
     """Return the tensors of a dictionary. If it has one of the keys in `WRAPPERS`, return the tensors under that key.
 
     Raises UserError when there are none.
     """
     inside = next((tensors[w] for w in WRAPPERS if isinstance(tensors.get(w), Mapping)), tensors)
-    named = {_bare(str(k)): v for k, v in inside.items() if isinstance(v, Tensor)}
+    named = transformers_names.to_timm(tensors_in(inside))
     if not named:
-        raise UserError(f"backbone.weights={source}: holds no tensors by name")
-    return Weights(source, named, {})
+        raise UserError(f"{key}={source}: holds no tensors by name")
+    return Weights(source, named, {}, key)
 
 
-def from_module(source: str, model: nn.Module) -> Weights:
+def tensors_in(mapping: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a dictionary, by names without what wrappers such as DistributedDataParallel put in."""
+    return {_bare(str(k)): v for k, v in mapping.items() if isinstance(v, Tensor)}
+
+
+def from_module(source: str, model: nn.Module, key: str = KEY) -> Weights:
     """Return the weights of a model, with its numbers of attention heads."""
-    return Weights(source, model.state_dict(), _heads(model))
+    return Weights(source, model.state_dict(), _heads(model), key)
 
 
-def fill(backbone: Backbone, weights: Weights) -> Report:
+def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report:
     """Copy the tensors that fit into the backbone.
 
     Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, or when the shapes agree but
-    the architecture is another one.
+    the architecture is another one. With `whole` also when the weights have layers inside of the backbone that it
+    lacks, without which their features are others.
     """
     model = backbone.model
     own: dict[str, Tensor] = model.state_dict()
     state = max(_readings(weights.state, model), key=lambda s: _fitting(s, own))
-    fitted = {k: v for k, v in ((k, _shaped(model, k, v, own)) for k, v in state.items()) if v is not None}
+    moved = without_class_position(model, state, own)
+    fitted = {k: v for k, v in ((k, shaped(model, k, v, own)) for k, v in moved.items()) if v is not None}
     resized = [k for k in fitted if fitted[k].shape != state[k].shape]
     used = {id(state[k]) for k in fitted}
     parameters = {name: p.numel() for name, p in model.named_parameters()}
     report = Report(
         weights.source,
         matched=[k for k in fitted if k not in resized],
-        resized=[f"{k} {_size(fitted[k])} of {_size(state[k])}" for k in resized],
-        missing=[k + (f" {_size(own[k])}, is {_size(state[k])}" if k in state else "") for k in own if k not in fitted],
+        resized=[f"{k} {size(fitted[k])} of {size(state[k])}" for k in resized],
+        missing=[k + (f" {size(own[k])}, is {size(state[k])}" if k in state else "") for k in own if k not in fitted],
         left=[k for k, v in weights.state.items() if id(v) not in used],
         share=sum(n for name, n in parameters.items() if name in fitted) / sum(parameters.values()),
     )
     _check(model, weights, report, fitted, state)
+    if whole:
+        _check_whole(model, weights, state)
     model.load_state_dict(fitted, strict=False)
     return report
 
@@ -123,15 +142,17 @@ def _check(
     model: nn.Module, weights: Weights, report: Report, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
     """Check that the weights belong to this architecture. Raises UserError when they do not."""
-    given = f"backbone.weights={weights.source}"
+    given = f"{weights.key}={weights.source}"
     if report.share < ENOUGH:
         some = "; ".join(report.missing[:3]) + (f"; and {len(report.missing) - 3} more" if report.missing[3:] else "")
         much = f"has {report.share:.1%} of the backbone's parameters, expected {ENOUGH:.0%} or more"
         raise UserError(f"{given}: {much}; missing: {some}")
     for name, heads in _heads(model).items():
         if weights.heads.get(name, heads) != heads:
+            there = weights.heads[name]
+            hint = "" if weights.key == KEY else f"; backbone.options.num_heads={there} is the same network"
             raise UserError(
-                f"{given}: {name} has {weights.heads[name]} attention heads in the weights, but {heads} in the model"
+                f"{given}: {name} has {there} attention heads in the weights, but {heads} in the model{hint}"
             )
     own = model.state_dict()
     for key in (k for k in {*own, *state} - {*fitted} if k.endswith(".running_mean")):
@@ -142,40 +163,67 @@ def _check(
             raise UserError(f"{given}: {layer} is batch norm in the file, and the model has none")
 
 
+def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]) -> None:
+    """Check that the weights have no layers inside of the backbone that it lacks. Raises UserError."""
+    own, buffers = model.state_dict(), {name.rpartition(".")[2] for name, _ in model.named_buffers()} | BUFFERS
+    inside = {name for name, part in model.named_children() if next(part.parameters(), None) is not None}
+    extra = [k for k in state if k not in own and k.rpartition(".")[2] not in buffers]
+    extra = [k for k in extra if k.partition(".")[0] in inside or k in REGISTERS]
+    if not extra:
+        return
+    hint = next((f"; {option} adds them" for part, option in ADDED.items() if part in extra[0]), "")
+    hint = hint.replace("N", str(state[extra[0]].shape[-2]) if extra[0] in REGISTERS else "")
+    more = f" and {len(extra) - 1} more tensors" if extra[1:] else ""
+    raise UserError(
+        f"{weights.key}={weights.source}: has {extra[0]}{more} inside of the backbone, which {type(model).__name__} "
+        f"lacks here; another architecture{hint}"
+    )
+
+
 def _heads(model: nn.Module) -> dict[str, int]:
     return {n: m.num_heads for n, m in model.named_modules() if isinstance(getattr(m, "num_heads", None), int)}
 
 
-def from_timm(source: str) -> Weights:
+def from_timm(source: str, key: str = KEY) -> Weights:
     """Return the pretrained weights of a timm model, `timm:NAME`. Raises UserError when there are none."""
     name = source.removeprefix(TIMM)
     if not timm.models.is_model_pretrained(name):
         known = timm.list_models(pretrained=True)
-        raise UserError(f"backbone.weights={TIMM}{name}: timm has no weights of this name{config.nearest(name, known)}")
+        raise UserError(f"{key}={TIMM}{name}: timm has no weights of this name{config.nearest(name, known)}")
     try:
-        model: nn.Module = timm.create_model(name, pretrained=True)
+        overlay = hub.timm_overlay(timm.get_pretrained_cfg(name))
+        model: nn.Module = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
+    except UserError as e:
+        raise UserError(f"{key}={TIMM}{name}: {e}") from None
     except Exception as e:  # of many libraries: no network, a full disk, no such file
         why = (str(e).splitlines() or [""])[0]
-        raise UserError(f"backbone.weights={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
-    return from_module(source, model)
+        raise UserError(f"{key}={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
+    return from_module(source, model, key)
 
 
-def load_tensors(path: Path) -> dict[str, Any]:
+def from_hub(source: str, key: str = KEY) -> Weights:
+    """Return the weights of a repository of the Hugging Face Hub, `hf:NAME`. Raises UserError when there are none."""
+    try:
+        file = hub.fetch(source.removeprefix(HF))
+    except UserError as e:
+        raise UserError(f"{key}={source}: {e}") from None
+    return from_tensors(source, load_tensors(file, key), key)
+
+
+def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
     """Read a .safetensors or PyTorch file. Raises UserError when it holds more than tensors and plain values."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the options that many scripts store
+        with torch.serialization.safe_globals(OPTIONS):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as e:
-        raise UserError(f"backbone.weights={path}: cannot be read ({type(e).__name__})") from None
+        raise UserError(f"{key}={path}: cannot be read ({type(e).__name__})") from None
     except Exception as e:  # pickle's, where the file wants to run code
         why = str(e).split(". ")[0].splitlines()[0]
-        raise UserError(
-            f"backbone.weights={path}: holds more than tensors; store its state dict alone ({why})"
-        ) from None
+        raise UserError(f"{key}={path}: holds more than tensors; store its state dict alone ({why})") from None
     if not isinstance(state, Mapping):
-        raise UserError(f"backbone.weights={path}: expected tensors by name, found a {type(state).__name__}")
+        raise UserError(f"{key}={path}: expected tensors by name, found a {type(state).__name__}")
     return dict(state)
 
 
@@ -189,42 +237,28 @@ def _bare(key: str) -> str:
 def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield the possible readings of a file: the tensors under each prefix, with their own names, then with timm's."""
     rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    for prefix in PREFIXES:
-        below = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    for below in _below_prefixes(state):
         yield below
         try:
             renamed = rename(dict(below), model) if rename and below else below
         except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
             continue
-        yield {k: below.get(k, v) for k, v in renamed.items()}  # timm's names, but not its resizing: see _shaped
+        yield {k: below.get(k, v) for k, v in renamed.items()}  # timm's names, but not its resizing: see resample.py
+
+
+def _below_prefixes(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    for prefix in PREFIXES:
+        below = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        yield below
+        if any(CHUNK.match(k) for k in below):
+            yield {CHUNK.sub(r"blocks.\1", k): v for k, v in below.items()}
 
 
 def _fitting(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
-    """Count the elements of the model's tensors that `state` has in the same shape; position tables may differ in
-    shape."""
-    return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or _is_position(k)))
+    """Count the elements of the model's tensors that `state` has in the same shape, or in one that is resampled."""
+    return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or has_any_size(k)))
 
 
-def _is_position(key: str) -> bool:
-    return key.endswith(("pos_embed", TABLE))
-
-
-def _shaped(model: Any, key: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tensor in the model's shape, or None where it does not fit; a position table is resampled."""
-    if key not in own or value.shape == own[key].shape:
-        return value if key in own else None
-    want = own[key].shape
-    if not _is_position(key) or value.ndim != len(want) or value.shape[-1] != want[-1]:
-        return None
-    if key.endswith(TABLE):
-        window = model.get_submodule(key.rpartition(".")[0]).window_size
-        return resize_rel_pos_bias_table(value, new_window_size=window, new_bias_shape=tuple(want))
-    grid = list(model.patch_embed.grid_size)
-    prefix = want[1] - math.prod(grid)
-    if math.isqrt(value.shape[1] - prefix) ** 2 != value.shape[1] - prefix:
-        return None
-    return resample_abs_pos_embed(value, new_size=grid, num_prefix_tokens=prefix)
-
-
-def _size(tensor: Tensor) -> str:
+def size(tensor: Tensor) -> str:
+    """Return the shape of a tensor as text, such as 1x197x384."""
     return "x".join(map(str, tensor.shape)) or "scalar"

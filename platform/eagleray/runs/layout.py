@@ -10,6 +10,7 @@ HEALTH_PLOT = "health.png"
 STARTS = "starts.jsonl"  # a line for each start and each orderly end
 QUARANTINE = "quarantine.jsonl"  # a line for each bad sample
 SKIPPED = "skipped.jsonl"  # a line for each step whose gradient was not finite
+START = "start.txt"  # what the run took over by `start`, and what not
 WEIGHTS = "weights.txt"  # what the backbone took over from `backbone.weights`
 SUMMARY = "summary.json"  # the numbers of a finished run
 EVALUATION_STARTS = "evaluation_starts"  # a key of it while its scores are missing: how often they were begun

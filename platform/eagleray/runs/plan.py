@@ -62,7 +62,8 @@ def resolve_paths(recipe: Recipe) -> Recipe:
     data = replace(recipe.data, train=absolute(recipe.data.train), test=absolute(recipe.data.test), cache=cache)
     source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)
     network = replace(recipe.backbone, weights=source)
-    return replace(recipe, out=store.absolute(recipe.out.rstrip("/")), data=data, backbone=network)
+    start = recipe.start and recipe.start.at(weights.absolute(recipe.start.source))
+    return replace(recipe, out=store.absolute(recipe.out.rstrip("/")), data=data, backbone=network, start=start)
 
 
 def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_all: ScanAll = scan_here) -> Plan:
@@ -71,6 +72,7 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_al
     method = check_method(recipe)
     check_shares(recipe, method.norm_group)
     check_parallel(recipe, method)
+    check_start(recipe, method)
     plan = open_plan(recipe, note=note, scan_all=scan_all)
     index, test = plan.index, plan.test
     if queue := fit.long_queue(recipe, int(plan.stream.sizes.sum())):
@@ -93,6 +95,19 @@ def check_parallel(recipe: Recipe, method: Method) -> None:
     check_shardable(method, recipe.method.name)
     for key in keys_of_whole_weights(recipe):
         raise UserError(f"parallel=fsdp: does not work with {key}; leave it out, or use parallel=ddp")
+
+
+def check_start(recipe: Recipe, method: Method) -> None:
+    """Raises UserError when keys of the recipe exclude its `start`."""
+    if recipe.start is None:
+        return
+    given = f"start.from={recipe.start.source}"
+    if recipe.backbone.weights:
+        raise UserError(f"{given}: backbone.weights names other weights; give one of the two")
+    if method.supervised:
+        raise UserError(f"{given}: {recipe.method.name} learns from labels; backbone.weights is for fine-tuning")
+    if recipe.start.what == "all" and recipe.parallel == "fsdp":
+        raise UserError("start.what=all: does not work with parallel=fsdp, which divides the moments; use method")
 
 
 def keys_of_whole_weights(recipe: Recipe) -> list[str]:

@@ -38,6 +38,7 @@ from eagleray.runs.rank_run import RankRun, Stateful, clock_of
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import RunDir
+from eagleray.runs.start import build_started, take_progress
 from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
 
@@ -65,9 +66,10 @@ def pretrain(
         folder.epoch = dist.gather_objects(folder.epoch)[0]
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
         state = newest_checkpoint(folder)
-        stateful = build_stateful(plan, world, precision, pretrained_weights=state is None)
-        state = load_checkpoint(state, stateful)
-        step = folder.begin(state["step"], world.size)
+        resumes = state is not None
+        stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
+        state = load_checkpoint(state, stateful, first)
+        step = folder.begin(state["step"], world.size, resumes=resumes)
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
@@ -82,17 +84,24 @@ def pretrain(
         return finish(run, step)
 
 
-def build_stateful(plan: Plan, world: World, precision: Precision, *, pretrained_weights: bool) -> Stateful:
-    """Build method, optimiser and monitor on the rank's device. With `pretrained_weights` the backbone starts from
-    `backbone.weights`."""
-    source = plan.recipe.backbone.weights if pretrained_weights else None
-    method = build_method(plan.recipe, pretrained(source) if source else None)
-    method.allocate(len(plan.index))
-    place(method, plan.recipe, world)
-    optimizer = build_optimizer(plan.recipe, method)
+def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: bool) -> tuple[Stateful, int]:
+    """Build method, optimiser and monitor on the rank's device, and return them with the first step. A `fresh` run
+    takes over what `start` or `backbone.weights` name."""
+    recipe, started = plan.recipe, None
+    if fresh and recipe.start:
+        started = build_started(recipe, len(plan.index))
+        method = started.method
+        log.info("%s", next(started.table()))
+    else:
+        weights = recipe.backbone.weights if fresh else None
+        method = build_method(recipe, pretrained(weights) if weights else None)
+        method.allocate(len(plan.index))
+    place(method, recipe, world)
+    optimizer = build_optimizer(recipe, method)
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
-    monitor = Monitor(method, optimizer, plan.recipe.monitor, images=len(plan.index), labelled=labelled)
-    return Stateful(method, optimizer, monitor, precision)
+    monitor = Monitor(method, optimizer, recipe.monitor, images=len(plan.index), labelled=labelled)
+    first = take_progress(plan, method, optimizer, started.source) if started else 0
+    return Stateful(method, optimizer, monitor, precision), first
 
 
 def place(method: Method, recipe: Recipe, world: World) -> None:
@@ -202,11 +211,11 @@ def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     return state
 
 
-def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful) -> dict[str, Any]:
-    """Load a checkpoint into the objects and return it. Without a checkpoint return the step and the seconds of a
-    run that has not begun."""
+def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int = 0) -> dict[str, Any]:
+    """Load a checkpoint into the objects and return it. Without a checkpoint return the `first` step and the seconds
+    of a run that has not begun."""
     if state is None:
-        return {"step": 0, "seconds": 0.0, "useful": 0.0}
+        return {"step": first, "seconds": 0.0, "useful": 0.0}
     parts = stateful._asdict()
     if shards.sharded(next(stateful.method.parameters())):
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray import config
@@ -21,7 +21,7 @@ from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, Share
 from eagleray.config.view import View
-from eagleray.models.network import Network
+from eagleray.models.network import HF, TIMM, Network
 from eagleray.protocols.settings import Evaluate
 
 if TYPE_CHECKING:
@@ -126,11 +126,32 @@ class Checkpoint:
     keep: PositiveInt = 3
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT | ConfigDict(serialize_by_alias=True))
+class Start:
+    """What a run takes over before its first step, described in docs/start.md."""
+
+    # A run, an export, a checkpoint, a file of tensors, timm:NAME or hf:NAME. The key is `from`, a word of Python.
+    source: Annotated[str, Field(alias="from")]
+    # method: also the momentum copy, heads, centres and queues that the source has; all: also moments and the step
+    what: Literal["backbone", "method", "all"] = "backbone"
+
+    @property
+    def is_public(self) -> bool:
+        """Return whether the source is a name that timm or the Hugging Face Hub knows."""
+        return self.source.startswith((TIMM, HF))
+
+    def at(self, source: str) -> "Start":
+        """Return the same with another source."""
+        return Start(**config.to_plain(self) | {"from": source})
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     method: Method
     backbone: Network = Network()
+    # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
+    start: Annotated[Start | None, Field(exclude_if=lambda start: start is None)] = None
     views: tuple[View, ...]
     data: Data = Data()
     optim: Optim = Optim()

@@ -1,5 +1,6 @@
 """Restore a run from its checkpoints: the recipe, the method and the weights of the backbone."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from eagleray.config import plugins, yaml_text
 from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.models import weights
+from eagleray.models.network import HF, TIMM
 from eagleray.models.weights import Weights
 from eagleray.runs import remote
 from eagleray.runs.build import build_method
@@ -30,6 +32,12 @@ class Restored(NamedTuple):
 
 def restore(path: str) -> Restored:
     """Restore a run from its newest checkpoint, or from one checkpoint file. Raises UserError."""
+    return restored(path, *read_state(path))
+
+
+def read_state(path: str) -> tuple[dict[str, Any], Path]:
+    """Return the state of a run's newest checkpoint, or of one checkpoint file, and the folder of the run on this
+    machine. Raises UserError."""
     file = Path(path)
     if is_remote(path) or file.is_dir():
         folder = remote.view_dir(path.rstrip("/"))
@@ -40,6 +48,11 @@ def restore(path: str) -> Restored:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected the keys {', '.join(sorted(KEYS))}")
+    return state, folder
+
+
+def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
+    """Return the method with the weights of a checkpoint's state. Raises UserError."""
     try:
         tree = yaml_text.parse(str(state["recipe"]))
     except (yaml.YAMLError, ValueError) as e:
@@ -81,16 +94,29 @@ def _load(file: Path) -> Any:
 
 
 def pretrained(source: str) -> Weights:
-    """Return the weights that `backbone.weights` names: a run, a checkpoint, `timm:NAME` or a file of tensors.
-    Raises UserError."""
-    if source.startswith(weights.TIMM):
-        return weights.from_timm(source)
-    if not is_remote(source) and not Path(source).is_dir():
-        if not Path(source).is_file():
-            raise UserError(
-                f"backbone.weights={source}: no such run, checkpoint or file; a timm model is named timm:NAME"
-            )
-        tensors = weights.load_tensors(Path(source))
-        if not tensors.keys() >= KEYS:
-            return weights.from_tensors(source, tensors)
+    """Return the weights that `backbone.weights` names: a run, a checkpoint, a file of tensors, `timm:NAME` or
+    `hf:NAME`. Raises UserError."""
+    if public := public_weights(source, weights.KEY):
+        return public
+    if (tensors := file_tensors(source, weights.KEY)) is not None:
+        return weights.from_tensors(source, tensors)
     return weights.from_module(source, restore(source).method.export().model)
+
+
+def public_weights(source: str, key: str) -> Weights | None:
+    """Return the weights of a name of timm or of the Hugging Face Hub; None for other sources. `key` of the recipe
+    names the source. Raises UserError."""
+    if source.startswith(TIMM):
+        return weights.from_timm(source, key)
+    return weights.from_hub(source, key) if source.startswith(HF) else None
+
+
+def file_tensors(source: str, key: str) -> dict[str, Any] | None:
+    """Return what a file of tensors holds; None for a run and for one of its checkpoints. Raises UserError when there
+    is no such file or folder."""
+    if is_remote(source) or Path(source).is_dir():
+        return None
+    if not Path(source).is_file():
+        raise UserError(f"{key}={source}: no such run, checkpoint or file; a timm model is named timm:NAME")
+    tensors = weights.load_tensors(Path(source), key)
+    return None if tensors.keys() >= KEYS else tensors

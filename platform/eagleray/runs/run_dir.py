@@ -145,8 +145,9 @@ class RunDir:
             line = f"out={self.out}: cannot be written: {where}{error.strerror}; the same command continues"
             raise UserError(line) from error
 
-    def begin(self, step: int, ranks: int) -> int:
-        """Open the histories at a step, and return it. Raises Futile after many starts without progress."""
+    def begin(self, step: int, ranks: int, *, resumes: bool) -> int:
+        """Open the histories at a step, and return it. `resumes` says that the step is that of a checkpoint of this
+        run. Raises Futile after many starts without progress."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
@@ -158,7 +159,7 @@ class RunDir:
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe))
-            if step:
+            if resumes:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
         return step
 

@@ -1,0 +1,287 @@
+"""Start a run from what another has learnt: a backbone, the parts of a method that two methods share, or all of it.
+
+A method's tensors are compared by common names, in which the trained encoder is `student` and its momentum copy
+`teacher`: MoCo v3's `base_encoder.head` and BYOL's `online.head` are both `student.head`.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eagleray.base.errors import UserError
+from eagleray.engine.export import read_export
+from eagleray.methods.method import Method
+from eagleray.models import layouts, weights
+from eagleray.models.backbone import Encoder, encoder_with
+from eagleray.models.ema import momentum_copies
+from eagleray.models.layouts import STUDENT, TEACHER
+from eagleray.models.weights import Report, Weights
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.plan import Plan
+from eagleray.runs.recipe import Recipe, Start
+from eagleray.runs.restore import Restored, file_tensors, public_weights, read_state, restored
+from eagleray.storage.folder_copy import local_folder
+from eagleray.storage.store import is_remote, store
+
+log = logging.getLogger(__name__)
+KEY = "start.from"  # of a recipe, which errors name
+FILE = "backbone.safetensors"  # of an export
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a run may start from."""
+
+    weights: Weights  # of the backbone that the source's method exports
+    about: str  # what was read
+    backbones: Mapping[str, Weights]  # by STUDENT and TEACHER; none where the source is a backbone alone
+    parts: Mapping[str, Tensor]  # of the method, outside of backbones, by common names
+    state: Mapping[str, Any] | None = None  # of a checkpoint of ours
+    run: Restored | None = None
+
+
+class Taken(NamedTuple):
+    """What was made of one part of a method."""
+
+    part: str
+    origin: str  # the part of the source; empty where the part starts fresh
+    text: str
+
+
+class Started(NamedTuple):
+    """A method that has taken over what `start` names."""
+
+    method: Method
+    source: Source
+    rows: list[Taken]
+    report: Report  # of the backbone
+
+    def table(self) -> Iterator[str]:
+        """Yield a line that names the source, then one for each part of the method and of the source."""
+        yield f"started from {self.source.weights.source} ({self.source.about})"
+        widths = [max(len(row[i]) for row in (*self.rows, HEAD)) for i in range(2)]
+        for part, origin, text in (HEAD, *self.rows):
+            yield f"{part:<{widths[0]}}  {origin:<{widths[1]}}  {text}".rstrip()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table, then a line for every tensor of the backbone."""
+        yield from self.table()
+        yield ""
+        yield from self.report.lines()
+
+
+HEAD = Taken("part", "from", "what was taken over")
+
+
+def read(start: Start) -> Source:
+    """Return what `start.from` names. Raises UserError when it cannot be read, or holds less than `start.what`."""
+    source = _read(start.source)
+    if start.what != "backbone" and not source.backbones:
+        raise UserError(f"{KEY}={start.source}: {source.about}, which has no heads; start.what=backbone takes it over")
+    if start.what == "all" and not (source.state and {"optimizer", "step"} <= source.state.keys()):
+        raise UserError(
+            f"{KEY}={start.source}: {source.about}, whose moments and step cannot be taken over; start.what=method can"
+        )
+    return source
+
+
+def _read(name: str) -> Source:
+    if public := public_weights(name, KEY):
+        return Source(public, "public weights", {}, {})
+    if (file := export_file(name)) is not None:
+        tensors = {} if file.with_suffix(".json").exists() else weights.load_tensors(file, KEY)
+        of_file = weights.from_tensors(name, tensors, KEY) if tensors else _exported(name, file)
+        return Source(of_file, "an export", {}, {})
+    if (found := file_tensors(name, KEY)) is None:
+        return _of_run(name)
+    layout = layouts.recognise(found)
+    if layout is None:
+        return Source(weights.from_tensors(name, found, KEY), "a file of tensors", {}, {})
+    heads = layout.heads
+    backbones = {role: Weights(name, state, heads, KEY) for role, state in layout.backbones.items() if state}
+    if layout.exported not in backbones:
+        raise UserError(f"{KEY}={name}: a checkpoint of {layout.authors} without a backbone")
+    about = f"a checkpoint of {layout.authors}'s authors"
+    return Source(backbones[layout.exported], about, backbones, layout.parts)
+
+
+def export_file(name: str) -> Path | None:
+    """Return the file of weights in the folder or URL of an export; None for other folders. Raises UserError and
+    Outage."""
+    if is_remote(name):
+        there = store(name).list(f"{name.rstrip('/')}/", FILE)
+        return local_folder(name) / FILE if there else None
+    return file if (file := Path(name) / FILE).is_file() else None
+
+
+def _exported(name: str, file: Path) -> Weights:
+    try:
+        return weights.from_module(name, read_export(file).model, KEY)
+    except UserError as e:
+        raise UserError(f"{KEY}={name}: {e}") from None
+
+
+def _of_run(name: str) -> Source:
+    """Return what a run of ours has learnt. Raises UserError."""
+    try:
+        state, folder = read_state(name)
+        run = restored(name, state, folder)
+    except UserError as e:
+        raise UserError(f"{KEY}={str(e) if str(e).startswith(name) else f'{name}: {e}'}") from None
+    method, common = run.method, common_names(run.method)
+    backbones = {
+        role: weights.from_module(name, encoder.backbone.model, KEY) for role, encoder in encoders(method).items()
+    }
+    parts = {common[k]: v for k, v in method.state_dict().items() if not _in_backbone(common[k])}
+    step = f" after {state['step']} steps" if "step" in state else ""
+    exported = weights.from_module(name, method.export().model, KEY)
+    return Source(exported, f"a run of {run.recipe.method.name}{step}", backbones, parts, state, run)
+
+
+def encoders(method: Method) -> dict[str, Encoder[nn.Module]]:
+    """Return the trained encoder of a method as STUDENT and, if it has one, the momentum copy as TEACHER."""
+    pairs = [(copy, online) for copy, online in momentum_copies(method) if isinstance(copy, Encoder)]
+    if not pairs:
+        return {STUDENT: encoder_with(method, method.monitored_backbone())}
+    [(copy, online), *_] = pairs
+    assert isinstance(online, Encoder)
+    return {STUDENT: online, TEACHER: copy}
+
+
+def common_names(method: Method) -> dict[str, str]:
+    """Return the common name of every tensor of a method, by its own name."""
+    paths = {id(module): path for path, module in method.named_modules()}
+    prefixes = {f"{paths[id(encoder)]}.": f"{role}." for role, encoder in encoders(method).items()}
+    names = {}
+    for key in method.state_dict():
+        own = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
+        names[key] = prefixes.get(own, "") + key.removeprefix(own)
+    return names
+
+
+def _in_backbone(common: str) -> bool:
+    return common.startswith((f"{STUDENT}.backbone.", f"{TEACHER}.backbone."))
+
+
+def part_of(common: str) -> str:
+    """Return the part of a method to which a tensor belongs, by its common name: `student.head`, `center`."""
+    first, _, rest = common.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first in (STUDENT, TEACHER) else first
+
+
+def build_started(recipe: Recipe, images: int) -> Started:
+    """Build the method of a recipe and let it take over what `start` names. `images` is the size of the training set.
+
+    Raises UserError when the source does not fit."""
+    assert recipe.start is not None
+    source = read(recipe.start)
+    method = build_method(recipe, source.weights)
+    method.allocate(images)
+    report = weights.fill(method.export(), source.weights, whole=True)
+    if recipe.start.what == "backbone":
+        roles = encoders(method)
+        rows = [Taken(f"{role}.backbone", "backbone", _counts(report)) for role in roles]
+        fresh = {part_of(name) for name in common_names(method).values()} - {row.part for row in rows}
+        rows += [Taken(part, "", "new: start.what=backbone") for part in sorted(fresh)]
+    else:
+        rows = list(take_method(method, source))
+    return Started(method, source, rows, report)
+
+
+def take_method(method: Method, source: Source) -> Iterator[Taken]:
+    """Copy the parts of the source that the method has too, each as a whole, and yield what was made of each."""
+    for role, encoder in encoders(method).items():
+        given = source.backbones.get(role, source.weights)
+        report = weights.fill(encoder.backbone, given, whole=True)
+        origin = f"{role}.backbone" if role in source.backbones else "backbone"
+        yield Taken(f"{role}.backbone", origin, _counts(report))
+    own, theirs = _parts(method), _by_part(source.parts)
+    for part, tensors in own.items():
+        origin = next((p for p in (part, _other_role(part)) if p in theirs), "")
+        differ = _difference(tensors, theirs[origin]) if origin else "the source has none"
+        if not differ:
+            with torch.no_grad():
+                for key, tensor in tensors.items():
+                    tensor.copy_(theirs[origin][key])
+        yield Taken(part, "" if differ else origin, f"new: {differ}" if differ else f"{len(tensors)} tensors")
+    for part in sorted(theirs.keys() - own.keys()):
+        yield Taken("", part, "not taken over: the method has none")
+
+
+def _parts(method: Method) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a method outside of its backbones: by part, then by the name within it."""
+    common = common_names(method)
+    return _by_part({common[k]: v for k, v in method.state_dict().items() if not _in_backbone(common[k])})
+
+
+def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    out: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        out.setdefault(part_of(name), {})[name.removeprefix(part_of(name))] = tensor
+    return out
+
+
+def _other_role(part: str) -> str:
+    """Return the part of the student for one of the teacher, and the other way round: each is a copy of the other."""
+    role, _, rest = part.partition(".")
+    return {STUDENT: f"{TEACHER}.{rest}", TEACHER: f"{STUDENT}.{rest}"}.get(role, "")
+
+
+def _difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
+    """Return why the tensors of a part do not fit; empty when they do."""
+    for key in (*own, *theirs):
+        sizes = [weights.size(t[key]) if key in t else "none" for t in (own, theirs)]
+        if sizes[0] != sizes[1]:
+            return f"{key.removeprefix('.') or 'the tensor'} is {sizes[0]}, in the source {sizes[1]}"
+    return ""
+
+
+def _counts(report: Report) -> str:
+    counts = {"matched": report.matched, "resized": report.resized, "missing": report.missing}
+    return ", ".join(f"{len(keys)} tensors {kind}" for kind, keys in counts.items() if keys)
+
+
+def take_progress(plan: Plan, method: Method, optimizer: torch.optim.Optimizer, source: Source) -> int:
+    """Return the first step of the run: 0, unless `start.what=all` takes over the steps of the source. Then copy the
+    moments of the parameters that both methods have. Raises UserError when they do not fit."""
+    recipe = plan.recipe
+    if recipe.start is None or recipe.start.what != "all":
+        return 0
+    assert source.run is not None
+    assert source.state is not None
+    check_progress(plan, source)
+    theirs = build_optimizer(source.run.recipe, source.run.method)
+    theirs.load_state_dict(source.state["optimizer"])
+    moments = {name: theirs.state[p] for name, p in _parameters(source.run.method) if theirs.state.get(p)}
+    for name, p in _parameters(method):
+        there = moments.get(name, {})
+        if p.requires_grad and there and all(v.shape in ((), p.shape) for v in there.values()):
+            optimizer.state[p] = {key: v.to(p.device, copy=True) for key, v in there.items()}
+    return int(source.state["step"])
+
+
+def check_progress(plan: Plan, source: Source) -> None:
+    """Raises UserError when the run cannot take over the moments and the step of a source."""
+    assert source.run is not None
+    assert source.state is not None
+    name, here, there = plan.recipe.optim.name, f"{KEY}={source.weights.source}", source.run.recipe.optim.name
+    if name != there:
+        raise UserError(
+            f"{here}: its moments are of optim.name={there}, not {name}; start.what=method takes over the rest"
+        )
+    if source.state["step"] >= plan.steps:
+        raise UserError(
+            f"{here}: has taken {source.state['step']} steps, and this run takes {plan.steps} in all; give more "
+            "optim.epochs, or start.what=method, which begins at step 0"
+        )
+
+
+def _parameters(method: Method) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a method with their common names."""
+    common = common_names(method)
+    yield from ((common[name], p) for name, p in method.named_parameters())

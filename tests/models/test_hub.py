@@ -1,0 +1,99 @@
+"""Names of the Hugging Face Hub and of timm: from the cache, and refused at once where the Hub does not give them."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.networks import network
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from eagleray.base.errors import UserError
+from eagleray.models.weights import fill
+from eagleray.runs.restore import public_weights
+
+NAME = "somebody/some-vit"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def refused(source: str) -> str:
+    start = time.monotonic()
+    with pytest.raises(UserError) as e:
+        public_weights(source, "start.from")
+    assert time.monotonic() - start < 20
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("source", [f"hf:{NAME}", "timm:vit_small_patch16_224.dino"])
+def test_without_a_network_a_name_is_refused_at_once(source: str, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", nobody)
+    line = refused(source)
+    assert line.startswith(
+        f"start.from={source}: not in the Hub's cache on this machine, and {nobody} cannot be reached"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "and HF_HUB_OFFLINE is set" in refused(source)
+
+
+def test_a_file_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    theirs, ours = network(seed=1), network()
+    save_file(theirs.model.state_dict(), folder / "snapshots" / commit / "model.safetensors")
+    weights = public_weights(f"hf:{NAME}", "start.from")
+    assert weights is not None
+    assert fill(ours, weights, whole=True).share == 1
+    assert torch.equal(ours.model.cls_token, theirs.model.cls_token)
+    assert public_weights(f"hf:{NAME}@{commit}", "start.from") is not None
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BaseHTTPRequestHandler]]:
+    """A Hub that answers every question with 401 and the error code of its class."""
+
+    class Gate(BaseHTTPRequestHandler):
+        code = "GatedRepo"
+
+        def do_HEAD(self) -> None:
+            self.send_response(401)
+            self.send_header("X-Error-Code", self.code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Gate) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield Gate
+        server.shutdown()
+
+
+def test_a_repository_that_needs_a_token_says_so(gate: type[BaseHTTPRequestHandler]):
+    assert "accept its terms there and set HF_TOKEN to a token that may read it" in refused(f"hf:{NAME}")
+    gate.code = "RepoNotFound"  # type: ignore[attr-defined]
+    assert "no such repository, or a private one; set HF_TOKEN" in refused(f"hf:{NAME}")
