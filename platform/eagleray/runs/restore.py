@@ -9,6 +9,7 @@ from eagleray import config
 from eagleray.base.errors import UserError, one_line
 from eagleray.config import plugins, yaml_text
 from eagleray.engine import checkpoint
+from eagleray.engine.export import export_in, read_export
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.weights import Weights
@@ -85,6 +86,8 @@ def pretrained(source: str) -> Weights:
     Raises UserError."""
     if source.startswith(weights.TIMM):
         return weights.from_timm(source)
+    if not is_remote(source) and (file := export_in(source)):
+        return weights.from_module(source, read_export(file).backbone.model)
     if not is_remote(source) and not Path(source).is_dir():
         if not Path(source).is_file():
             raise UserError(

@@ -1,0 +1,149 @@
+"""Compare an export with the backbone on photographs, in a new process that loads it as its user will."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from eagleray.base.errors import UserError
+from eagleray.config import plugins
+from eagleray.data.decode import decode
+from eagleray.engine.export import TOLERANCE
+from eagleray.exports.source import Source
+
+# Photographs that come with packages that Eagleray needs, and cuts from them: left, top, right, bottom as shares.
+PHOTOGRAPHS = (
+    ("sklearn", "datasets/images/china.jpg"),
+    ("sklearn", "datasets/images/flower.jpg"),
+    ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+)
+CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
+PYTHON = (sys.executable, "-c")
+GREY = 1.05  # of 255: libraries round resized pixels up or down
+
+# Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
+# embed; it is the example of the export's card.
+CHECK = """
+import json, sys
+job = json.loads(sys.argv[1])
+if not job["ours"]:
+    sys.modules["eagleray"] = None
+for name in job["plugins"]:
+    from pathlib import Path
+    from eagleray.config import plugins
+    plugins.load(name, Path(job["scratch"]))
+import numpy as np
+space = {"folder": job["folder"]}
+exec(compile(job["program"], "<the card's example>", "exec"), space)
+tensor = space["torch"].from_numpy if "torch" in space else np.asarray
+pixels = space["preprocess"](job["photographs"])
+with np.load(job["inputs"]) as inputs:
+    rest = [space["embed"](tensor(inputs[name])) for name in sorted(inputs)]
+np.savez(job["outputs"], np.asarray(pixels), *map(np.asarray, [space["embed"](pixels), *rest]))
+"""
+
+
+class Difference(NamedTuple):
+    """How far an export is from the backbone, in features relative to the largest one."""
+
+    same: float  # on the same pixels
+    whole: float  # from the image file on, each with its own preprocessing
+    pixels: float  # in grey levels, the largest of all pixels
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same:.1g} of the largest on equal pixels; {self.whole:.1g} from the file on, with pixels "
+            f"that differ by up to {self.pixels:.1f} of 255"
+        )
+
+
+def photographs(folder: Path) -> list[Path]:
+    """Write ten photographs as PNG files into a folder, and return them."""
+    images = []
+    for package, path in PHOTOGRAPHS:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None  # one of our dependencies
+        with Image.open(Path(spec.origin).parent / path) as image:
+            images.append(image.convert("RGB"))
+    for image in images[:3]:
+        w, h = image.size
+        images += [image.crop((int(l * w), int(t * h), int(r * w), int(b * h))) for l, t, r, b in CUTS]
+    paths = [folder / f"{n}.png" for n in range(10)]
+    for path, image in zip(paths, images, strict=False):
+        image.save(path)
+    return paths
+
+
+def compare(
+    source: Source,
+    folder: Path,
+    program: str,
+    *,
+    sizes: Sequence[tuple[int, int, int]] = (),
+    ours: bool = False,
+) -> Difference:
+    """Load an export in a new process with the `program` of its card, and compare what it makes of ten photographs, and
+    of noise of each of these `sizes` (B, H, W).
+
+    The process cannot import eagleray, unless the program is `ours`. Raises UserError when the program fails, or the
+    preprocessing or the features differ."""
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(b, 3, h, w, generator=generator) for b, h, w in sizes]
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs, outputs = Path(scratch) / "inputs.npz", Path(scratch) / "outputs.npz"
+        files = photographs(Path(scratch))
+        np.savez(inputs, **{f"{n:03d}": x.numpy() for n, x in enumerate(noise)})  # type: ignore[arg-type]
+        job: dict[str, Any] = {"program": program, "folder": str(folder), "photographs": [str(f) for f in files]}
+        job |= {"inputs": str(inputs), "outputs": str(outputs), "scratch": scratch, "ours": ours}
+        plugin = plugins.plugin_of(source.network.name, "backbone") if ours else None
+        packed = plugins.pack([plugin] if plugin else [])
+        for sources in packed.values():
+            plugins.write(Path(scratch), sources)
+        job["plugins"] = list(packed)
+        done = subprocess.run([*PYTHON, CHECK, json.dumps(job)], capture_output=True, text=True, cwd=scratch)
+        if done.returncode:
+            raise UserError(f"{folder}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
+        with np.load(outputs) as results:
+            theirs, *features = (results[name] for name in results.files)
+        images = torch.stack([source.preprocessing(decode(f.read_bytes())) for f in files])
+    return difference(source, folder, images, noise, theirs, features)
+
+
+def difference(
+    source: Source,
+    folder: Path,
+    images: torch.Tensor,
+    noise: Sequence[torch.Tensor],
+    pixels: NDArray[np.float32],
+    features: Sequence[NDArray[np.float32]],
+) -> Difference:
+    """Return how far features and pixels of an export are from those of the backbone. Raises UserError when it is too
+    far."""
+    if pixels.shape != tuple(images.shape):
+        raise UserError(f"{folder}: its preprocessing makes {pixels.shape[2:]} pixels, not {tuple(images.shape[2:])}")
+    std = torch.tensor(source.preprocessing.std).view(3, 1, 1)
+    grey = float(((torch.from_numpy(pixels) - images) * std * 255).abs().max())
+    if not grey <= GREY:
+        raise UserError(f"{folder}: its preprocessing makes pixels that differ by {grey:.1f} of 255; not exported")
+    wanted = [source.features(x) for x in (torch.from_numpy(pixels), *noise)]
+    same = max(relative(f, w) for f, w in zip(features, wanted, strict=True))
+    if not same <= TOLERANCE:
+        raise UserError(f"{folder}: its features differ from ours by {same:.2g} of the largest; not exported")
+    return Difference(same, relative(features[0], source.features(images)), grey)
+
+
+def relative(theirs: NDArray[np.float32], ours: torch.Tensor) -> float:
+    """Return the largest difference of features (B, D), relative to the largest of ours; infinite for other shapes."""
+    if theirs.shape != tuple(ours.shape):
+        return float("inf")
+    return float((torch.from_numpy(theirs) - ours).abs().max() / ours.abs().max())
