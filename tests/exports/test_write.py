@@ -27,8 +27,12 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "registers": {"name": "vit_tiny_patch16_224", "options": DINOV2},
     "embedded registers": {"name": "vit_tiny_patch16_224", "options": TINY | {"reg_tokens": 2, "qkv_bias": False}},
     "swin": {"name": "swin_tiny_patch4_window7_224", "options": SWIN | {"depths": (2, 2)}},
-    "resnet": {"name": "resnet50", "options": RESNET | {"layers": (2, 1, 1, 2), "channels": (8, 8, 16, 16)}},
-    "resnet18": {"name": "resnet18"},
+    "resnet": {
+        "name": "resnet50",
+        "options": RESNET | {"layers": (2, 1, 1, 2), "channels": (8, 8, 16, 16)},
+        "size": 64,
+    },
+    "resnet18": {"name": "resnet18", "size": 64, "resize": 64},
 }
 
 

@@ -15,7 +15,7 @@ from eagleray.runs import recipe
 from eagleray.views.preprocessing import Preprocessing
 
 
-def source(folder: Path, name: str, *, size: int = 32, resize: int = 40, **keys: Any) -> Source:
+def source(folder: Path, name: str, *, size: int = 32, resize: int = 70, **keys: Any) -> Source:
     """Return a backbone with shaken weights, as if it were that of a run in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "small.yaml").write_text(SMALL)

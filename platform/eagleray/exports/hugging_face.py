@@ -70,6 +70,7 @@ def write(source: Source, folder: Path) -> str:
         model.load_state_dict(state)
     except (ValueError, RuntimeError, AttributeError) as e:
         raise no_class(source, " ".join(str(e).split())[:200]) from None
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     images = source.preprocessing
     transformers.BitImageProcessor(

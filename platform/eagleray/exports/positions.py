@@ -22,7 +22,7 @@ def make_resizable(model: Any, position: str) -> None:
 
 def _embed(self: Any, x: Tensor) -> Tensor:
     """Add positions to patches (B, h, w, D), and return tokens (B, P + h * w, D), P of them before the patches."""
-    prefix = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+    prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     rows = 0 if self.no_embed_class else self.num_prefix_tokens
     h0, w0 = self.patch_embed.grid_size
     down, across = self._resample((x.shape[1], x.shape[2]), (h0, w0))

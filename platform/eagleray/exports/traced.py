@@ -109,10 +109,10 @@ def trace(source: Source) -> Traced:
     step = stride(backbone)
     batch = Dim("batch", min=1, max=BATCH)
     error = None
-    for each in (None,) if size % step else (step, None):
+    for each in (None,) if size % step or size < 2 * step else (step, None):  # of one patch, the tracer makes a case
         sides: dict[int, Any] = {}
         if each:
-            sides = {2: each * Dim("h", min=1, max=SIDE // each), 3: each * Dim("w", min=1, max=SIDE // each)}
+            sides = {2: each * Dim("h", min=2, max=SIDE // each), 3: each * Dim("w", min=2, max=SIDE // each)}
         # Two sides that differ: nothing is taken for equal because it happens to be.
         images = torch.randn(2, 3, *((4 * each, 6 * each) if each else (size, size)))
         try:
@@ -146,7 +146,7 @@ def write_onnx(source: Source, folder: Path) -> tuple[str, Traced]:
     traced = trace(source)
     try:
         with quiet():
-            program = torch.onnx.export(traced.program, dynamo=True, optimize=True)
+            program = torch.onnx.export(traced.program, dynamo=True, verbose=False)
             assert program is not None
     except Exception as e:  # of many kinds: an operation that ONNX does not have
         why = (str(e).strip().splitlines() or [type(e).__name__])[0]
