@@ -12,8 +12,10 @@ from eagleray.engine.export import keys_of
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
+from eagleray.runs import remote
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import restore
+from eagleray.storage.store import is_remote
 from eagleray.views.preprocessing import Preprocessing
 
 
@@ -44,7 +46,9 @@ def load_source(path: str, what: str | None = None) -> Source:
     trained = method.export() if what is None else encoder(method, what, recipe).backbone
     backbone = fresh(recipe.backbone, trained)
     images = Preprocessing(size=recipe.evaluate.size, resize=recipe.evaluate.resize)
-    step = re.fullmatch(r"step-(\d+).*", Path(path).name)
+    step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
+    if is_remote(path):
+        remote.Copy(path, folder).fetch()  # what the card reads
     out = str(folder) if step else path
     evaluated = trained is method.export() and type(trained) is Backbone  # a subclass pools in a way of its own
     return Source(
