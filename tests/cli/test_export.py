@@ -85,7 +85,7 @@ def test_exports_are_listed_with_the_line_that_loads_them(run: Path, tmp_path: P
     card = (tmp_path / "own" / "README.md").read_text()
     assert "| kNN evaluation, top-1 % |" in card
     assert "at the end of the run: 20 neighbours, temperature 0.07, centre crop of 16 from 20 pixels, 32 tr" in card
-    assert "320 images)" in card
+    assert "checksums and labels of 320 images" in card
     assert "training: 2 steps, 64 images" in card
 
 

@@ -76,20 +76,20 @@ class Difference(NamedTuple):
 
 def photographs(folder: Path) -> list[Path]:
     """Write ten photographs as PNG files into a folder, and return them."""
-    images = []
+    images: list[Image.Image] = []
     for package, path in PHOTOGRAPHS:
         spec = importlib.util.find_spec(package)
         assert spec is not None
         assert spec.origin is not None  # one of our dependencies
-        with Image.open(Path(spec.origin).parent / path) as image:
-            images.append(image.convert("RGB"))
+        with Image.open(Path(spec.origin).parent / path) as file:
+            images.append(file.convert("RGB"))
     for image in images[:3]:
         w, h = image.size
         images += [image.crop((int(l * w), int(t * h), int(r * w), int(b * h))) for l, t, r, b in CUTS]
-    paths = [folder / f"{n}.png" for n in range(10)]
-    for path, image in zip(paths, images, strict=False):
-        image.save(path, icc_profile=None)  # no library applies it, and one complains
-    return paths
+    files = [folder / f"{n}.png" for n in range(10)]
+    for target, image in zip(files, images, strict=False):
+        image.save(target, icc_profile=None)  # no library applies it, and one complains
+    return files
 
 
 def compare(

@@ -98,7 +98,7 @@ def fit_vit(model: Any) -> Fit:
         raise ValueError("its classes project patches by one convolution")
     first = model.blocks[0]
     h, w = model.patch_embed.img_size
-    settings = {
+    settings: dict[str, Any] = {
         "hidden_size": model.embed_dim,
         "num_hidden_layers": len(model.blocks),
         "num_attention_heads": first.attn.num_heads,
@@ -121,18 +121,18 @@ def fit_vit(model: Any) -> Fit:
     width = first.mlp.fc1.out_features
     if not registers and not hasattr(first.ls1, "gamma"):
         config = transformers.ViTConfig(**settings, intermediate_size=width)
-        made = transformers.ViTModel(config, add_pooling_layer=False)
-        return Fit(made, rename(state, [(r"^blocks\.", "layers."), *BLOCKS]), CLASS_TOKEN)
+        vit = transformers.ViTModel(config, add_pooling_layer=False)
+        return Fit(vit, rename(state, [(r"^blocks\.", "layers."), *BLOCKS]), CLASS_TOKEN)
     settings["mlp_ratio"] = width // model.embed_dim
     if registers:
-        config = transformers.Dinov2WithRegistersConfig(**settings, num_register_tokens=registers)
-        made = transformers.Dinov2WithRegistersModel(config)
+        settings["num_register_tokens"] = registers
+        dinov2: Any = transformers.Dinov2WithRegistersModel(transformers.Dinov2WithRegistersConfig(**settings))
     else:
-        made = transformers.Dinov2Model(transformers.Dinov2Config(**settings))
-    ones = {k: torch.ones_like(v) for k, v in made.state_dict().items() if k.endswith(".lambda1")}
+        dinov2 = transformers.Dinov2Model(transformers.Dinov2Config(**settings))
+    ones = {k: torch.ones_like(v) for k, v in dinov2.state_dict().items() if k.endswith(".lambda1")}
     ones["embeddings.mask_token"] = torch.zeros(1, model.embed_dim)
     state = rename(state, [(r"^blocks\.", "encoder.layer."), (r"\.ls([12])\.gamma$", r".layer_scale\1.lambda1")])
-    return Fit(made, ones | state, CLASS_TOKEN)
+    return Fit(dinov2, ones | state, CLASS_TOKEN)
 
 
 def fit_swin(model: Any) -> Fit:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 def make_resizable(model: Any, position: str) -> None:
     """Let a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does."""
-    if type(model) is VisionTransformer and model.pos_embed is not None:
+    is_vit = type(model) is VisionTransformer
+    if is_vit and model.pos_embed is not None:
         model._resample = _dino if position == "dino" else _timm
         model._pos_embed = types.MethodType(_embed, model)
 

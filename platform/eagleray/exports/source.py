@@ -83,8 +83,7 @@ def with_own_grid(backbone: Backbone, network: Network, size: int) -> Backbone:
     """Return a backbone whose own size of image is `size`. The positions of a ViT are resampled once, as the backbone
     does for each image of that size; libraries that would resample them in another way then have nothing to do."""
     model = backbone.model
-    own = getattr(model, "patch_embed", None)
-    if getattr(model, "pos_embed", None) is None or tuple(own.img_size) == (size, size):
+    if getattr(model, "pos_embed", None) is None or tuple(model.patch_embed.img_size) == (size, size):
         return backbone
     keys = keys_of(network)
     sized = Backbone(**keys | {"options": {**keys.get("options", {}), "img_size": size}})
