@@ -44,8 +44,7 @@ def only(packages: list[str], folder: Path) -> Path:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:  # of another system
             continue
-        for file in distribution.files or ():
-            top = file.parts[0]
+        for top in {file.parts[0] for file in distribution.files or ()}:
             link, target = folder / top, Path(str(distribution.locate_file(top)))
             if top != ".." and not link.is_symlink() and target.exists():
                 link.symlink_to(target)

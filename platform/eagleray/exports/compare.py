@@ -32,7 +32,7 @@ PHOTOGRAPHS = (
 )
 CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
 PYTHON = (sys.executable, "-c")
-GREY = 1.05  # of 255: libraries round resized pixels up or down
+GREY = 2.05  # of 255: libraries round pixels up or down after each of the two passes of a resize
 
 # Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
 # embed; it is the example of the export's card.
