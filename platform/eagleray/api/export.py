@@ -3,13 +3,16 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from eagleray.base.errors import UserError
 from eagleray.config import plugins as loading
-from eagleray.engine.export import read_export, to_timm
-from eagleray.models import weights
+from eagleray.engine.export import FILE, export_in, read_export
 from eagleray.models.backbone import Backbone
 from eagleray.storage.store import absolute, is_remote
+
+if TYPE_CHECKING:
+    from eagleray.exports.write import Written
 
 
 def load(
@@ -37,11 +40,8 @@ def load(
     """
     loading.use(plugins)
     name = os.fspath(source)
-    if architecture is None and not is_remote(name) and not name.startswith(weights.TIMM):
-        path = Path(name).expanduser()
-        file = path / "backbone.safetensors" if path.is_dir() else path
-        if file.suffix == ".safetensors" and file.with_suffix(".json").exists():
-            return read_export(file)
+    if architecture is None and not is_remote(name) and (file := export_in(name)):
+        return read_export(file).backbone
     from eagleray.evaluation.target import load_target  # not for an export, which is loaded in a moment
 
     try:
@@ -51,21 +51,47 @@ def load(
 
 
 def export(
-    source: str | os.PathLike[str], destination: str | Path | None = None, *, plugins: Sequence[str | Path] = ()
+    source: str | os.PathLike[str],
+    destination: str | Path | None = None,
+    *,
+    to: Literal["timm", "timm-hub", "transformers", "onnx", "torch.export"] = "timm",
+    what: str | None = None,
+    plugins: Sequence[str | Path] = (),
 ) -> Path:
-    """Write a run's or a checkpoint's backbone as `backbone.safetensors` with `backbone.json`, which says how timm or
-    `eagleray.load` creates it, and return the file.
+    """Write a run's or a checkpoint's backbone as files that the library `to` loads, and return what it loads: the file
+    or, of timm-hub and transformers, the folder. docs/export.md describes the files.
 
-    It is written into the folder `destination`, by default the run's `export/`, and counts only after a fresh process
-    has loaded it and got the same outputs. Raises UserError when it does not.
+    They are written into the folder `destination`, by default the run's `export/`, or `export/TO` for any library but
+    timm. They count only after a fresh process, with that library alone, has loaded them and got the same features of
+    ten photographs. `what` names an encoder of the method, such as `student`, instead of the one that is evaluated.
+
+    Raises UserError when the outputs differ, or the library cannot build this network.
 
     Example:
 
         file = eagleray.export("runs/a", "exported")
         backbone = eagleray.load(file)
     """
-    from eagleray.runs.restore import restore
+    files = {"timm": FILE, "onnx": "backbone.onnx", "torch.export": "backbone.pt2"}
+    folder = write(source, destination, to=to, what=what, plugins=plugins).folder
+    return folder / files[to] if to in files else folder
 
+
+def write(
+    source: str | os.PathLike[str],
+    destination: str | Path | None = None,
+    *,
+    to: str = "timm",
+    what: str | None = None,
+    plugins: Sequence[str | Path] = (),
+) -> "Written":
+    """Export as `export` does, and return what was written."""
+    from eagleray.exports.source import load_source
+    from eagleray.exports.write import check_target
+    from eagleray.exports.write import write as write_export
+
+    check_target(to)
     loading.use(plugins)
-    recipe, method, folder = restore(absolute(os.fspath(source).rstrip("/")))
-    return to_timm(method.export(), recipe.backbone, Path(destination or folder / "export"))
+    found = load_source(absolute(os.fspath(source).rstrip("/")), what)
+    own = found.folder / "export" if to == "timm" else found.folder / "export" / to
+    return write_export(found, to, Path(destination or own))

@@ -49,6 +49,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def writing(name: str) -> Iterator[None]:
+    """Turn an error of the file system in this block into UserError, which says that `name` cannot be written."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"{name}: cannot be written: {e.strerror or e}") from None
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk: what was renamed or created in it is still there after a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -9,6 +9,7 @@ import yaml
 
 from eagleray.base.console import out
 from eagleray.base.errors import UserError
+from eagleray.base.files import writing
 
 # The recipe that each method starts from, where it is not its first one on ImageNet.
 BASES: Mapping[str, str] = {
@@ -45,7 +46,9 @@ def init(
     if not data and not images:
         raise UserError("expected shards or a folder of images, or their number as --images N")
     images = images or count(data)
-    file.write_text(text(base_of(method), images=images, size=size, gpus=gpus, data=data))
+    recipe = text(base_of(method), images=images, size=size, gpus=gpus, data=data)
+    with writing(f"--out {file}"):
+        file.write_text(recipe)
     out.print(f"{file}: for {images} images; `eagleray show {file}` prints it with every default", markup=False)
     if images > MANY:
         out.print("For so many images, shards are faster than a folder: `eagleray shard FOLDER shards/`.")

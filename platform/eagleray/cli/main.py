@@ -12,6 +12,7 @@ import typer
 import eagleray
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import Outage, UserError
+from eagleray.base.files import writing
 from eagleray.cli import catalogue, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName
@@ -174,12 +175,14 @@ def stats(
     """Print how many images, classes and formats a set of shards has; draw a contact sheet and the image sizes."""
     from eagleray.datasets import card, contact_sheet
 
+    with writing(f"--out {destination}"):  # before the images are read, which may take long
+        destination.mkdir(parents=True, exist_ok=True)
     found, images = card.describe(url, destination)
     for line in card.lines(found):
         out.print(line, markup=False)
-    destination.mkdir(parents=True, exist_ok=True)
-    contact_sheet.contact(images, destination / "contact.png")
-    contact_sheet.sizes(card.image_stats(found), destination / "sizes.png")
+    with writing(f"--out {destination}"):
+        contact_sheet.contact(images, destination / "contact.png")
+        contact_sheet.sizes(card.image_stats(found), destination / "sizes.png")
     out.print(f"{destination / 'contact.png'}, {destination / 'sizes.png'}", markup=False)
 
 
@@ -203,8 +206,12 @@ def bench_(
         print(json.dumps(report.json()))
 
 
-class Target(StrEnum):
+class Library(StrEnum):
     timm = "timm"
+    timm_hub = "timm-hub"
+    transformers = "transformers"
+    onnx = "onnx"
+    torch_export = "torch.export"
 
 
 @app.command()
@@ -215,18 +222,26 @@ def export(
             help="A checkpoint file, or the folder or s3:// URL of a run, whose newest checkpoint is exported."
         ),
     ],
-    to: Annotated[Target, typer.Option(help="Library that will load the backbone.")] = Target.timm,
+    to: Annotated[Library, typer.Option(help="Library that will load the backbone.")] = Library.timm,
     destination: Annotated[
-        Path | None, typer.Option(help="Folder to write to. By default export/ in the folder of the run.")
+        Path | None,
+        typer.Option(help="Folder to write to. By default export/, or export/LIBRARY, in the folder of the run."),
+    ] = None,
+    what: Annotated[
+        str | None,
+        typer.Option(help="Encoder of the method, such as student. By default the one that the run evaluates."),
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Write the backbone of a checkpoint as a file that timm loads, and check that timm computes the same with it."""
-    from eagleray.api import export as api
-    from eagleray.engine.export import snippet
+    """Write the backbone of a checkpoint as files that another library loads, with a card.
 
-    file = api.export(checkpoint, destination, plugins=plugin or ())
-    out.print(f"{file}\nload it   {snippet(file.parent)}", markup=False)
+    They are kept only after that library has loaded them in a new process and computed the same features."""
+    from eagleray.api.export import write
+
+    written = write(checkpoint, destination, to=to.value, what=what, plugins=plugin or ())
+    for file in written.files:
+        out.print(str(file), markup=False)
+    out.print(f"differs   {written.difference}\nload it   {written.line}", markup=False)
 
 
 @app.command()

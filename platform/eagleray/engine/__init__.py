@@ -2,5 +2,5 @@
 
 A method, batches and an optimiser go in; steps, checkpoint files and exported weights come out.
 
-May import: base, config, data, methods, models, storage.
+May import: base, config, data, methods, models, storage, views.
 """

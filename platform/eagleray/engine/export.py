@@ -6,25 +6,29 @@ timm loads the file where timm can build the backbone; otherwise this package do
 import ast
 import copy
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.base.files import atomic_path, write_atomic
 from eagleray.config import plugins
 from eagleray.models import vit
-from eagleray.models.backbone import Backbone, check_option
+from eagleray.models.backbone import ANY_SIZE, Backbone, check_option
 from eagleray.models.network import Network
+from eagleray.views.preprocessing import Preprocessing
 
 TOLERANCE = 1e-4  # relative to the largest output
+FILE = "backbone.safetensors"
 
 # Runs in a new process. What describes the model comes as JSON and is never run as code.
 CHECK = """
@@ -49,28 +53,33 @@ with torch.inference_mode():
 """
 
 
-def to_timm(backbone: Backbone, network: Network, folder: Path) -> Path:
+def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: Preprocessing | None = None) -> Path:
     """Write `backbone.safetensors` and `backbone.json`, which describes how to create the model.
 
-    A new process loads the file with the line of `snippet`, which is plain timm wherever timm can build the model.
-    Raises UserError when its outputs differ.
+    A new process loads the file with the line of `snippet`, which is plain timm wherever timm can build the model. The
+    line also tells timm the `preprocessing` of images, where it is known. Raises UserError when the outputs differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "backbone.safetensors"
+    path = folder / FILE
     state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
     description = describe(network)
+    if preprocessing:
+        description["preprocessing"] = preprocessing.plain()
+        if "timm" in description:
+            description["options"] = any_size(backbone, network, preprocessing.size) | description["options"]
     with atomic_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
         save_file(state, part)
         beside = part.with_suffix(".json")  # where a new process looks for the description
         try:
             beside.write_text(json.dumps(description))
+            part.chmod(beside.stat().st_mode)  # by the umask; safetensors lets nobody else read
             difference = compare(backbone, description, part)
         finally:
             beside.unlink(missing_ok=True)
         if not difference <= TOLERANCE:
             raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
     description |= {"network": keys_of(network), "features": backbone.dim, "difference": difference}
-    write_atomic(folder / "backbone.json", json.dumps(description, indent=1))
+    write_atomic(path.with_suffix(".json"), json.dumps(description, indent=1))
     return path
 
 
@@ -89,8 +98,32 @@ def keys_of(network: Network) -> dict[str, Any]:
     return {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}
 
 
-def read_export(path: Path) -> Backbone:
-    """Return an exported backbone in evaluation mode, created as the backbone.json beside it says. Raises UserError."""
+def any_size(backbone: Backbone, network: Network, size: int) -> dict[str, Any]:
+    """Return the arguments with which timm's model takes images of this size, where it is not the model's own."""
+    own = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None)
+    if own is None or tuple(own) == (size, size):
+        return {}
+    family = timm.model_entrypoint(network.name.partition(".")[0]).__module__.rpartition(".")[2]
+    return {"img_size": list(own)} | ANY_SIZE.get(family, {})
+
+
+class Export(NamedTuple):
+    """An exported backbone that was read again, in evaluation mode."""
+
+    backbone: Backbone
+    network: Network
+    preprocessing: Preprocessing | None  # None: of an export that does not say
+
+
+def export_in(source: str | os.PathLike[str]) -> Path | None:
+    """Return the exported file that a path names, itself or by its folder, or None for anything else."""
+    path = Path(source).expanduser()
+    file = path / FILE if path.is_dir() else path
+    return file if file.suffix == ".safetensors" and file.with_suffix(".json").exists() else None
+
+
+def read_export(path: Path) -> Export:
+    """Read an export, created as the backbone.json beside it says. Raises UserError."""
     beside = path.with_suffix(".json")
     try:
         description = json.loads(beside.read_text())
@@ -98,12 +131,15 @@ def read_export(path: Path) -> Backbone:
         keys = keys or {"name": description["timm"], "options": description["options"]}  # of older exports
     except (OSError, ValueError, KeyError, AttributeError) as e:
         raise UserError(f"{beside}: not a description written by `eagleray export` ({type(e).__name__})") from None
-    backbone = Backbone(**keys)
+    network = config.check(Network, keys, str(beside))
+    known = description.get("preprocessing")
+    preprocessing = config.check(Preprocessing, known, str(beside)) if known else None
+    backbone = Backbone(**keys_of(network))
     try:
         backbone.model.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as e:
         raise UserError(f"{path}: cannot be loaded: {' '.join(str(e).split())[:200]}") from None
-    return backbone.eval()
+    return Export(backbone.eval(), network, preprocessing)
 
 
 def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> float:
@@ -131,7 +167,7 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
 
 def snippet(folder: Path) -> str:
     """Return one line of Python that loads the export in a folder."""
-    call = load_call(json.loads((folder / "backbone.json").read_text()), folder / "backbone.safetensors")
+    call = load_call(json.loads((folder / FILE).with_suffix(".json").read_text()), folder / FILE)
     return str(ast.unparse(call_expression(**call)))
 
 
@@ -143,6 +179,8 @@ def load_call(description: dict[str, Any], file: Path) -> dict[str, Any]:
     for name in description["options"]:
         check_option(name)
     keywords = {"num_classes": 0, "checkpoint_path": str(file)} | description["options"]
+    if known := description.get("preprocessing"):
+        keywords["pretrained_cfg_overlay"] = config.check(Preprocessing, known, str(file)).timm()
     return {"function": "timm.create_model", "arguments": [description["timm"]], "keywords": keywords}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.engine import world
+from eagleray.engine.export import export_in, read_export
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
@@ -64,6 +65,7 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
     * a run's folder or s3:// URL, or a checkpoint file;
     * `timm:NAME`, a pretrained model of timm;
+    * an exported backbone.safetensors, or its folder;
     * a file of tensors, whose timm name is given as `architecture`;
     * `untrained:` followed by a run or `timm:NAME`, for random weights.
 
@@ -98,11 +100,20 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     if source.startswith(TIMM):
         network = Network(name=source.removeprefix(TIMM))
         return Target(source, _build(network), network, Evaluate()) if fresh else _fill(source, network)
+    if not is_remote(source) and (file := export_in(source)):
+        backbone, network, images = read_export(file)
+        settings = Evaluate(size=images.size, resize=images.resize) if images else Evaluate()
+        return Target(source, _build(network) if fresh else backbone, network, settings)
     try:
         recipe, method, folder = restore(source)
     except UserError as e:
-        is_tensors = "not a checkpoint written by eagleray" in str(e)
-        raise UserError(f"{e}; a file of tensors needs --architecture NAME" if is_tensors else str(e)) from None
+        for kind, advice in (
+            ("not a checkpoint written by eagleray", "a file of tensors needs --architecture NAME"),
+            ("holds no intact checkpoint", "nor is there an exported backbone.safetensors"),
+        ):
+            if kind in str(e):
+                raise UserError(f"{e}; {advice}") from None
+        raise
     backbone = build_method(recipe).export() if fresh else method.export()
     run = source if is_remote(source) or Path(source).is_dir() else str(folder)
     if is_remote(run):

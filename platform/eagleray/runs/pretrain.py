@@ -41,6 +41,7 @@ from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start import build_started, take_progress
 from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
+from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,8 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     plan, folder = run.plan, run.folder
     backbone = run.export()
     if run.world.rank == 0:
-        to_timm(backbone, plan.recipe.backbone, folder.path / layout.EXPORT)
+        images = Preprocessing(size=plan.recipe.evaluate.size, resize=plan.recipe.evaluate.resize)
+        to_timm(backbone, plan.recipe.backbone, folder.path / layout.EXPORT, images)
     summary = {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
     scores = evaluations.final(run, backbone, step, starts)

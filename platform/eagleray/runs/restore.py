@@ -10,6 +10,7 @@ from eagleray import config
 from eagleray.base.errors import UserError, one_line
 from eagleray.config import plugins, yaml_text
 from eagleray.engine import checkpoint
+from eagleray.engine.export import export_in, read_export
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.network import HF, TIMM
@@ -94,10 +95,12 @@ def _load(file: Path) -> Any:
 
 
 def pretrained(source: str) -> Weights:
-    """Return the weights that `backbone.weights` names: a run, a checkpoint, a file of tensors, `timm:NAME` or
-    `hf:NAME`. Raises UserError."""
+    """Return the weights that `backbone.weights` names: a run, a checkpoint, an export, a file of tensors, `timm:NAME`
+    or `hf:NAME`. Raises UserError."""
     if public := public_weights(source, weights.KEY):
         return public
+    if not is_remote(source) and (file := export_in(source)):
+        return weights.from_module(source, read_export(file).backbone.model)
     if (tensors := file_tensors(source, weights.KEY)) is not None:
         return weights.from_tensors(source, tensors)
     return weights.from_module(source, restore(source).method.export().model)

@@ -68,7 +68,8 @@ def open_sweep_dir(out: str) -> Iterator[Callable[[], None]]:
     """A context in which no other command works on the sweep in `out`. It yields a function that uploads the files
     that have changed. Raises UserError when another command is working on it."""
     folder = remote.work_dir(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    with files.writing(f"out={out}"):
+        folder.mkdir(parents=True, exist_ok=True)
     with files.lock_folder(folder):
         if not is_remote(out):
             yield lambda: None

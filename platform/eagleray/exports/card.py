@@ -1,0 +1,125 @@
+"""The card of an export: what the network is, how images are prepared, what was measured and how, and where the data
+and the weights come from. Text for README.md, as the Hugging Face Hub shows it."""
+
+import contextlib
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from eagleray import config
+from eagleray.base.errors import Outage, UserError, hide_secrets
+from eagleray.data.index import open_index
+from eagleray.datasets import card as dataset_card
+from eagleray.evaluation import results
+from eagleray.evaluation.target import Target
+from eagleray.exports.compare import Difference
+from eagleray.exports.source import Source
+from eagleray.protocols.digests import data_digest
+from eagleray.runs import layout, recipe
+from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
+
+LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
+
+
+def card(source: Source, to: str, program: str, difference: Difference) -> str:
+    """Return the card of an export as Markdown. `program` loads it, with the folder in the variable `folder`."""
+    network, images = source.network, source.preprocessing
+    data, licence = training_set(source)
+    numbers = list(measured(source))
+    sections = [
+        f"---\nlibrary_name: {LIBRARIES.get(to, to)}\npipeline_tag: image-feature-extraction\n"
+        f"tags:\n- image-feature-extraction\n- self-supervised\n---\n\n# {network.name}, {source.recipe.method.name}\n",
+        f"A backbone of {sum(p.numel() for p in source.backbone.parameters()) / 1e6:.1f} million parameters that turns "
+        f"an image into a vector of {source.backbone.dim} numbers. Eagleray pretrained it with "
+        f"{source.recipe.method.name}.\n",
+        f'## Use\n\n```python\nfolder = "."  # this one\n\n{program}```\n',
+        "## Preprocessing\n\n"
+        f"The short side becomes {images.resize} pixels ({images.interpolation}, antialiased), then the centre "
+        f"{images.size} x {images.size} pixels are cut out. Colours are scaled to 0 to 1, then the mean "
+        f"{list(images.mean)} is taken off and they are divided by {list(images.std)}.\n",
+        "## Numbers\n\n" + ("\n".join(table(numbers)) if numbers else "None were measured of these weights.") + "\n",
+        f"## Data\n\n{data}\n",
+        f"## Licence\n\n{licence}\n",
+        "## Origin\n\n" + "\n".join(f"* {line}" for line in origin(source)) + "\n",
+        f"Loaded again in a new process and compared with the weights of the run, on ten photographs: {difference}.\n",
+        f"## Recipe\n\n```yaml\n{hide_secrets(config.dump(source.recipe))}```\n",
+    ]
+    return "\n".join(sections)
+
+
+def origin(source: Source) -> Iterator[str]:
+    """Yield lines about the run that the weights are of."""
+    backbone = {k: v for k, v in config.to_plain(source.network).items() if k != "weights"}
+    yield f"backbone: {json.dumps(backbone)}"
+    yield f"encoder: {source.what or 'the one that the method exports'}"
+    yield f"recipe: digest {recipe.digest(source.recipe)}"
+    if source.step is not None:
+        yield f"step: {source.step}"
+    elif summary := final(source):
+        yield f"training: {summary['steps']} steps, {summary['images']} images, {summary['epochs']} epochs"
+    try:
+        environment = json.loads((source.folder / layout.ENVIRONMENT).read_text())
+        packages = environment["packages"]
+        yield f"trained with: {', '.join(f'{n} {packages[n]}' for n in ('eagleray', 'torch', 'timm'))}"
+    except (OSError, ValueError, KeyError):
+        yield "trained with: unknown"
+    names = ("eagleray", "torch", "timm")
+    yield f"exported with: {', '.join(f'{n} {importlib.metadata.version(n)}' for n in names)}"
+
+
+def training_set(source: Source) -> tuple[str, str]:
+    """Return a text about the training set, and one about licences."""
+    sources = source.recipe.data.train or ()
+    cards: list[dict[str, Any]] = []
+    digest = "unknown, as the training set could not be read when this was exported"
+    with contextlib.suppress(UserError, Outage, OSError):
+        index = open_index(sources, source.folder, note=lambda _: None)
+        digest = (
+            f"{data_digest(index, np.arange(len(index)))}, of the shards, checksums and labels of {len(index):,} images"
+        )
+        cards = [card for s in sources if (card := dataset_card.find(s.url))]
+    made = "".join(f" Made from {c['source']}, {c['listed']:,} listed." for c in cards)
+    stated = "; ".join(str(c["licence"]) for c in cards) or "none"
+    licence = (
+        f"The licence that the training set's card states: {stated}. The licence of these weights is for those to "
+    )
+    return f"Digest of the training set: {digest}.{made}", licence + "state who publish them."
+
+
+def final(source: Source) -> dict[str, Any]:
+    """Return the summary of the run if its numbers are those of the exported weights, else nothing."""
+    if not source.evaluated or not (source.folder / layout.SUMMARY).exists():
+        return {}
+    summary: dict[str, Any] = json.loads((source.folder / layout.SUMMARY).read_text())
+    return summary if source.step in (None, summary.get("steps")) else {}
+
+
+def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:
+    """Yield number, value, value without training and protocol of what was measured of the exported weights."""
+    e, summary = source.recipe.evaluate, final(source)
+    crop = f"centre crop of {e.size} from {e.resize} pixels"
+    limit = f", {e.limit} training images" if e.limit else ""
+    for key, how in (
+        (KNN_TOP1, f"{e.k} neighbours, temperature {e.temperature}, {crop}{limit}"),
+        (LINEAR_TOP1, f"{e.probe_epochs} epochs, {crop}{limit}"),
+        (CLASSIFIER_TOP1, f"the run's own classifier, {crop}"),
+    ):
+        if isinstance(summary.get(key), int | float):
+            before = summary.get(key + UNTRAINED)
+            untrained = results.format_number(before) if isinstance(before, int | float) else ""
+            yield METRICS[key].label, results.format_number(summary[key]), untrained, f"at the end of the run: {how}"
+    with contextlib.suppress(UserError, Outage):
+        known = results.load(source.out)
+        digest = Target("", source.backbone, source.network, e).digest
+        own = [r for r in known if r.backbone_digest == digest]
+        for row in results.rows(own, known, {}):
+            yield f"{row.protocol} {row.number}", row.value, row.untrained, row.settings
+
+
+def table(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table of numbers."""
+    for line in (("Number", "Value", "Untrained", "Protocol"), ("---", "---:", "---:", "---"), *rows):
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |"

@@ -1,0 +1,170 @@
+"""Compare an export with the backbone on photographs, in a new process that loads it as its user will."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from eagleray.base.errors import UserError
+from eagleray.config import plugins
+from eagleray.data.decode import decode
+from eagleray.engine.export import TOLERANCE
+from eagleray.exports.source import Source
+from eagleray.views.photometric import normalise
+from eagleray.views.preprocessing import Preprocessing
+
+# Photographs that come with packages that Eagleray needs, and cuts from them: left, top, right, bottom as shares.
+PHOTOGRAPHS = (
+    ("sklearn", "datasets/images/china.jpg"),
+    ("sklearn", "datasets/images/flower.jpg"),
+    ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+)
+CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
+PYTHON = (sys.executable, "-c")
+GREY = 2.05  # of 255: libraries round pixels up or down after each of the two passes of a resize
+
+# Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
+# embed; it is the example of the export's card.
+CHECK = """
+import json, sys
+job = json.loads(sys.argv[1])
+if not job["ours"]:
+    sys.modules["eagleray"] = None
+for name in job["plugins"]:
+    from pathlib import Path
+    from eagleray.config import plugins
+    plugins.load(name, Path(job["scratch"]))
+import numpy as np
+space = {"folder": job["folder"]}
+exec(compile(job["program"], "<the card's example>", "exec"), space)
+tensor = space["torch"].from_numpy if "torch" in space else np.asarray
+pixels = space["preprocess"](job["photographs"])
+with np.load(job["inputs"]) as inputs:
+    rest = [space["embed"](tensor(inputs[name])) for name in sorted(inputs)]
+np.savez(job["outputs"], np.asarray(pixels), *map(np.asarray, [space["embed"](pixels), *rest]))
+"""
+
+
+class Difference(NamedTuple):
+    """How far an export is from the backbone, in features relative to the largest one."""
+
+    same: float  # on the same pixels
+    whole: float  # from the image file on, each with its own preprocessing, of photographs that are cut alike
+    pixels: float  # in grey levels, the largest of all pixels
+    beside: int = (
+        0  # photographs that are cut one pixel beside ours: some round half a pixel down, some to even numbers
+    )
+
+    def __str__(self) -> str:
+        cut = f"; {self.beside} of 10 photographs are cut one pixel beside ours" if self.beside else ""
+        return (
+            f"{self.same:.1g} of the largest on equal pixels; {self.whole:.1g} from the file on, with pixels "
+            f"that differ by up to {self.pixels:.1f} of 255{cut}"
+        )
+
+
+def photographs(folder: Path) -> list[Path]:
+    """Write ten photographs as PNG files into a folder, and return them."""
+    images: list[Image.Image] = []
+    for package, path in PHOTOGRAPHS:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None  # one of our dependencies
+        with Image.open(Path(spec.origin).parent / path) as file:
+            images.append(file.convert("RGB"))
+    for image in images[:3]:
+        w, h = image.size
+        images += [image.crop((int(l * w), int(t * h), int(r * w), int(b * h))) for l, t, r, b in CUTS]
+    files = [folder / f"{n}.png" for n in range(10)]
+    for target, image in zip(files, images, strict=False):
+        image.save(target, icc_profile=None)  # no library applies it, and one complains
+    return files
+
+
+def compare(
+    source: Source,
+    folder: Path,
+    program: str,
+    *,
+    sizes: Sequence[tuple[int, int, int]] = (),
+    ours: bool = False,
+) -> Difference:
+    """Load an export in a new process with the `program` of its card, and compare what it makes of ten photographs, and
+    of noise of each of these `sizes` (B, H, W).
+
+    The process cannot import eagleray, unless the program is `ours`. Raises UserError when the program fails, or the
+    preprocessing or the features differ."""
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(b, 3, h, w, generator=generator) for b, h, w in sizes]
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs, outputs = Path(scratch) / "inputs.npz", Path(scratch) / "outputs.npz"
+        files = photographs(Path(scratch))
+        np.savez(inputs, **{f"{n:03d}": x.numpy() for n, x in enumerate(noise)})  # type: ignore[arg-type]
+        job: dict[str, Any] = {"program": program, "folder": str(folder), "photographs": [str(f) for f in files]}
+        job |= {"inputs": str(inputs), "outputs": str(outputs), "scratch": scratch, "ours": ours}
+        plugin = plugins.plugin_of(source.network.name, "backbone") if ours else None
+        packed = plugins.pack([plugin] if plugin else [])
+        for sources in packed.values():
+            plugins.write(Path(scratch), sources)
+        job["plugins"] = list(packed)
+        done = subprocess.run([*PYTHON, CHECK, json.dumps(job)], capture_output=True, text=True, cwd=scratch)
+        if done.returncode:
+            raise UserError(f"{folder}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
+        with np.load(outputs) as results:
+            theirs, *features = (results[name] for name in results.files)
+        images = [decode(f.read_bytes()) for f in files]
+    return difference(source, folder, images, noise, theirs, features)
+
+
+def difference(
+    source: Source,
+    folder: Path,
+    photographs: Sequence[torch.Tensor],
+    noise: Sequence[torch.Tensor],
+    pixels: NDArray[np.float32],
+    features: Sequence[NDArray[np.float32]],
+) -> Difference:
+    """Return how far features and pixels of an export are from those of the backbone, of decoded photographs (3, H, W)
+    and of noise. Raises UserError when it is too far."""
+    images = torch.stack([source.preprocessing(photo) for photo in photographs])
+    if pixels.shape != tuple(images.shape):
+        raise UserError(f"{folder}: its preprocessing makes {pixels.shape[2:]} pixels, not {tuple(images.shape[2:])}")
+    std = torch.tensor(source.preprocessing.std).view(3, 1, 1)
+    rounded = torch.stack([cut_down(photo, source.preprocessing) for photo in photographs])
+    greys = [((torch.from_numpy(pixels) - x) * std * 255).abs().amax((1, 2, 3)) for x in (images, rounded)]
+    alike = greys[0] <= greys[1]
+    grey = float(torch.minimum(*greys).max())
+    if not grey <= GREY:
+        raise UserError(f"{folder}: its preprocessing makes pixels that differ by {grey:.1f} of 255; not exported")
+    wanted = [source.features(x) for x in (torch.from_numpy(pixels), *noise)]
+    same = max(relative(f, w) for f, w in zip(features, wanted, strict=True))
+    if not same <= TOLERANCE:
+        raise UserError(f"{folder}: its features differ from ours by {same:.2g} of the largest; not exported")
+    whole = relative(features[0][alike.numpy()], source.features(images[alike])) if alike.any() else float("nan")
+    return Difference(same, whole, grey, int((~alike).sum()))
+
+
+def cut_down(photo: torch.Tensor, settings: Preprocessing) -> torch.Tensor:
+    """Prepare a photograph (3, H, W) as an evaluation does, but round half a pixel of the crop's corner down."""
+    resized = F.resize(photo, [settings.resize], InterpolationMode.BICUBIC, antialias=True)
+    top, left = ((side - settings.size) // 2 for side in resized.shape[1:])
+    crop = resized[:, top : top + settings.size, left : left + settings.size]
+    return normalise(crop.unsqueeze(0), torch.device("cpu"))[0]
+
+
+def relative(theirs: NDArray[np.float32], ours: torch.Tensor) -> float:
+    """Return the largest difference of features (B, D), relative to the largest of ours; infinite for other shapes."""
+    if theirs.shape != tuple(ours.shape):
+        return float("inf")
+    return float((torch.from_numpy(theirs) - ours).abs().max() / ours.abs().max())

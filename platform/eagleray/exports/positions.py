@@ -1,0 +1,68 @@
+"""The position table of a ViT at any size of image, resampled by a product of matrices.
+
+`torch.export` and ONNX take no interpolation whose branch depends on the size of an image. A product with two matrices,
+whose entries are functions of the size, has the same values as timm's and DINO's interpolation, and no branch.
+"""
+
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+
+def make_resizable(model: Any, position: str) -> None:
+    """Let a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does."""
+    is_vit = type(model) is VisionTransformer
+    if is_vit and model.pos_embed is not None:
+        model._resample = _dino if position == "dino" else _timm
+        model._pos_embed = types.MethodType(_embed, model)
+
+
+def _embed(self: Any, x: Tensor) -> Tensor:
+    """Add positions to patches (B, h, w, D), and return tokens (B, P + h * w, D), P of them before the patches."""
+    prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+    rows = 0 if self.no_embed_class else self.num_prefix_tokens
+    h0, w0 = self.patch_embed.grid_size
+    down, across = self._resample((x.shape[1], x.shape[2]), (h0, w0))
+    grid = self.pos_embed[0, rows:].unflatten(0, (h0, w0))
+    table = torch.einsum("ih,jw,hwd->ijd", down, across, grid).flatten(0, 1).unsqueeze(0)
+    patches = x.flatten(1, 2) + table
+    before = torch.cat(prefix, 1) if prefix else patches[:, :0]
+    return torch.cat([before + self.pos_embed[:, :rows] if rows else before, patches], 1)
+
+
+def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
+    """Return the matrices (new, old) of both sides, bicubic with antialiasing."""
+    matrices = []
+    for n, o in zip(new, old, strict=True):
+        at = torch.arange(n, dtype=torch.float32)
+        scale = o / (at[-1] + 1)  # a tensor: the size is not known when the program is written
+        distance = torch.arange(o) + 0.5 - scale * (at.unsqueeze(1) + 0.5)
+        weight = cubic(distance / scale.clamp(min=1), -0.5)
+        matrices.append(weight / weight.sum(1, keepdim=True))
+    return matrices
+
+
+def _dino(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
+    """Return the matrices (new, old) of both sides, bicubic without antialiasing, with DINO's 0.1; see `resample`."""
+    ats = [torch.arange(n, dtype=torch.float32) for n in new]
+    same = torch.stack([at[-1] + 1 == o for at, o in zip(ats, old, strict=True)]).all()
+    matrices = []
+    for at, o in zip(ats, old, strict=True):
+        source = (at.unsqueeze(1) + 0.5) * (o / (at[-1] + 1.1)) - 0.5
+        beyond = torch.arange(-3, o + 3)  # the border's value counts for what lies beyond it
+        fold = F.one_hot(beyond.clamp(0, o - 1), o).float()
+        resampled = cubic(source - beyond, -0.75) @ fold
+        matrices.append(torch.where(same, (at.unsqueeze(1) == torch.arange(o)).float(), resampled))
+    return matrices
+
+
+def cubic(x: Tensor, a: float) -> Tensor:
+    """Return Keys' cubic kernel at distances x, with its parameter a."""
+    x = x.abs()
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return torch.where(x <= 1, near, torch.where(x < 2, far, 0.0))

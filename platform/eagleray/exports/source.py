@@ -1,0 +1,97 @@
+"""Restore what is exported: a backbone of a run, its images' preprocessing, and where both come from."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagleray.base.errors import UserError
+from eagleray.engine.export import keys_of
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.network import Network
+from eagleray.runs import remote
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.restore import restore
+from eagleray.storage.store import is_remote
+from eagleray.views.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True)
+class Source:
+    """A backbone to export, on the CPU in evaluation mode, without what only training needs."""
+
+    backbone: Backbone
+    network: Network
+    preprocessing: Preprocessing
+    recipe: Recipe
+    out: str  # the run's folder or s3:// URL
+    folder: Path  # of the run's files on this machine
+    step: int | None  # None: of the newest checkpoint
+    what: str | None  # which encoder of the method; None: the one that the method exports
+    evaluated: bool  # whether the run evaluates this backbone
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
+        with torch.inference_mode():
+            return self.backbone.pooled(images)
+
+
+def load_source(path: str, what: str | None = None) -> Source:
+    """Restore the backbone of a run or a checkpoint. `what` names an encoder of its method, such as `student`. Raises
+    UserError."""
+    recipe, method, folder = restore(path)
+    trained = method.export() if what is None else encoder(method, what, recipe).backbone
+    backbone = fresh(recipe.backbone, trained)
+    images = Preprocessing(size=recipe.evaluate.size, resize=recipe.evaluate.resize)
+    step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
+    if is_remote(path):
+        remote.Copy(path, folder).fetch()  # what the card reads
+    out = str(folder) if step else path
+    evaluated = trained is method.export() and type(trained) is Backbone  # a subclass pools in a way of its own
+    return Source(
+        backbone,
+        recipe.backbone,
+        images,
+        recipe,
+        out,
+        folder,
+        int(step[1]) if step else None,
+        what,
+        evaluated,
+    )
+
+
+def encoder(method: Method, what: str, recipe: Recipe) -> Encoder:
+    """Return the encoder of a method with this name. Raises UserError when it has none."""
+    encoders = {name: m for name, m in method.named_children() if isinstance(m, Encoder)}
+    if what not in encoders:
+        raise UserError(f"--what {what}: {recipe.method.name} has no such encoder; it has {', '.join(encoders)}")
+    return encoders[what]
+
+
+def fresh(network: Network, trained: Backbone) -> Backbone:
+    """Return a new backbone with trained weights, in evaluation mode."""
+    backbone = Backbone(**keys_of(network))
+    backbone.model.load_state_dict(trained.model.state_dict())
+    return backbone.eval()
+
+
+def with_own_grid(backbone: Backbone, network: Network, size: int) -> Backbone:
+    """Return a backbone whose own size of image is `size`. The positions of a ViT are resampled once, as the backbone
+    does for each image of that size; libraries that would resample them in another way then have nothing to do."""
+    model = backbone.model
+    if getattr(model, "pos_embed", None) is None or tuple(model.patch_embed.img_size) == (size, size):
+        return backbone
+    keys = keys_of(network)
+    sized = Backbone(**keys | {"options": {**keys.get("options", {}), "img_size": size}})
+    h, w = sized.model.patch_embed.grid_size
+    rows = 0 if model.no_embed_class else model.num_prefix_tokens
+    state = model.state_dict()
+    with torch.inference_mode():
+        tokens = model._pos_embed(torch.zeros(1, h, w, model.embed_dim))[:, model.num_prefix_tokens :]
+        state["pos_embed"] = torch.cat([model.pos_embed[:, :rows], tokens], 1).clone()
+    sized.model.load_state_dict(state)
+    return sized.eval()

@@ -1,0 +1,87 @@
+"""Write an export into a folder: its files, the check in a new process, its card. It counts only as a whole."""
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from eagleray.base.errors import UserError
+from eagleray.base.files import writing
+from eagleray.exports import hugging_face, plain_timm, timm_hub, traced
+from eagleray.exports.card import card
+from eagleray.exports.compare import Difference, compare
+from eagleray.exports.source import Source
+
+
+@dataclass(frozen=True)
+class Target:
+    """A library that loads exports."""
+
+    write: Callable[[Source, Path], "str | tuple[str, traced.Traced]"]  # writes the files; returns how to load them
+    line: Callable[[Path], str]  # of Python, which loads the files of a folder
+    needs: Sequence[str] = ()  # packages of the extra `export`
+
+
+TARGETS = {
+    "timm": Target(plain_timm.write, plain_timm.line),
+    "timm-hub": Target(timm_hub.write, timm_hub.line),
+    "transformers": Target(hugging_face.write, hugging_face.line, ("transformers",)),
+    "onnx": Target(traced.write_onnx, traced.onnx_line, ("onnx", "onnxscript", "onnxruntime")),
+    "torch.export": Target(traced.write_torch, traced.torch_line),
+}
+
+
+class Written(NamedTuple):
+    """An export that was written and compared."""
+
+    folder: Path
+    files: list[Path]
+    line: str  # of Python, which loads it
+    difference: Difference
+    step: int | None  # of the sizes of images that a traced network takes, in pixels
+
+
+def check_target(to: str) -> None:
+    """Raise UserError for a library that there are no exports for, or whose packages are missing."""
+    if to not in TARGETS:
+        raise UserError(f"--to {to}: unknown; expected {', '.join(TARGETS)}")
+    missing = [name for name in TARGETS[to].needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--to {to}: needs {', '.join(missing)}: pip install 'eagleray[export]'")
+
+
+def write(source: Source, to: str, folder: Path) -> Written:
+    """Write an export into a folder, after a new process has loaded it. Files of an earlier one are replaced. Raises
+    UserError, and leaves the folder as it was."""
+    target = TARGETS[to]
+    with staged(folder) as stage:
+        made = target.write(source, stage)
+        program, network = (made, None) if isinstance(made, str) else made
+        ours = to == "timm" and plain_timm.needs_ours(source)
+        probes = traced.probes(source, network) if network else []
+        difference = compare(source, stage, program, sizes=probes, ours=ours)
+        (stage / "README.md").write_text(card(source, to, program, difference))
+        names = sorted(p.name for p in stage.iterdir())
+    step = network.step if network else None
+    return Written(folder, [folder / n for n in names], target.line(folder), difference, step)
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """Yield a new folder whose files move into `folder` when the block ends, with the modes that the umask gives.
+
+    If the block raises, `folder` stays as it was. Raises UserError when `folder` cannot be written."""
+    with writing(f"--destination {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as scratch:
+            stage = Path(scratch)
+            yield stage
+            (probe := folder / ".mode").touch()
+            mode = probe.stat().st_mode
+            probe.unlink()
+            for file in stage.iterdir():  # safetensors lets nobody else read what it writes
+                file.chmod(mode)
+                file.replace(folder / file.name)

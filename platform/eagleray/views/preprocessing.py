@@ -1,0 +1,41 @@
+"""What is done to an image before an evaluation embeds it, as settings that other libraries understand."""
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from eagleray.config import STRICT
+from eagleray.views.crop import centre_crop
+from eagleray.views.photometric import MEAN, STD, normalise
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Preprocessing:
+    """The resize of an image's short side, the centre crop and the normalisation of its colours."""
+
+    size: PositiveInt  # pixels of the crop
+    resize: PositiveInt  # pixels of the short side before the crop
+    mean: tuple[float, float, float] = MEAN  # by colour, of pixels in [0, 1]
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = STD
+    interpolation: Literal["bicubic"] = "bicubic"  # that of `centre_crop`
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Return what the backbone is given, float (3, S, S), of a decoded image, uint8 (3, H, W)."""
+        crop = centre_crop(image, resize=self.resize, size=self.size)
+        return normalise(crop.unsqueeze(0), torch.device("cpu"))[0]
+
+    def timm(self) -> dict[str, Any]:
+        """Return the same as keys of timm's `pretrained_cfg`."""
+        share = self.size / self.resize
+        if int(self.size / share) != self.resize:  # timm divides, and rounds down
+            share = self.size / (self.resize + 0.5)
+        crop = {"crop_pct": share, "crop_mode": "center", "interpolation": self.interpolation}
+        return {"input_size": [3, self.size, self.size], **crop, "mean": list(self.mean), "std": list(self.std)}
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as values that JSON holds."""
+        return asdict(self)

@@ -1,0 +1,209 @@
+"""Exports are loaded by the library that they are for, in a process without eagleray, and compute the same."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.exports import only, source
+from helpers.networks import RESNET, SWIN, VIT
+
+from eagleray.base.errors import UserError
+from eagleray.exports import compare as comparing
+from eagleray.exports import hugging_face, timm_hub, traced, write
+from eagleray.exports.source import with_own_grid
+
+TINY = VIT | {"img_size": 32}
+DINOV2 = TINY | {"init_values": 1.0, "reg_tokens": 2, "no_embed_class": True}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "vit": {"name": "vit_tiny_patch16_224", "options": TINY},
+    "dino": {"name": "vit_tiny_patch16_224", "options": VIT, "position": "dino"},  # another size than its own
+    "mean": {"name": "vit_tiny_patch16_224", "options": TINY, "pool": "norm_mean"},
+    "layer scale": {"name": "vit_tiny_patch16_224", "options": TINY | {"init_values": 1.0}},
+    "registers": {"name": "vit_tiny_patch16_224", "options": DINOV2},
+    "embedded registers": {"name": "vit_tiny_patch16_224", "options": TINY | {"reg_tokens": 2, "qkv_bias": False}},
+    "swin": {"name": "swin_tiny_patch4_window7_224", "options": SWIN | {"depths": (2, 2)}},
+    "resnet": {
+        "name": "resnet50",
+        "options": RESNET | {"layers": (2, 1, 1, 2), "channels": (8, 8, 16, 16)},
+        "size": 64,
+    },
+    "resnet18": {"name": "resnet18", "size": 64, "resize": 64},
+}
+
+
+def written(tmp_path: Path, to: str, kind: str, **keys: Any) -> write.Written:
+    return write.write(source(tmp_path / "run", **NETWORKS[kind], **keys), to, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("to", "kind"), [("timm-hub", "dino"), ("transformers", "vit"), ("torch.export", "vit")])
+def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
+    done = written(tmp_path, to, kind)
+    assert done.difference.same < 1e-5
+    assert done.difference.whole < 1e-2
+    names = {f.name for f in done.files}
+    assert names == {p.name for p in (tmp_path / "out").iterdir()}
+    assert "README.md" in names
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in ("32 x 32 pixels", "None were measured", "Digest of the training set", "## Licence", "mocov3"):
+        assert text in card, text
+    assert str(tmp_path) not in card.partition("## Recipe")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("to", ["timm", "timm-hub", "transformers", "torch.export"])
+def test_every_network_in_every_library(to: str, kind: str, tmp_path: Path):
+    if (to, kind) == ("transformers", "mean"):
+        pytest.skip("refused: another test")
+    if (to, kind) == ("timm", "dino"):
+        with pytest.raises(UserError, match="its features differ"):
+            written(tmp_path, to, kind)
+        return
+    assert written(tmp_path, to, kind).difference.same < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vit", "dino", "registers", "swin", "resnet"])
+def test_onnx_takes_batches_and_sizes(kind: str, tmp_path: Path):
+    import onnxruntime
+
+    done = written(tmp_path, "onnx", kind)
+    assert done.difference.same < 1e-4
+    session = onnxruntime.InferenceSession(tmp_path / "out" / traced.ONNX)
+    [images] = session.get_inputs()
+    assert images.name == "images"
+    assert images.shape[0] == "batch"
+    assert done.step == {"vit": 8, "dino": 8, "registers": 8, "resnet": 32}.get(kind)
+    if done.step:
+        assert images.shape[2:] == ["height", "width"]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["size"]) == 32
+
+
+CONSUMERS = {
+    "timm-hub": ["timm", "pillow"],
+    "transformers": ["transformers", "torch", "torchvision", "pillow"],
+    "onnx": ["onnxruntime", "numpy", "pillow"],
+    "torch.export": ["torch", "torchvision", "numpy", "pillow"],
+}
+# Swin is traced for a minute; test_onnx_takes_batches_and_sizes has a small one.
+REAL = [(to, name) for to in CONSUMERS for name in ("small", "vit_small_patch16_224", "resnet50")]
+REAL += [(to, "swin_tiny_patch4_window7_224") for to in ("timm-hub", "transformers")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "name"), REAL)
+def test_where_only_the_consumer_is_installed(to: str, name: str, tmp_path: Path):
+    """The program of the card, started by an interpreter that finds no packages but those of one library."""
+    packages = only(CONSUMERS[to], tmp_path / "packages")
+    keys: dict[str, Any] = NETWORKS["vit"] if name == "small" else {"name": name, "size": 224, "resize": 256}
+    found = source(tmp_path / "run", **keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "compare", lambda *_, **__: comparing.Difference(0, 0, 0))
+        write.write(found, to, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    program = card.partition("# this one\n\n")[2].partition("```")[0]
+    alone = f"import sys; sys.path.append({str(packages)!r})\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing, "CHECK", alone + comparing.CHECK)
+        patch.setattr(comparing, "PYTHON", (sys.executable, "-I", "-S", "-c"))
+        side = found.preprocessing.size
+        sizes = [(1, side, side), (2, side, side), (3, side, side)]
+        if to in ("onnx", "torch.export"):
+            sizes += [(1, 128, 192), (3, 128, 192)]
+        difference = comparing.compare(found, tmp_path / "out", program, sizes=sizes)
+    print(f"{name} in {to}: {difference}")
+    assert difference.same <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("to", "keys", "wanted"),
+    [
+        ("timm-hub", {"name": "vil_tiny"}, "timm cannot build vil_tiny, which is ours; --to timm is for eagleray.load"),
+        ("timm-hub", {"name": "vit_tiny_patch16_224", "options": TINY, "norm": "batch"}, "with norm=batch"),
+        ("transformers", NETWORKS["mean"], "no class fits vit_tiny_patch16_224: its classes pool by the class token"),
+        ("transformers", {"name": "vil_tiny"}, "no class fits vil_tiny: it has ViT, Dinov2, Swin and ResNet"),
+    ],
+)
+def test_a_network_that_a_library_lacks(to: str, keys: dict[str, Any], wanted: str, tmp_path: Path):
+    with pytest.raises(UserError, match=wanted):
+        write.write(source(tmp_path / "run", size=32, **keys), to, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (('"interpolation": "bicubic"', '"interpolation": "bilinear"'), "pixels that differ by"),
+        (("0.485", "0.5"), "pixels that differ by"),
+        (('"img_size"', '"global_pool": "avg", "img_size"'), "its features differ from ours"),
+    ],
+)
+def test_what_is_wrong_in_an_export_is_seen(change: tuple[str, str], wanted: str, tmp_path: Path):
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    program = timm_hub.write(found, tmp_path)
+    settings = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(settings.replace(*change))
+    assert settings.replace(*change) != settings
+    with pytest.raises(UserError, match=wanted):
+        comparing.compare(found, tmp_path, program)
+
+
+def test_a_process_of_the_check_has_no_eagleray(tmp_path: Path):
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    with pytest.raises(UserError, match=r"cannot be loaded: ModuleNotFoundError: .*eagleray"):
+        comparing.compare(found, tmp_path, "import eagleray")
+
+
+def test_the_photographs_are_ten_and_differ(tmp_path: Path):
+    paths = comparing.photographs(tmp_path)
+    assert len({p.read_bytes() for p in paths}) == 10
+
+
+def test_the_grid_of_another_size_is_what_the_backbone_resamples(tmp_path: Path):
+    for kind in ("dino", "vit", "registers", "mean"):
+        found = source(tmp_path / kind, **NETWORKS[kind])
+        sized = with_own_grid(found.backbone, found.network, 56)
+        assert sized.model.patch_embed.img_size == (56, 56)
+        x = torch.randn(2, 3, 56, 56)
+        torch.testing.assert_close(sized.pooled(x), found.backbone.pooled(x), atol=1e-5, rtol=1e-4)
+
+
+def test_modes_follow_the_umask_and_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(write, "compare", lambda *_, **__: comparing.Difference(0, 0, 0))
+    before = os.umask(0o027)
+    try:
+        written(tmp_path, "timm-hub", "vit")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()} == {0o640}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise UserError("no")
+
+    monkeypatch.setattr(write, "compare", fails)
+    content = (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(UserError, match="no"):
+        written(tmp_path, "timm-hub", "vit")
+    assert (tmp_path / "out" / "README.md").read_text() == content
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None if name != "onnx" else object())
+    with pytest.raises(UserError, match=r"--to onnx: needs onnxscript, onnxruntime: pip install 'eagleray\[export\]'"):
+        write.check_target("onnx")
+    with pytest.raises(UserError, match="--to jax: unknown; expected timm, timm-hub, transformers"):
+        write.check_target("jax")
+    write.check_target("timm")
+
+
+def test_the_lines_that_load_are_python():
+    folder = Path('/it\'s "here"')
+    for line in (timm_hub.line, hugging_face.line, traced.onnx_line, traced.torch_line):
+        compile(line(folder), "line", "eval")
