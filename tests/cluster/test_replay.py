@@ -20,6 +20,6 @@ def test_a_run_on_two_workers_is_replayed_on_two(small_dino: Path, shards: Path,
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 5: equal to the bit\n" in done.stdout
-    assert "from        the checkpoint of step 3, 2 step(s)" in done.stdout
+    assert "from        the checkpoint of step 3, with 2 step(s)" in done.stdout
     keys_of_batch = done.stdout.splitlines()[-32:]
     assert len({key.partition("_")[0] for key in keys_of_batch}) == 32

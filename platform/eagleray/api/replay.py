@@ -79,7 +79,7 @@ class Replay:
             yield f"{'skipped':12}the gradient was not finite"
         yield f"{'batch':12}{len(self.keys)} images"
         source = f"the checkpoint of step {self.begin}" if self.begin else "the start of the run"
-        yield f"{'from':12}{source}, {self.last - self.begin} step(s) before the end of this one"
+        yield f"{'from':12}{source}, with {self.last - self.begin} step(s)"
         if not self.exact:
             yield from (f"{'rounding':12}{reason}" for reason in self.inexact)
         yield from (f"{'changed':12}{what}" for what in self.changed)
@@ -111,6 +111,7 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
     task = Task(
         recipe=config.to_plain(recipe),
         out=opened.out,
+        step=step,
         first=record.first,
         last=record.last,
         gpus=not on.startswith("cpu") and recipe.gpus is not False and has_accelerators(ranks),
@@ -162,9 +163,10 @@ def inexact(record: StepRecord, taken: Taken) -> Iterator[str]:
         if start[name] != about[name]:
             yield f"{name}: {start[name]} there and {about[name]} here"
     if not start["device"].startswith("cpu"):
-        if not start["keys"]["deterministic"]:
+        keys = start.get("keys", {})
+        if not keys.get("deterministic"):
             yield "an accelerator adds in an order that changes, without deterministic=true"
-        if start["keys"]["optim.micro_batch"] == "auto":
+        if keys.get("optim.micro_batch") == "auto":
             yield "optim.micro_batch=auto may choose another size"
     used = {id(s): s for s in (start_of(record.starts, n) for n in range(taken.begin + 1, record.last + 1))}
     if any(s.get(name) != start.get(name) for s in used.values() for name in ARITHMETIC):

@@ -48,6 +48,7 @@ class Task:
 
     recipe: dict[str, Any]  # as plain values
     out: str  # of the run
+    step: int  # whose batch is asked for
     first: int
     last: int
     gpus: bool  # each rank has an accelerator
@@ -61,7 +62,7 @@ class Taken:
 
     begin: int  # the step of the checkpoint
     values: dict[str, float]  # the means over the steps of the task, by the names in REPEATED
-    keys: list[str]  # of the images of the last step
+    keys: list[str]  # of the images of the batch
     bad: list[BadSample]  # that were met on the way
     about: dict[str, Any]  # the digests and the arithmetic, as a start records them
 
@@ -77,7 +78,10 @@ def take(task: Task, note: Note) -> Taken:
         numerics(precision, deterministic=recipe.deterministic),
     ):
         plan = open_data(recipe, task.out, Path(scratch), note)
-        state = checkpoint_below(recipe, task.out, Path(scratch), task.first)
+        try:
+            state = checkpoint_below(recipe, task.out, Path(scratch), task.first)
+        except FileNotFoundError as e:  # the run goes on, and keeps newer ones
+            raise UserError(f"{e.filename}: was deleted meanwhile; the same command takes another checkpoint") from None
         check_state(task, state, len(plan.index))
         stateful = build_stateful(plan, world, precision, pretrained_weights=state is None)
         begin = load_checkpoint(state, stateful)["step"]
@@ -118,8 +122,9 @@ def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: 
     for taken in progress_over("steps", "replay", steps, task.last - begin):
         values.append(taken.values)
         monitor.forget()
+        if taken.at.step + 1 == task.step:
+            keys = [plan.index.key(sample) for sample in taken.batch.index.tolist()]
     means = StepTable.of(values, loader.rows).means()
-    keys = [plan.index.key(sample) for sample in taken.batch.index.tolist()]
     parts = dist.gather_objects((keys, bad))
     return Taken(
         begin=begin,
