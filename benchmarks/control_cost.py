@@ -161,7 +161,7 @@ def start(
             bucket.ranks[folder.stop_signal.ident] = rank
         plan = open_plan(r, note=lambda _: None)
         assert pretrain.newest_checkpoint(folder) is None
-        folder.begin(0, exchanges.ranks)
+        folder.begin(0, exchanges.ranks, resumes=False)
         world = CountingWorld(exchanges)
         monitor: Any = SimpleNamespace(layers=())
         quarantine = Quarantine(None, samples=256, limit=1.0)

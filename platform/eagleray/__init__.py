@@ -18,6 +18,7 @@ _MODULES = {
     "api.jobs": ("Job", "job", "jobs", "submit"),
     "api.plan": ("Planned", "plan"),
     "api.pretrain": ("finetune", "pretrain"),
+    "api.replay": ("Replay", "replay"),
     "api.report": ("list_runs", "report"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),

@@ -15,6 +15,8 @@ from eagleray.api.plan import Planned as Planned
 from eagleray.api.plan import plan as plan
 from eagleray.api.pretrain import finetune as finetune
 from eagleray.api.pretrain import pretrain as pretrain
+from eagleray.api.replay import Replay as Replay
+from eagleray.api.replay import replay as replay
 from eagleray.api.report import list_runs as list_runs
 from eagleray.api.report import report as report
 from eagleray.api.run import Run as Run

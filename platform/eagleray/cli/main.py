@@ -14,6 +14,7 @@ from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import writing
 from eagleray.cli import catalogue, evaluate, finetune, init, jobs, plan, tune
+from eagleray.cli import replay as replay_cli
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName
 from eagleray.cli.outcome import show_card, show_run
@@ -259,6 +260,7 @@ finetune.register(app)
 init.register(app)
 jobs.register(app)
 plan.register(app)
+replay_cli.register(app)
 report_cli.register(app)
 tune.register(app)
 

@@ -11,6 +11,12 @@ def step_name(step: int, epoch: int = 0) -> str:
     return f"step-{step:09d}" + (f"-e{epoch:06d}" if epoch else "")
 
 
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint of this name."""
+    step = re.match(r"step-(\d+)", name)
+    return int(step[1]) if step else 0
+
+
 def epoch_of(name: str) -> int:
     """Return the epoch of the writer of a checkpoint; 0 for one without an epoch in its name."""
     epoch = re.search(r"-e(\d+)$", name)

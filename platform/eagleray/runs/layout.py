@@ -5,6 +5,7 @@ ENVIRONMENT = "environment.json"  # packages, machine and command
 FORECAST = "plan.json"  # what was expected of the run's memory and speed
 PROFILE = "profile"  # a folder: a trace of some steps, and a table of their dearest operations
 METRICS = "metrics.jsonl"  # a line every `log_steps` steps
+STEPS = "steps.jsonl"  # a line for each step: its loss and its gradient norm
 HEALTH = "health.jsonl"  # a line for each finding
 HEALTH_PLOT = "health.png"
 STARTS = "starts.jsonl"  # a line for each start and each orderly end

@@ -1,5 +1,6 @@
 """Plan a run: open a recipe's data, check that everything fits, and count the steps."""
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,9 +19,9 @@ from eagleray.engine.sharded import check_shardable
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.shuffle_bn import check_groups
-from eagleray.runs import fit, remote
+from eagleray.runs import fit, origin, remote
 from eagleray.runs.build import check_method, scaled_lr
-from eagleray.runs.recipe import Recipe
+from eagleray.runs.recipe import Recipe, digest
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
@@ -45,6 +46,13 @@ class Plan:
     @property
     def lr(self) -> Schedule:
         return scaled_lr(self.recipe)
+
+    @functools.cached_property
+    def origin(self) -> dict[str, str]:
+        """Return the digests of recipe, data, order and code by name, from which everything that the run learns
+        follows."""
+        values = digest(self.recipe), origin.data_digest(self.index), origin.order_digest(self.stream)
+        return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
 
     def at(self, step: int) -> Progress:
         return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs)

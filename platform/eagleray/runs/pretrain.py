@@ -18,6 +18,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.loader import Loader, processes
 from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint, sharded, sharded_checkpoint
+from eagleray.engine.checkpoint_names import stem, step_of
 from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.engine.export import to_timm
 from eagleray.engine.numerics import numerics
@@ -32,6 +33,7 @@ from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
+from eagleray.runs.origin import arithmetic
 from eagleray.runs.plan import Plan, open_plan
 from eagleray.runs.profile import profiled
 from eagleray.runs.rank_run import RankRun, Stateful, clock_of
@@ -70,7 +72,8 @@ def pretrain(
         resumes = state is not None
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
-        step = folder.begin(state["step"], world.size, resumes=resumes)
+        about = plan.origin | arithmetic(recipe, world.device)
+        step = folder.begin(state["step"], world.size, resumes=resumes, **about)
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
@@ -126,10 +129,7 @@ def train(run: RankRun, start: int) -> int:
     plan, world, folder, stateful, clock = run
     workers = processes(plan.recipe.data.workers, world.cpus)
     loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
-    if plan.recipe.optim.micro_batch == "auto":
-        size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), loader.rows)
-        set_micro_batch(stateful.method, size)
-        stateful.monitor.forget()
+    fit_micro_batch(plan, stateful, start, loader.rows)
     stateful.monitor.step = step = start
     step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
     cadence = Cadence(plan, start)
@@ -161,6 +161,14 @@ def train(run: RankRun, start: int) -> int:
         if problem:
             raise problem
     return step
+
+
+def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
+    """Let the backbones take as many images at once as fit into memory, where the recipe leaves that to the run."""
+    if plan.recipe.optim.micro_batch == "auto":
+        size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), rows)
+        set_micro_batch(stateful.method, size)
+        stateful.monitor.forget()
 
 
 def same_on_all(run: RankRun, decision: bool) -> bool:
@@ -201,14 +209,22 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
 
 def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
-    whole = folder.recipe.parallel == "ddp" or dist.size() == 1
-    patience = 60 * folder.recipe.data.patience
-    blobs = dist.from_rank_zero(partial(checkpoint.listing, folder.checkpoints, patience))
-    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=patience, whole=whole, blobs=blobs)
+    return checkpoint_below(folder.recipe, folder.out, folder.scratch)
+
+
+def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None = None) -> dict[str, Any] | None:
+    """Return the newest checkpoint of the run in `out`, of those below a step if one is given, or None. Called by all
+    ranks together. Raises UserError when it was made with another recipe than this one."""
+    url, patience = f"{out}/checkpoints", 60 * recipe.data.patience
+    blobs = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
+    if step is not None:
+        blobs = {file: blob for file, blob in blobs.items() if step_of(stem(file)) < step}
+    whole = recipe.parallel == "ddp" or dist.size() == 1
+    state = checkpoint.newest(url, scratch, patience=patience, whole=whole, blobs=blobs)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
-    if state and state["digest"] != recipes.digest(folder.recipe):
-        raise UserError(f"{folder.out}: its checkpoints were made with another recipe")
+    if state and state["digest"] != recipes.digest(recipe):
+        raise UserError(f"{out}: its checkpoints were made with another recipe")
     return state
 
 
@@ -237,6 +253,7 @@ def save_checkpoint(run: RankRun, step: int) -> None:
             "digest": recipes.digest(run.plan.recipe),
             "recipe": config.dump(run.plan.recipe),
             "images": len(run.plan.index),
+            "origin": run.plan.origin,
         } | {name: part.state_dict() for name, part in run.stateful._asdict().items()}
         state["optimizer"] = sharded.optimizer_state(run.stateful.optimizer)
         run.folder.save(step, state)

@@ -19,7 +19,7 @@ SECONDS = 3.0  # between two checks for changes
 RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at most, but for checkpoints
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
-HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "health", "quarantine", "skipped", "starts")}
+HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "steps", "health", "quarantine", "skipped", "starts")}
 
 
 def work_dir(out: str) -> Path:

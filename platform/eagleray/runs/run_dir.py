@@ -145,18 +145,20 @@ class RunDir:
             line = f"out={self.out}: cannot be written: {where}{error.strerror}; the same command continues"
             raise UserError(line) from error
 
-    def begin(self, step: int, ranks: int, *, resumes: bool) -> int:
+    def begin(self, step: int, ranks: int, *, resumes: bool, **about: Any) -> int:
         """Open the histories at a step, and return it. `resumes` says that the step is that of a checkpoint of this
-        run. Raises Futile after many starts without progress."""
+        run. What there is to say `about` this start goes into its line of starts.jsonl. Raises Futile after many starts
+        without progress."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
                 raise Futile(f"started {STARTS} times from step {step} without a new checkpoint")
             lines = read_history(self.path / layout.METRICS)
             reached = lines[-1]["step"] if lines else 0
-            self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command)
+            self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command, **about)
             self.skipped = JsonLines(self.path / layout.SKIPPED)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
+            self.steps = JsonLines(self.path / layout.STEPS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe))
             if resumes:
@@ -177,6 +179,11 @@ class RunDir:
             self.metrics.log(record)
             assert self.mlflow is not None
             self.mlflow.log(record)
+
+    def log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Log the loss and the gradient norm of each step, in full precision."""
+        if self.rank == 0:
+            self.steps.log(*lines)
 
     def goodput(self, useful: float) -> dict[str, float]:
         """Return goodput, restarts and lost time, on rank 0. `useful` is the seconds of the steps that were not

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 
 WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
+REPEATED = (metrics.LOSS, metrics.GRAD_NORM)  # the values that are the same when a step is taken again
 SKIPS = 3  # steps in a row without a finite gradient that end the run
 
 
@@ -37,6 +38,43 @@ class Clock:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The values of S steps, over all ranks: the mean over the images of each step."""
+
+    names: list[str]
+    rows: Tensor  # (S, names), float32, on the host
+
+    @classmethod
+    def of(cls, values: Sequence[Mapping[str, Tensor]], images: Sequence[int]) -> "StepTable":
+        """Collect what the ranks have, of which each has so many `images` in a step. The host waits for the device.
+        Called by all ranks together."""
+        names = list(values[0])
+        table = torch.stack([torch.stack([v[n].float() for n in names]) for v in values])
+        return cls(names, dist.total(table * (images[dist.rank()] / sum(images))).cpu())
+
+    @property
+    def skipped(self) -> Tensor:
+        """Whether each step (S,) was skipped, as its gradient was not finite."""
+        return self.column("skipped") >= 0.5
+
+    def column(self, name: str) -> Tensor:
+        """Return a value of every step (S,)."""
+        return self.rows[:, self.names.index(name)]
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the steps that were not skipped, or over all of them if every step was."""
+        rows = self.rows if self.skipped.all() else self.rows[~self.skipped]
+        means = dict(zip(self.names, rows.mean(0).tolist(), strict=True))
+        del means["skipped"]
+        return means
+
+    def lines(self) -> list[dict[str, float]]:
+        """Return the loss and the gradient norm of each step."""
+        columns = [self.column(name).tolist() for name in REPEATED]
+        return [dict(zip(REPEATED, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 class StepLog:
@@ -109,20 +147,17 @@ class StepLog:
 
     def flush(self, at: Progress, lr: float) -> dict[str, Any]:
         """Return a line of metrics.jsonl: means over all ranks and over the steps since the last line."""
-        names = list(self.values[0])
-        table = torch.stack([torch.stack([v[n].float() for n in names]) for v in self.values])  # (steps, names)
-        share = self.rows[dist.rank()] / sum(self.rows)
-        table = dist.total(table * share).cpu()
-        good = table[table[:, names.index("skipped")] < 0.5]
-        means = dict(zip(names, (good if len(good) else table).mean(0).tolist(), strict=True))
-        del means["skipped"]
+        table = StepTable.of(self.values, self.rows)
         seconds = time.perf_counter() - self.since
-        record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr, **means}
+        record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr}
+        record |= table.means()
+        first = at.step + 2 - len(self.values)
+        self.folder.log_steps([{"step": first + i, **line} for i, line in enumerate(table.lines())])
         record[metrics.IMAGES_PER_S] = round(len(self.values) * self.p.stream.batch / seconds, 2)
         record |= self._of_device(record[metrics.IMAGES_PER_S])
         record[metrics.DATA_WAIT] = round(self.waited / seconds, 4)
         record[metrics.BAD_SAMPLES] = len(self.quarantine)
-        record[metrics.SKIPPED_STEPS] = len(table) - len(good)
+        record[metrics.SKIPPED_STEPS] = int(table.skipped.sum())
         record |= self.folder.goodput(self.clock.useful)
         seen, norms = self.monitor.flush()
         record |= seen
@@ -130,9 +165,11 @@ class StepLog:
         self.folder.note_findings(found)
         for finding in found if self.world.rank == 0 else ():
             self.world.show(asdict(finding), self.p.steps)
-        failed = table[:, names.index("skipped")]
-        if metrics.LOSS_SCALE in names:  # above 1 the gradient may have overflowed float16, which a smaller scale cures
-            failed = failed * (table[:, names.index(metrics.LOSS_SCALE)] < 1)
+        failed = table.skipped.float()
+        if (
+            metrics.LOSS_SCALE in record
+        ):  # above 1 the gradient may have overflowed float16, which a smaller scale cures
+            failed = failed * (table.column(metrics.LOSS_SCALE) < 1)
         self._check(at, failed.tolist())
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
         return record

@@ -1,0 +1,198 @@
+"""Take a step of a run again, and compare it with what the run has recorded."""
+
+import importlib.util
+import math
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eagleray import config
+from eagleray.api.overrides import overrides_of
+from eagleray.api.run import Run
+from eagleray.base import devices
+from eagleray.base.console import out as console
+from eagleray.base.errors import UserError
+from eagleray.base.files import read_lines
+from eagleray.config import plugins as loading
+from eagleray.runs import layout
+from eagleray.runs import recipe as recipes
+from eagleray.runs.origin import DIGESTS
+from eagleray.runs.replay import Taken, Task, take
+from eagleray.runs.step_record import StepRecord, find_record, start_of
+
+TOLERANCE = 0.01  # relative difference that counts as equal where equal bits cannot be expected
+ARITHMETIC = ("ranks", "device", "threads", "torch", "keys")  # what the last digits depend on, in starts.jsonl
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The outcome of a step that was taken again. Printed, it is what `eagleray replay` prints.
+
+    Example:
+
+        again = eagleray.replay("runs/a", 2, from_start=True)
+        again.recorded["loss"], again.values["loss"], again.keys
+    """
+
+    step: int
+    first: int  # the numbers are means over the steps `first` to `last`; both are `step` where the run recorded each
+    last: int
+    begin: int  # the step of the checkpoint from which steps were taken again; 0: the start of the run
+    recorded: dict[str, float]  # loss and gradient norm, as the run has recorded them
+    values: dict[str, float]  # the same, taken again
+    keys: list[str] = field(repr=False)  # of the images of the batch
+    same_batch: bool  # false where skipped.jsonl has the keys of other images
+    inexact: list[str]  # why equal bits cannot be expected; empty where they can
+    changed: list[str]  # what is not as it was
+
+    @property
+    def exact(self) -> bool:
+        """Return whether all numbers are equal to the bit."""
+        return self.same_batch and all(same(value, self.values[name]) for name, value in self.recorded.items())
+
+    @property
+    def equal(self) -> bool:
+        """Return whether the step could be repeated: to the bit or, where equal bits cannot be expected, within
+        a hundredth."""
+        return self.exact or (self.same_batch and bool(self.inexact) and self.difference <= TOLERANCE)
+
+    @property
+    def difference(self) -> float:
+        """Return the largest difference of a number from the recorded one, relative to that."""
+        return max(distance(value, self.values[name]) for name, value in self.recorded.items())
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        many = f", as the mean of the steps {self.first} to {self.last}" if self.first < self.last else ""
+        verdict = "equal to the bit" if self.exact else "different"
+        if self.equal and not self.exact:
+            verdict = f"equal but for {self.difference:.1g} of a value; up to {TOLERANCE} may be rounding"
+        yield f"step {self.step}{many}: {verdict}"
+        yield f"{'':12}{'recorded':24}again"
+        for name, value in self.recorded.items():
+            yield f"{name:12}{value!r:24}{self.values[name]!r}"
+        if not all(map(math.isfinite, self.recorded.values())):
+            yield f"{'skipped':12}the gradient was not finite"
+        yield f"{'batch':12}{len(self.keys)} images"
+        source = f"the checkpoint of step {self.begin}" if self.begin else "the start of the run"
+        yield f"{'from':12}{source}, with {self.last - self.begin} step(s)"
+        if not self.exact:
+            yield from (f"{'rounding':12}{reason}" for reason in self.inexact)
+        yield from (f"{'changed':12}{what}" for what in self.changed)
+
+
+def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugins: Sequence[str | Path] = ()) -> Replay:
+    """Take a step of a run again from the nearest earlier checkpoint, and compare its loss and gradient norm with what
+    the run has recorded.
+
+    The run may be finished, stopped or running; nothing in its folder or URL is written. On a CPU, and on the same kind
+    of accelerator with `deterministic=true`, the numbers are equal to the bit. A run on several ranks is replayed on as
+    many, by Ray. Where no checkpoint of an earlier step is kept, `from_start` takes all steps from the first one again.
+    `plugins` are files and modules to load beside those of the run.
+
+    Raises UserError when there is no such run, step, checkpoint or data, and Outage when a store stays away.
+
+    Example:
+
+        again = eagleray.replay("runs/a", 2, from_start=True)
+        assert again.equal
+        print(again)
+    """
+    loading.use(plugins)
+    opened = Run(run)
+    record = find_record(opened.folder, step)
+    start = record.start
+    recipe = recipes.load(str(opened.folder / layout.RECIPE), overrides_of(start.get("keys")))
+    ranks, on = int(start.get("ranks", 1)), str(start.get("device", ""))
+    task = Task(
+        recipe=config.to_plain(recipe),
+        out=opened.out,
+        step=step,
+        first=record.first,
+        last=record.last,
+        gpus=not on.startswith("cpu") and recipe.gpus is not False and has_accelerators(ranks),
+        threads=start.get("threads"),
+        from_start=from_start,
+    )
+    taken = take(task, say) if ranks == 1 else take_on_ranks(task, ranks)
+    return Replay(
+        step=step,
+        first=record.first,
+        last=record.last,
+        begin=taken.begin,
+        recorded=record.values,
+        values=taken.values,
+        keys=taken.keys,
+        same_batch=record.skipped in (None, taken.keys),
+        inexact=list(inexact(record, taken)),
+        changed=list(changed(record, taken, opened.folder)),
+    )
+
+
+def say(line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, markup=False)
+
+
+def has_accelerators(ranks: int) -> bool:
+    """Return whether so many ranks find an accelerator each, on this machine or perhaps on the cluster of
+    RAY_ADDRESS."""
+    return len(devices.names()) >= ranks or (ranks > 1 and "RAY_ADDRESS" in os.environ)
+
+
+def take_on_ranks(task: Task, ranks: int) -> Taken:
+    """Take steps again on as many ranks as the run had. Raises UserError and Outage."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f"step {task.last}: was taken on {ranks} ranks, and a replay needs the package ray for them")
+    from eagleray.cluster.ray_ranks import ray_ranks
+
+    return ray_ranks(take, task, workers=ranks, gpus=task.gpus, note=say)
+
+
+def inexact(record: StepRecord, taken: Taken) -> Iterator[str]:
+    """Yield the reasons why equal bits cannot be expected."""
+    start, about = record.start, taken.about
+    if "device" not in start:
+        yield "the run has not recorded its device and threads"
+        return
+    for name in ("device", "torch"):
+        if start[name] != about[name]:
+            yield f"{name}: {start[name]} there and {about[name]} here"
+    if not start["device"].startswith("cpu"):
+        keys = start.get("keys", {})
+        if not keys.get("deterministic"):
+            yield "an accelerator adds in an order that changes, without deterministic=true"
+        if keys.get("optim.micro_batch") == "auto":
+            yield "optim.micro_batch=auto may choose another size"
+    used = {id(s): s for s in (start_of(record.starts, n) for n in range(taken.begin + 1, record.last + 1))}
+    if any(s.get(name) != start.get(name) for s in used.values() for name in ARITHMETIC):
+        yield "not all steps since then were taken on the same ranks, device and threads"
+
+
+def changed(record: StepRecord, taken: Taken, folder: Path) -> Iterator[str]:
+    """Yield what is not as it was when the run took the step."""
+    for name in DIGESTS:
+        if record.start.get(name, taken.about[name]) != taken.about[name]:
+            yield f"{name}: {record.start[name]} there and {taken.about[name]} here"
+    known = {(b.get("shard"), b.get("key"), b.get("offset")) for b in read_lines(folder / layout.QUARANTINE)}
+    new = [b for b in taken.bad if (b.shard, b.key, b.offset) not in known]
+    if new:
+        yield f"data: {len(new)} image(s) are broken that were not, the first is {new[0].key}: {new[0].reason}"
+    if record.skipped not in (None, taken.keys):
+        yield f"data: {layout.SKIPPED} lists other images for this step"
+
+
+def distance(a: float, b: float) -> float:
+    """Return how far `b` is from `a`, relative to `a`; infinity where one of them is not finite."""
+    if same(a, b):
+        return 0.0
+    return abs(b - a) / abs(a) if a and math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def same(a: float, b: float) -> bool:
+    """Return whether two numbers are equal to the bit, or both are not a number."""
+    return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))

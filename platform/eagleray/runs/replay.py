@@ -1,0 +1,155 @@
+"""Take a step of a run again, from an earlier checkpoint and in a folder of its own.
+
+Samples, crops and random numbers are functions of the recipe, the data and the step. So the state of a checkpoint, the
+data and the same arithmetic give the same bits.
+"""
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagleray import config
+from eagleray.base import dist
+from eagleray.base.errors import UserError
+from eagleray.base.progress import progress_over
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.data.loader import Loader, processes
+from eagleray.data.quarantine import BadSample
+from eagleray.engine import world as worlds
+from eagleray.engine.numerics import numerics
+from eagleray.engine.precision import Precision
+from eagleray.engine.world import World
+from eagleray.runs import layout, remote
+from eagleray.runs.build import optimizer_steps
+from eagleray.runs.memory import explain_exhaustion
+from eagleray.runs.origin import arithmetic
+from eagleray.runs.plan import Plan, open_plan
+from eagleray.runs.pretrain import build_stateful, checkpoint_below, fit_micro_batch, load_checkpoint
+from eagleray.runs.rank_run import Stateful
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.step_log import REPEATED, StepTable
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The steps of a run that every rank takes again."""
+
+    recipe: dict[str, Any]  # as plain values
+    out: str  # of the run
+    step: int  # whose batch is asked for
+    first: int
+    last: int
+    gpus: bool  # each rank has an accelerator
+    threads: int | None  # of a CPU; None: PyTorch's choice
+    from_start: bool  # with fresh weights where no checkpoint is early enough
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came out when steps were taken again, on all ranks together."""
+
+    begin: int  # the step of the checkpoint
+    values: dict[str, float]  # the means over the steps of the task, by the names in REPEATED
+    keys: list[str]  # of the images of the batch
+    bad: list[BadSample]  # that were met on the way
+    about: dict[str, Any]  # the digests and the arithmetic, as a start records them
+
+
+def take(task: Task, note: Note) -> Taken:
+    """Take the steps of a task again as one rank. Called by all ranks together. Raises UserError and Outage."""
+    recipe = config.check(Recipe, task.recipe, f"{task.out}/{layout.RECIPE}")
+    world = worlds.local(task.gpus)
+    precision = Precision.of(recipe.precision, world.device)
+    with (
+        tempfile.TemporaryDirectory(prefix="eagleray-replay-") as scratch,
+        cpu_threads(task.threads),
+        numerics(precision, deterministic=recipe.deterministic),
+    ):
+        plan = open_data(recipe, task.out, Path(scratch), note)
+        try:
+            state = checkpoint_below(recipe, task.out, Path(scratch), task.first)
+        except FileNotFoundError as e:  # the run goes on, and keeps newer ones
+            raise UserError(f"{e.filename}: was deleted meanwhile; the same command takes another checkpoint") from None
+        check_state(task, state, len(plan.index))
+        stateful, first = build_stateful(plan, world, precision, fresh=state is None)
+        begin = load_checkpoint(state, stateful, first)["step"]
+        note(f"taking step {begin + 1} to {task.last} again")
+        with explain_exhaustion(recipe, stateful.method, world.size):
+            return take_steps(task, plan, world, stateful, begin)
+
+
+def open_data(recipe: Recipe, out: str, scratch: Path, note: Note) -> Plan:
+    """Open the training data of a run in a folder of its own. Raises UserError and Outage."""
+    for index in remote.work_dir(out).glob("index-*.parquet"):  # of data beside which none could be stored
+        shutil.copy(index, scratch)
+    return open_plan(replace(recipe, out=str(scratch), data=replace(recipe.data, test=None)), note=note)
+
+
+def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
+    """Raises UserError when there is no checkpoint to begin with, or it was made with another number of images."""
+    if state is None and not task.from_start:
+        raise UserError(
+            f"step {task.first}: {task.out}/{layout.CHECKPOINTS} keeps no intact checkpoint of an earlier step; "
+            "--from-start takes all steps from the first one again"
+        )
+    if state and state["images"] != images:
+        raise UserError(f"data.train: has {images} images, but the run was made with {state['images']}")
+
+
+def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: int) -> Taken:
+    """Take the steps from `begin` to the last one of the task, and return what came out."""
+    method, optimizer, monitor, precision = stateful
+    workers = processes(plan.recipe.data.workers, world.cpus)
+    loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
+    fit_micro_batch(plan, stateful, begin, loader.rows)
+    bad: list[BadSample] = []
+    values: deque[dict[str, Tensor]] = deque(maxlen=task.last + 1 - task.first)
+    wrap = partial(world.wrap, reduce=plan.recipe.optim.reduce)
+    of_steps = batches(plan, loader, begin, task.last, bad)
+    steps = optimizer_steps(plan.recipe, method, optimizer, of_steps, precision, wrap)
+    for taken in progress_over("steps", "replay", steps, task.last - begin):
+        values.append(taken.values)
+        monitor.forget()
+        if taken.at.step + 1 == task.step:
+            keys = [plan.index.key(sample) for sample in taken.batch.index.tolist()]
+    means = StepTable.of(values, loader.rows).means()
+    parts = dist.gather_objects((keys, bad))
+    return Taken(
+        begin=begin,
+        values={name: means[name] for name in REPEATED},
+        keys=[key for keys, _ in parts for key in keys],
+        bad=[sample for _, met in parts for sample in met],
+        about=plan.origin | arithmetic(plan.recipe, world.device),
+    )
+
+
+def batches(
+    plan: Plan, loader: Loader, first: int, stop: int, bad: list[BadSample]
+) -> Iterator[tuple[Progress, Batch]]:
+    """Yield the batches from the step `first` on, before the step `stop`, and add the bad samples that are met."""
+    for step, (batch, met) in enumerate(loader.batches(first, stop), first):
+        bad += met
+        yield plan.at(step), batch
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """A context in which PyTorch computes with so many threads on a CPU: the order of a sum depends on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
