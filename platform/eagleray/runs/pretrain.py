@@ -193,8 +193,8 @@ def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
     whole = folder.recipe.parallel == "ddp" or dist.size() == 1
     patience = 60 * folder.recipe.data.patience
-    blobs = dist.from_rank_zero(partial(checkpoint.listing, folder.checkpoints, patience))
-    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=patience, whole=whole, blobs=blobs)
+    listed = dist.from_rank_zero(partial(checkpoint.listing, folder.checkpoints, patience))
+    state = checkpoint.newest(folder.checkpoints, folder.scratch, patience=patience, whole=whole, listed=listed)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(folder.recipe):
