@@ -159,7 +159,7 @@ def start(
     at_start, logs = [], []
     for rank in range(exchanges.ranks):
         exchanges.become(rank)
-        bucket.rank, before = rank, bucket.requests.total()
+        bucket.rank, before = rank, bucket.requests[rank]
         folder = stack.enter_context(RunDir(r, rank, Tracking("none"), command="benchmark"))
         if isinstance(folder.stop_signal, threading.Thread) and folder.stop_signal.ident:
             bucket.ranks[folder.stop_signal.ident] = rank
@@ -171,7 +171,7 @@ def start(
         monitor: Any = SimpleNamespace(layers=())
         quarantine = Quarantine(None, samples=256, limit=1.0)
         log = StepLog(plan, world, folder, quarantine, monitor, Clock(time.monotonic(), 0.0))
-        at_start.append(bucket.requests.total() - before)
+        at_start.append(bucket.requests[rank] - before)
         logs.append(Rank(rank, folder, log.feed(Steps(), 0)))  # type: ignore[arg-type]
     bucket.rank = 0
     return at_start, logs

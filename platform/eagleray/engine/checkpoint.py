@@ -212,8 +212,8 @@ class Listing(NamedTuple):
 
 def listing(url: str | Path, patience: float = PATIENCE) -> Listing:
     """Return the files of all checkpoints. Raises UserError and Outage when the store cannot be read."""
-    url, manifests = _url(url), {}
-    blobs = blobs_of(url, patience)
+    url, blobs = _url(url), blobs_of(url, patience)
+    manifests: dict[str, bytes] = {}
     for path in [f"{url}/{name}.json" for name in names_in(blobs)[:NEWEST]] if is_remote(url) else []:
         with contextlib.suppress(MissingFile):  # deleted since it was listed
             manifests[path] = b"".join(pieces(blobs[path], patience))

@@ -302,15 +302,16 @@ class Evaluation:
             return replace(outcome, settings={**extraction, **outcome.settings}), digest(sorted(digests))
         sets, urls = self.sets, (self.request.train or "", self.request.test or self.request.train or "")
         kinds = self.kinds(size, kind)
-        tasks = [
+        training, testing = (
             Task(**common, url=store.absolute(url), samples=samples, kinds=kinds)
             for url, samples in zip(urls, (sets.train_samples, sets.test_samples), strict=True)
-        ]
+        )
         if self.request.workers and protocol.ranks:
-            outcome, images = run_on_shares(FeatureJob(name, kind, *tasks, arguments), self.request.workers, self.note)
+            job = FeatureJob(name, kind, training, testing, arguments)
+            outcome, images = run_on_shares(job, self.request.workers, self.note)
         else:
-            own = [self.features(i, task)[kind] for i, task in zip((sets.train, sets.test), tasks, strict=True)]
-            outcome, images = run_on_own(name, *own, world.local().device, arguments, self.note)
+            train, test = self.features(sets.train, training)[kind], self.features(sets.test, testing)[kind]
+            outcome, images = run_on_own(name, train, test, world.local().device, arguments, self.note)
         if not all(images):
             option = "--test" if images[0] and self.request.test else "--train"
             url = urls[option == "--test"]
