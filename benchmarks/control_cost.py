@@ -1,12 +1,12 @@
 """Count what keeps a run together: requests to the store, messages between ranks, and the time of rank 0.
 
 All ranks of a run with out=s3:// are simulated in this process: each has its run folder with the threads that belong
-to it, opens the data and takes steps that train nothing. Only the exchanges between ranks are answered by the
-benchmark. The bucket is a folder that counts requests. Each figure is by number of ranks.
+to it, opens the data, continues from a checkpoint and takes steps that train nothing. Only the exchanges between ranks
+are answered by the benchmark. The bucket is a folder that counts requests. Each figure is by number of ranks.
 
 requests_per_minute_per_rank    to the store while training, over all ranks
 requests_per_minute             of all ranks together, and of rank 0
-requests_at_start               of rank 0, and of each other rank: listing, index, checkpoints
+requests_at_start               of rank 0, and of each other rank of its machine: listing, index, checkpoints
 messages_per_step               exchanges in which all ranks take part
 cpu_seconds_per_step            of rank 0: steps, histories and threads, beside a history of `--history` MB
 """
@@ -31,6 +31,7 @@ import torch
 
 from eagleray.base import dist
 from eagleray.data.quarantine import Quarantine
+from eagleray.engine import checkpoint
 from eagleray.engine.world import World
 from eagleray.runs import pretrain, recipe
 from eagleray.runs.follow import FollowRun
@@ -47,6 +48,7 @@ from helpers.bucket import CountingBucket  # noqa: E402
 from helpers.recipes import SMALL  # noqa: E402
 
 PACE = 0.1  # seconds of a step
+LAST = 10  # the step of the checkpoint that the run continues from
 LINE = {"step": 0, "loss": 1.0, "images_per_s": 100.0, "data_wait": 0.0, "bad_samples": 0} | {
     f"gradient/block{n}": 0.123456789 for n in range(30)
 }
@@ -122,6 +124,8 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         r = resolve_paths(recipe.load(f"{folder}/small.yaml", keys))
         make_plan(r, note=lambda _: None)
         history(Path(folder, "runs", "run"), args.history)
+        state = {"step": LAST, "digest": recipe.digest(r)}
+        checkpoint.save(f"{r.out}/checkpoints", LAST, state, keep=1, scratch=Path(folder, "part"))
         exchanges = Exchanges(ranks)
         stack.enter_context(exchanges.patched())
         at_start, logs = start(r, bucket, exchanges, stack)
@@ -155,18 +159,19 @@ def start(
     at_start, logs = [], []
     for rank in range(exchanges.ranks):
         exchanges.become(rank)
-        bucket.rank, before = rank, bucket.requests.total()
+        bucket.rank, before = rank, bucket.requests[rank]
         folder = stack.enter_context(RunDir(r, rank, Tracking("none"), command="benchmark"))
         if isinstance(folder.stop_signal, threading.Thread) and folder.stop_signal.ident:
             bucket.ranks[folder.stop_signal.ident] = rank
         plan = open_plan(r, note=lambda _: None)
-        assert pretrain.newest_checkpoint(folder) is None
-        folder.begin(0, exchanges.ranks, resumes=False)
+        state = pretrain.newest_checkpoint(folder)
+        assert state is not None
+        folder.begin(state["step"], exchanges.ranks, resumes=True)
         world = CountingWorld(exchanges)
         monitor: Any = SimpleNamespace(layers=())
         quarantine = Quarantine(None, samples=256, limit=1.0)
         log = StepLog(plan, world, folder, quarantine, monitor, Clock(time.monotonic(), 0.0))
-        at_start.append(bucket.requests.total() - before)
+        at_start.append(bucket.requests[rank] - before)
         logs.append(Rank(rank, folder, log.feed(Steps(), 0)))  # type: ignore[arg-type]
     bucket.rank = 0
     return at_start, logs

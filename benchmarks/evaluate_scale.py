@@ -8,7 +8,8 @@ overhead_mb     the worst rank's peak of resident memory above its share of the 
 law_mb          the same by the law below
 same_top1       whether all numbers of ranks gave the same kNN top-1, to the last digit
 same_linear     the probe's top-1 by number of ranks, which add gradients in another order
-rate_of_loader  images per second of CPU time of an evaluation's reading, as a share of the training reader's
+rate_of_loader  images per second of CPU time of an evaluation's reading, as a share of the training loader's; both
+                with `--workers` loader processes, whose time counts
 
 The law, for N training images, Q test images and C classes on W ranks, with k neighbours and R learning rates:
     share     (N + Q) / W rows of D numbers, 4 bytes each, or 2 in bf16
@@ -21,9 +22,11 @@ The law, for N training images, Q test images and C classes on W ranks, with k n
 """
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,11 @@ import torch
 
 from eagleray.config.view import View
 from eagleray.data.index import Index, open_index
+from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
 from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.features import LabelledFeatures
-from eagleray.protocols.image_batches import BATCH, batches
+from eagleray.protocols.image_batches import BATCH, Reading, batches
 from eagleray.protocols.knn import CHUNK, TILE, knn
 from eagleray.protocols.linear import RATES, linear
 from eagleray.views import photometric
@@ -57,7 +61,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--photographs", type=int, default=512, help="per round; 0: no reading")
+    parser.add_argument("--photographs", type=int, default=1024, help="per round; 0: no reading")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes that read them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data", help="folder or URL of shards to read; default: synthetic 500 x 375 photographs")
     args = parser.parse_args()
@@ -81,7 +86,9 @@ def main() -> None:
     if args.photographs:
         with synthetic.shards(args.data, images=args.photographs) as (url, spare):
             index = open_index(url, spare, note=common.note)
-            result["rate_of_loader"], result["images_per_s"] = reading(index, args.photographs, args.rounds)
+            result["rate_of_loader"], result["images_per_s"] = reading(
+                index, args.photographs, args.rounds, args.workers
+            )
     common.show(result, as_json=args.json)
 
 
@@ -150,29 +157,36 @@ def resident(kind: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
-def reading(index: Index, images: int, rounds: int) -> tuple[float, dict[str, float]]:
-    """The median ratio of the two rates, and the median rates."""
-    samples, device = np.arange(min(images, len(index))), torch.device("cpu")
+def reading(index: Index, images: int, rounds: int, workers: int) -> tuple[float, dict[str, float]]:
+    """The median ratio of the two rates, and the median rates, of so many loader processes."""
+    batch = min(BATCH, images, len(index)) // workers * workers
+    samples, device = np.arange(min(images, len(index)) // batch * batch), torch.device("cpu")
     view = View(size=224, jitter=0.0, gray=0.0)  # a crop and a flip alone
-    stream = Stream(index, Views.of((view,)), seed=0, lanes=1, batch=len(samples), colours=True)
+    stream = Stream(index, Views.of((view,)), seed=0, lanes=workers, batch=batch)
+    loader = Loader(stream, rank=0, ranks=1, workers=workers, device=device)
 
     def train() -> None:
-        for part in stream.parts(range(1), start=0, stop=1):
-            photometric.finish(part.pixels[0].flatten(0, 1), part.params.flatten(0, 1))
+        deque(loader.batches(0, len(samples) // batch), maxlen=0)
 
     def test() -> None:
-        for _, crops in batches(index, samples, 224, 256):
+        for _, crops in batches(index, samples, 224, 256, batch, reading=Reading(workers)):
             photometric.normalise(crops, device)
 
     rates: dict[str, list[float]] = {"loader": [], "evaluation": []}
-    for _ in range(rounds + 1):  # the first one warms up
-        for name, work in ("loader", train), ("evaluation", test):
-            began = time.process_time()
-            work()
-            rates[name].append(len(samples) / (time.process_time() - began))
+    for turn in range(rounds + 1):  # the first one warms up
+        work = [("loader", train), ("evaluation", test)]
+        for name, function in work if turn % 2 else work[::-1]:
+            began = cpu_seconds()
+            function()
+            rates[name].append(len(samples) / (cpu_seconds() - began))
     pairs = list(zip(rates["evaluation"], rates["loader"], strict=True))[1:]
     medians = {name: round(statistics.median(values[1:]), 1) for name, values in rates.items()}
     return statistics.median(a / b for a, b in pairs), medians
+
+
+def cpu_seconds() -> float:
+    """The CPU time of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
 
 
 if __name__ == "__main__":

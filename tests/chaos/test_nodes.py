@@ -148,6 +148,24 @@ def test_a_run_goes_on_while_nodes_arrive_every_few_seconds(run: Run, cluster: A
     verify_up_to(stop(run, job), run)
 
 
+@pytest.mark.timeout(1200)
+def test_a_head_that_is_killed_and_comes_back(run: Run, cluster: Any, monkeypatch: pytest.MonkeyPatch):
+    """The run ends with its head; the same command continues on the next one."""
+    add(cluster)
+    job = run.start(0, 0, *KEYS, "workers=1")
+    training(run, job, 1, more=45)
+    cluster.remove_node(cluster.head_node, allow_graceful=False)
+    assert job.finish(300) != 0
+    cluster.shutdown()
+    with ray_cluster(monkeypatch) as again:
+        add(again)
+        last = int(read_lines(run.out / "metrics.jsonl")[-1]["step"]) + 30
+        job = run.start(0, 0, *KEYS, "workers=1", f"max_steps={last}")
+        assert job.finish(240) == 0, job.said()
+    assert starts(run)[-1]["step"] >= 40, "it began at a checkpoint"
+    verify_up_to(last, run)
+
+
 @pytest.mark.timeout(600)
 def test_a_worker_that_hangs_is_replaced_within_a_minute(run: Run):
     job = run.start(2, 0, *KEYS)

@@ -213,10 +213,10 @@ def test_workers_give_the_features_of_one_process(
 ):
     url, one, found = str(shards / "test"), load_target(str(trained)), []
     index = open_index(url, note=lambda _: None)
-    task = Task(one.name, None, url, labelled_samples(index), 16, 16)
+    task = Task(one.name, None, url, labelled_samples(index), 16, 16, ("pooled",), digest=one.digest)
     for workers in (0, 2):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(workers)))
-        found.append(extraction.features(one, index, task, ["pooled"], workers=workers, note=print)["pooled"])
+        found.append(extraction.features(one, index, task, workers=workers, note=print)["pooled"])
     assert found[0].y.equal(found[1].y)
     torch.testing.assert_close(found[1].x, found[0].x)
 
@@ -483,6 +483,8 @@ def test_workers_find_the_same_features(
     alone = request_("knn").results[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(extraction, "ray_map", elsewhere)
+    whole = replace(PROTOCOLS["knn"], ranks=False)  # as a plug-in's protocol, which needs all features
+    monkeypatch.setattr(PROTOCOLS, "shipped", {**PROTOCOLS.shipped, "knn": whole})
     assert request_("knn", workers=3).results[0].numbers == alone.numbers
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of GPUs"))
     if not torch.cuda.is_available():

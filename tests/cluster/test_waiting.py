@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from eagleray.base.errors import Outage
 from eagleray.cluster import ray_train, waiting
 from eagleray.cluster.waiting import Waiting
 
@@ -107,3 +108,29 @@ def test_a_run_that_waits_can_be_stopped(cluster: Cluster, monkeypatch: pytest.M
     trainer.ended.set()
     assert len(said) == 1
     assert len(asked) == 3
+
+
+def test_a_run_that_waits_outlives_a_store_that_is_away_for_a_while(
+    cluster: Cluster, clock: list[float], monkeypatch: pytest.MonkeyPatch
+):
+    answers: list[Any] = ["away", "away", None, "away", "away", ""]
+
+    def read(*_: Any) -> str | None:
+        clock[0] += 40
+        answer = answers.pop(0)
+        if answer == "away":
+            raise Outage("s3://runs/mine/.stop: connection refused")
+        return answer
+
+    monkeypatch.setattr(ray_train.remote, "read_note", read)
+    for name in ("LOOK", "SOON"):
+        monkeypatch.setattr(waiting, name, 0.0)
+    trainer = NoRoom()
+    run = Waiting(cluster, 2, 2, {"CPU": 8}, lambda line: None)
+    assert ray_train._fit(trainer, run, ray_train.stop_asked("s3://runs/mine", 60)) is None
+    assert answers == []
+    answers += ["away"] * 9
+    with pytest.raises(Outage, match="connection refused"):
+        ray_train._fit(trainer, run, ray_train.stop_asked("s3://runs/mine", 60))
+    assert len(answers) == 9 - 3
+    trainer.ended.set()

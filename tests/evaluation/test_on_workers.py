@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from helpers.annotated import coco, davis, masks
+from helpers.ranks import on_ranks
 
 from eagleray.base.errors import UserError
-from eagleray.evaluation import evaluate, on_workers
+from eagleray.evaluation import evaluate, feature_cache, on_workers
 from eagleray.evaluation.on_workers import Job
 from eagleray.evaluation.target import load_target
 from eagleray.models.backbone import Backbone
@@ -72,3 +73,62 @@ def test_networks_are_fine_tuned_by_ranks_on_ray(name: str, tmp_path: Path):
     assert again.pictures == several.pictures == [several.pictures[0]]
     assert again.settings == several.settings
     assert len(list((tmp_path / "out").glob(f"pictures/untrained/{name}*/step-*.pt"))) == 1
+
+
+PROBES = {"knn": 0.0, "logistic": 1e-3, "linear": 2.0}  # by how much several ranks may differ from one, in percent
+QUICK = {"linear.epochs": "3", "linear.rates": "0.1", "size": "32", "resize": "32"}
+
+
+def probed(shards: Path, out: Path, workers: int, *names: str) -> tuple[dict[str, Any], list[str]]:
+    """Run protocols on frozen features; return their results by name, and the lines that were noted."""
+    lines: list[str] = []
+    train, test = str(shards / "train"), str(shards / "test")
+    request = evaluate.Request("untrained:test_vit", names, train, test, settings=QUICK, workers=workers, out=str(out))
+    report = evaluate.evaluate(request, lines.append)
+    assert report.refused == []
+    return {r.protocol: r for r in report.results}, lines
+
+
+def assert_same(several: dict[str, Any], one: dict[str, Any]) -> None:
+    """Compare the results of several ranks with those of one process."""
+    for name, tolerance in PROBES.items():
+        assert several[name].numbers == pytest.approx(one[name].numbers, abs=tolerance), name
+        fixed = {k: v for k, v in one[name].settings.items() if k != "iterations"}
+        assert {k: v for k, v in several[name].settings.items() if k != "iterations"} == fixed
+        assert several[name].data_digest == one[name].data_digest
+
+
+def test_probes_on_ranks_find_what_one_process_finds(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first of three ranks has no image, the others have a batch each; the test set is the last one's alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alone"))
+    one, lines = probed(shards, tmp_path / "one", 0, *PROBES)
+    assert [line[:10] for line in lines if "features" in line] == ["320 images", "80 images "]
+
+    def ranks(function: Any, task: Any, *, workers: int, gpus: bool, note: Any) -> Any:
+        said: list[str] = []
+        (tmp_path / "stores").mkdir(exist_ok=True)
+
+        def work() -> Any:
+            return function(task, said.append), said
+
+        result, lines = on_ranks(workers, work, tmp_path / "stores")[0]
+        for line in lines:
+            note(line)
+        return result
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    monkeypatch.setattr(on_workers, "ray_ranks", ranks)
+    several, lines = probed(shards, tmp_path / "several", 3, *PROBES)
+    assert_same(several, one)
+    assert [line[:10] for line in lines if "features" in line] == ["320 images", "80 images "], "extracted once"
+    stored = {path.stat().st_size for path in feature_cache.folder().iterdir()}
+    assert len(stored) > 2, "each rank keeps its own share"
+    assert max(stored) < max(p.stat().st_size for p in (tmp_path / "alone" / "eagleray" / "features").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_probes_on_ranks_of_ray(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    one, several = (probed(shards, tmp_path / str(n), n, *PROBES)[0] for n in (0, 2))
+    assert_same(several, one)

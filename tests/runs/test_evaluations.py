@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.runs import arguments, split
+from helpers.runs import arguments, assert_same, split, weights
 
 from eagleray.api.pretrain import pretrain
 from eagleray.base.files import read_lines
@@ -24,15 +24,16 @@ KEYS = ("evaluate.every=1", "max_steps=12", "evaluate.probe_epochs=1")
 def test_evaluations_that_raise_do_not_end_the_run(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    out = tmp_path / "out"
+    out, whole = tmp_path / "out", tmp_path / "whole"
     seen = []
 
     def exhausted(*_: Any, **__: Any) -> Outcome:
         seen.append((checkpoint.manifests(out / "checkpoints")[0], (out / layout.EXPORT).exists()))
         raise torch.OutOfMemoryError(SIZE)
 
-    monkeypatch.setattr(probes, "extract_pooled", exhausted)
-    summary = pretrain(*split(arguments(small, shards, out, *KEYS))).summary
+    with monkeypatch.context() as patch:
+        patch.setattr(probes, "extract_pooled", exhausted)
+        summary = pretrain(*split(arguments(small, shards, out, *KEYS))).summary
     assert seen == [("step-000000010", False), ("step-000000012", True)], "what was saved before"
     assert summary["steps"] == 12
     assert not {key for key in summary if key.startswith(("knn/", "linear/"))}
@@ -45,6 +46,8 @@ def test_evaluations_that_raise_do_not_end_the_run(
     assert SIZE in (out / layout.LOG).read_text(), "where it happened"
     [table] = findings(read(str(out)))
     assert [row[1] for row in table.rows] == ["failed evaluation"] * 2
+    pretrain(*split(arguments(small, shards, whole, *KEYS)))
+    assert_same(weights(out), weights(whole))  # it was given the same samples as a run whose evaluations succeed
 
 
 def test_an_evaluation_that_kills_its_process_is_given_up(

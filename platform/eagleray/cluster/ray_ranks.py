@@ -57,7 +57,7 @@ def cpu_share(nodes: Sequence[Mapping[str, float]], workers: int) -> int:
 def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, float], note: Note) -> Any:
     """Start the ranks, wait for rank 0's result, and end the ranks."""
     from ray import cloudpickle
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -69,8 +69,13 @@ def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, f
     try:
         while not group.wait(timeout_seconds=1):
             waiting.look()
-        kind = ray.remote(**each, scheduling_strategy=PlacementGroupSchedulingStrategy(group))(Rank)
-        actors = [kind.remote(rank, workers, dict(each), plugins.pack()) for rank in range(workers)]
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        # Ranks in the order of the machines: each finds again what an earlier function has kept on its machine.
+        bundles = sorted(range(workers), key=lambda bundle: nodes[bundle])
+        for rank, bundle in enumerate(bundles):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            kind = ray.remote(**each, scheduling_strategy=strategy)(Rank)
+            actors.append(kind.remote(rank, workers, dict(each), plugins.pack()))
         payload = ray.put(cloudpickle.dumps(work))
         address = actors[0].listen.remote()
         results = [actor.run.remote(address, payload, lines) for actor in actors]

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def fit(
             callbacks=[*callbacks, save_before_resize()],
         ),
     )
-    result = _fit(trainer, waiting, lambda: remote.read_note(recipe.out, layout.STOP) is not None)
+    result = _fit(trainer, waiting, stop_asked(recipe.out, 60 * recipe.data.patience))
     if result is None:
         return None
     raise_failure(recipe.out, command)
@@ -137,6 +138,26 @@ def fit(
         where = f"see {layout.LOG} and {layout.RAY_LOG} in {recipe.out}"
         raise RuntimeError(f"Ray Train failed: {one_line(result)}; {where}") from result
     return result.return_value  # type: ignore[no-any-return]
+
+
+def stop_asked(out: str, patience: float) -> Callable[[], bool]:
+    """Return a function that says whether somebody asks the run to stop; no, while the store does not answer. It raises
+    Outage when the store has not answered for `patience` seconds."""
+    away: float | None = None  # since when
+
+    def look() -> bool:
+        nonlocal away
+        try:
+            note = remote.read_note(out, layout.STOP)
+        except Outage:
+            away = away or time.monotonic()
+            if time.monotonic() - away > patience:
+                raise
+            return False
+        away = None
+        return note is not None
+
+    return look
 
 
 def raise_failure(out: str, command: str) -> None:
@@ -209,7 +230,7 @@ def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
 
     out = given["recipe"]["out"] or ""
     command = given["command"]
-    if failure_of(out, command):
+    if dist.from_rank_zero(partial(failure_of, out, command)):
         return None
     try:
         plugins.install(given["plugins"])

@@ -6,16 +6,14 @@ writer, which grows with every start: `step-000000110-e000002`. A later epoch is
 """
 
 import contextlib
-import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,16 +22,15 @@ from eagleray.base.files import atomic_path, file_lock, make_folder, write_atomi
 from eagleray.engine.checkpoint_names import epoch_of, last_epoch, names_in, order, stem, step_name
 from eagleray.engine.host_copy import HostCopy
 from eagleray.engine.serialise import NOT_NUMBERS, ruined, serialise, sha256
+from eagleray.engine.stored_file import agrees, fetch, flush, parse_manifest, pieces, sha256_of
 from eagleray.storage.blob import Blob
-from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE
 from eagleray.storage.s3 import MissingFile
 from eagleray.storage.store import is_remote, local_path, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
-PIECE = 8 * 2**20  # bytes read from a store at a time
-WIDTH = 4  # pieces that are read at once
+NEWEST = 3  # checkpoints whose manifests a listing holds
 
 
 class Writer:
@@ -143,10 +140,10 @@ class Writer:
         if is_remote(url):
             store(url).put(url, part, patience=self.patience)
             [blob] = store(url).list(url, patience=self.patience) or [Blob(url, 0)]
-            same = blob.size == manifest["bytes"] and _sha256(_pieces(blob, self.patience)) == manifest["sha256"]
+            same = blob.size == manifest["bytes"] and sha256_of(pieces(blob, self.patience)) == manifest["sha256"]
         else:
-            _flush(part)
-            same = _agrees(part, manifest)
+            flush(part)
+            same = agrees(part, manifest)
         if not same:
             raise OSError(f"{url}: what was read back differs from what was written")
 
@@ -157,7 +154,7 @@ class Writer:
         a later epoch is another writer's, and stays.
         """
         self.guard()
-        blobs = _blobs(self.url, self.patience)
+        blobs = blobs_of(self.url, self.patience)
         names = {newest, *[n for n in names_in(blobs) if order(n) < order(newest)][: self.keep - 1]}
         for url in sorted(blobs):  # a manifest before its checkpoint
             if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
@@ -192,14 +189,35 @@ class Writer:
 def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int, scratch: Path | None = None) -> None:
     """Write one checkpoint, of the same epoch as the newest, and wait until it counts. The arguments are those of
     `Writer`. Raises UserError when it cannot be written."""
-    writer = Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(listing(url)))
+    writer = Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(blobs_of(url)))
     writer.save(step, state)
     writer.settle()
 
 
-def listing(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
+def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
     """Return the files of all checkpoints by URL. Raises UserError and Outage when the store cannot be read."""
-    return _blobs(_url(url), patience)
+    url = _url(url)
+    if not is_remote(url):
+        # Without their sizes: a file may be deleted by another process before its size is read.
+        return {str(p): Blob(str(p), 0) for p in local_path(url).glob("step-*")}
+    return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
+
+
+class Listing(NamedTuple):
+    """What one rank has found in the folder of checkpoints, for the others."""
+
+    blobs: dict[str, Blob]  # all files by URL
+    manifests: dict[str, bytes]  # the content of those of the newest checkpoints in a store, by URL
+
+
+def listing(url: str | Path, patience: float = PATIENCE) -> Listing:
+    """Return the files of all checkpoints. Raises UserError and Outage when the store cannot be read."""
+    url, blobs = _url(url), blobs_of(url, patience)
+    manifests: dict[str, bytes] = {}
+    for path in [f"{url}/{name}.json" for name in names_in(blobs)[:NEWEST]] if is_remote(url) else []:
+        with contextlib.suppress(MissingFile):  # deleted since it was listed
+            manifests[path] = b"".join(pieces(blobs[path], patience))
+    return Listing(blobs, manifests)
 
 
 def newest(
@@ -208,18 +226,18 @@ def newest(
     *,
     patience: float = PATIENCE,
     whole: bool = True,
-    blobs: dict[str, Blob] | None = None,
+    listed: Listing | None = None,
 ) -> dict[str, Any] | None:
     """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
 
-    `whole` is explained at `read`. `blobs` is a `listing` that another rank has made.
+    `whole` is explained at `read`. `listed` is what `listing` has returned, perhaps to another rank.
     A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
     Raises UserError and Outage when the store cannot be read.
     """
     url = _url(url)
-    blobs = _blobs(url, patience) if blobs is None else blobs
-    for name in names_in(blobs):
-        path = _local_file(name, url, blobs, _scratch(url, scratch), patience)
+    listed = listed or Listing(blobs_of(url, patience), {})
+    for name in names_in(listed.blobs):
+        path = _local_file(name, url, listed, _scratch(url, scratch), patience)
         if path:
             return read(path, whole=whole)
         log.warning("checkpoint %s/%s.pt is damaged and was skipped", url, name)
@@ -251,13 +269,13 @@ def manifests(url: str | Path) -> list[str]:
 
     Raises UserError and Outage when the store cannot be read.
     """
-    return names_in(_blobs(_url(url), PATIENCE))
+    return names_in(blobs_of(url))
 
 
 def intact(path: Path) -> bool:
     """Return whether a checkpoint in a folder has the size and checksum of its manifest."""
     try:
-        manifest = _parsed(path.with_suffix(".json").read_bytes())
+        manifest = parse_manifest(path.with_suffix(".json").read_bytes())
     except OSError:
         return False
     return manifest is not None and _all_agree(_files(path, manifest))
@@ -275,14 +293,6 @@ def _scratch(url: str, scratch: Path | None) -> Path:
     return scratch
 
 
-def _blobs(url: str, patience: float) -> dict[str, Blob]:
-    """Return the files of checkpoints by URL."""
-    if not is_remote(url):
-        # Without their sizes: a file may be deleted by another process before its size is read.
-        return {str(p): Blob(str(p), 0) for p in local_path(url).glob("step-*")}
-    return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
-
-
 def _flat(url: str, scratch: Path, path: Path) -> str:
     """Return the URL of a file below `scratch`. A store has no folders in that of the checkpoints."""
     return f"{url}/{'.'.join(path.relative_to(scratch).parts)}"
@@ -295,7 +305,7 @@ def _files(path: Path, manifest: dict[str, Any]) -> dict[Path, dict[str, Any]]:
 
 
 def _all_agree(files: dict[Path, dict[str, Any]]) -> bool:
-    return all(_agrees(path, manifest) for path, manifest in files.items())
+    return all(agrees(path, manifest) for path, manifest in files.items())
 
 
 def _delete(url: str) -> None:
@@ -306,13 +316,15 @@ def _delete(url: str) -> None:
         store(url).delete(url)
 
 
-def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, patience: float) -> Path | None:
+def _local_file(name: str, url: str, listed: Listing, scratch: Path, patience: float) -> Path | None:
     """Return the local file of a checkpoint, or None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
     if not is_remote(url):
         return path if intact(path) else None
     try:
-        manifest = _parsed(b"".join(_pieces(blobs[f"{url}/{name}.json"], patience)))
+        blobs, path_there = listed.blobs, f"{url}/{name}.json"
+        text = listed.manifests.get(path_there) or b"".join(pieces(blobs[path_there], patience))
+        manifest = parse_manifest(text)
         if manifest is None or blobs[f"{url}/{name}.pt"].size != manifest["bytes"]:
             return None
         files = _files(path, manifest)
@@ -321,7 +333,7 @@ def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, pati
         scratch.mkdir(parents=True, exist_ok=True)
         with file_lock(scratch / ".lock"):
             there = all(
-                _agrees(part, told) or _fetch(blobs[_flat(url, scratch, part)], part, told, patience)
+                agrees(part, told) or _fetch(blobs[_flat(url, scratch, part)], part, told, patience)
                 for part, told in files.items()
             )
         return path if there else None
@@ -329,67 +341,12 @@ def _local_file(name: str, url: str, blobs: dict[str, Blob], scratch: Path, pati
         return None
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the content of a manifest, or None when the text is not a manifest."""
-    with contextlib.suppress(ValueError, TypeError):
-        manifest = json.loads(text)
-        if {"bytes", "sha256"} <= set(manifest):
-            return dict(manifest)
-    return None
-
-
-class _Damaged(Exception):
-    """Raised when a checkpoint does not have the checksum of its manifest."""
-
-
 def _fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
-    """Download a checkpoint from its store and return whether it is intact."""
-    hashed = hashlib.sha256()
-    path.parent.mkdir(exist_ok=True)
-    try:
-        with atomic_path(path, part=path.with_suffix(".part")) as part:
-            with part.open("wb") as f:
-                for piece in _pieces(blob, patience):
-                    hashed.update(piece)
-                    f.write(piece)
-            if hashed.hexdigest() != manifest["sha256"]:
-                raise _Damaged
-    except _Damaged:
-        return False
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}") from None
-    _delete_others(path.parent, path.stem)
-    return True
-
-
-def _pieces(blob: Blob, patience: float) -> Iterator[memoryview]:
-    def piece(start: int) -> memoryview:
-        return store(blob.url).read(blob.url, start, min(PIECE, blob.size - start), patience=patience)
-
-    return ordered_map(piece, range(0, blob.size, PIECE), width=WIDTH)
-
-
-def _sha256(pieces: Iterator[memoryview]) -> str:
-    out = hashlib.sha256()
-    for piece in pieces:
-        out.update(piece)
-    return out.hexdigest()
-
-
-def _agrees(path: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether a local file exists and has the size and checksum of the manifest."""
-    try:
-        return path.stat().st_size == manifest["bytes"] and sha256(path) == manifest["sha256"]
-    except OSError:
-        return False
-
-
-def _flush(path: Path) -> None:
-    """Flush a file to the disk and drop it from the page cache, so that it is read back from the disk."""
-    with path.open("rb+") as f:
-        os.fsync(f.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    """Download a file of a checkpoint, and delete other checkpoints. Returns whether it is intact."""
+    intact = fetch(blob, path, manifest, patience)
+    if intact:
+        _delete_others(path.parent, path.stem)
+    return intact
 
 
 def _delete_others(folder: Path, name: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eagleray import config
 from eagleray.base.console import out, print_error
@@ -23,7 +22,7 @@ from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import results
 from eagleray.evaluation.extraction import Task, features
-from eagleray.evaluation.on_workers import Job, measure_videos, run_on_ranks
+from eagleray.evaluation.on_workers import FeatureJob, Job, measure_videos, run_on_own, run_on_ranks, run_on_shares
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, load_target
 from eagleray.protocols import feature_types
@@ -31,7 +30,7 @@ from eagleray.protocols.digests import data_digest, digest, tree_digest
 from eagleray.protocols.eval_mode import check_images, check_patches
 from eagleray.protocols.features import LabelledFeatures, labelled_samples
 from eagleray.protocols.outcome import Outcome
-from eagleray.protocols.probes import ProbeSets, renumber
+from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
 from eagleray.runs import layout, remote, tracking
@@ -178,7 +177,7 @@ class Evaluation:
         began = time.monotonic()
         arguments = {k: v for k, v in settings.items() if k in protocol.parameters}
         if protocol.frozen:
-            outcome, data = self.run_on_features(protocol, settings, arguments)
+            outcome, data = self.run_on_features(name, protocol, settings, arguments)
         else:
             outcome, data = self.run_on_backbone(name, protocol, arguments)
         plugin = plugins.plugin_of(name, "protocol")
@@ -277,7 +276,7 @@ class Evaluation:
         return replace(outcome, settings={**arguments, **outcome.settings}), data
 
     def run_on_features(
-        self, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any]
+        self, name: str, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any]
     ) -> tuple[Outcome, str]:
         """Run a protocol on frozen features; return its outcome and the digest of its data."""
         size, resize, kind = settings["size"], settings["resize"], settings["features"]
@@ -285,34 +284,39 @@ class Evaluation:
             _ = self.sets  # labels are checked before the backbone is
         feature_types.check(self.target.backbone, kind, size)
         arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
-        arguments |= {"note": self.note} if "note" in protocol.parameters else {}
         extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
+        common: dict[str, Any] = {"size": size, "resize": resize, "gpus": self.request.gpus}
+        common |= {"backbone": self.target.name, "digest": self.target.digest}
+        common |= {"architecture": self.request.architecture}
         if "suite" in protocol.needs:
             root = self.request.folders["suite"]
             digests: list[str] = []
 
             def features_of(url: str) -> LabelledFeatures:
                 index = self.open(url)
-                digests.append(data_digest(index, labelled_samples(index)))
-                return self.features(index, url, labelled_samples(index), size, resize, [kind])[kind]
+                samples = labelled_samples(index)
+                digests.append(data_digest(index, samples))
+                return self.features(index, Task(**common, url=url, samples=samples, kinds=[kind]))[kind]
 
-            outcome = protocol.run(features_of, root, **arguments)
+            outcome = protocol.run(features_of, root, note=self.note, **arguments)
             return replace(outcome, settings={**extraction, **outcome.settings}), digest(sorted(digests))
-        sets = self.sets
-        wanted = self.kinds(size, kind)
-        train, test = (
-            self.features(index, url, samples, size, resize, wanted)[kind]
-            for index, url, samples in (
-                (sets.train, self.request.train or "", sets.train_samples),
-                (sets.test, self.request.test or self.request.train or "", sets.test_samples),
-            )
+        sets, urls = self.sets, (self.request.train or "", self.request.test or self.request.train or "")
+        kinds = self.kinds(size, kind)
+        training, testing = (
+            Task(**common, url=store.absolute(url), samples=samples, kinds=kinds)
+            for url, samples in zip(urls, (sets.train_samples, sets.test_samples), strict=True)
         )
-        if not len(train.y) or not len(test.y):
-            option = "--test" if len(train.y) and self.request.test else "--train"
-            url = self.request.test if option == "--test" else self.request.train
+        if self.request.workers and protocol.ranks:
+            job = FeatureJob(name, kind, training, testing, arguments)
+            outcome, images = run_on_shares(job, self.request.workers, self.note)
+        else:
+            train, test = self.features(sets.train, training)[kind], self.features(sets.test, testing)[kind]
+            outcome, images = run_on_own(name, train, test, world.local().device, arguments, self.note)
+        if not all(images):
+            option = "--test" if images[0] and self.request.test else "--train"
+            url = urls[option == "--test"]
             raise UserError(f"{option} {url}: none of the labelled images in these shards decodes")
-        outcome = protocol.run(*renumber(train, test, world.local().device), **arguments)
-        extraction |= {"train_images": len(train.y), "test_images": len(test.y)}
+        extraction |= {"train_images": images[0], "test_images": images[1]}
         digests = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
         return replace(outcome, settings={**outcome.settings, **extraction}), digest(digests)
 
@@ -328,12 +332,9 @@ class Evaluation:
                 wanted.append(other)
         return wanted
 
-    def features(
-        self, index: Index, url: str, samples: NDArray[np.int64], size: int, resize: int, wanted: Sequence[str]
-    ) -> dict[str, LabelledFeatures]:
-        """Return the features of some samples of the shards at a URL, from the cache or extracted now."""
-        task = Task(self.target.name, self.request.architecture, url, samples, size, resize, gpus=self.request.gpus)
-        return features(self.target, index, task, wanted, workers=self.request.workers, note=self.note)
+    def features(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
+        """Return the features of a task's samples of the index, from the cache or extracted now."""
+        return features(self.target, index, task, workers=self.request.workers, note=self.note)
 
     @cached_property
     def sets(self) -> ProbeSets:

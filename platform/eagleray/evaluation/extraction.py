@@ -1,4 +1,4 @@
-"""Read the frozen features of a backbone from the cache, or extract them in this process or in Ray tasks."""
+"""Read the frozen features of a backbone from the cache, or extract them in this process, in Ray tasks or on ranks."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,11 +12,13 @@ from eagleray.base import devices
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.data.index import Index, open_index
+from eagleray.data.index_of_ranks import open_on_all
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation import feature_cache
 from eagleray.evaluation.target import Target, load_in_worker
 from eagleray.protocols.digests import data_digest
+from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.features import LabelledFeatures, extract_features
 
 
@@ -35,30 +37,32 @@ class Task:
     kinds: Sequence[str] = ()
     number: int = 0  # of the share, in the order of the samples
     digest: str = ""  # of the backbone
-    gpus: bool = False  # each worker has a GPU
+    gpus: bool = False  # each worker has a GPU, and computes in bfloat16
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
         """Yield one task for each worker, each with an equal share of the samples."""
         for number, samples in enumerate(np.array_split(self.samples, workers)):
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
+    def precision(self, here: torch.device) -> str:
+        """Return the format that the features are computed in, on `here` unless each worker has a GPU."""
+        return "bfloat16" if self.gpus else format_name(here)
+
 
 Share = tuple[int, dict[str, LabelledFeatures]]
 
 
 def features(
-    one: Target, index: Index, task: Task, wanted: Sequence[str], *, workers: int, note: Callable[[str], None]
+    one: Target, index: Index, task: Task, *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
-    """Return several types of features of the task's images.
+    """Return the task's types of features of its images.
 
     Features are read from the cache if they are in it. Otherwise this process extracts them if `workers` is 0, or else
     that many Ray tasks, with a GPU each if `task.gpus` is true.
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    # This machine need not have the GPUs of the tasks; theirs compute in bfloat16.
-    precision = "bfloat16" if task.gpus else format_name(devices.CPU if workers else device)
-    task = replace(task, digest=one.digest)
+    where = devices.CPU if workers else device  # without --gpus, workers compute on CPUs
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {one.name}: {', '.join(missing)} features")
@@ -78,15 +82,32 @@ def features(
                 tick=tick,
             )
 
-    data = data_digest(index, task.samples)
-    return feature_cache.cached(one.digest, data, wanted, how=(task.size, task.resize, precision), make=make, note=note)
+    data, how = data_digest(index, task.samples), (task.size, task.resize, task.precision(where))
+    return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
+
+
+def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
+    """Return the task's types of features of this rank's share of its images, from the cache of this machine or
+    extracted now. Called by all ranks together."""
+    index = open_on_all(lambda: open_index(task.url, note=lambda _: None))
+
+    def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
+        note(f"{len(task.samples)} images through {task.backbone}: {', '.join(missing)} features")
+        return _extract(replace(task, kinds=missing), index)
+
+    data, how = data_digest(index, own_samples(task.samples)), (task.size, task.resize, task.precision(devices.CPU))
+    return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
 
 
 def share(task: Task) -> Share:
     """Extract the features of one worker's share of the images, in a Ray task."""
+    return task.number, _extract(task, open_index(task.url, note=lambda _: None))
+
+
+def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
+    """Extract the features of this rank's share of the task's images, in a worker."""
     backbone = load_in_worker(task.backbone, task.architecture, task.digest, task.gpus)
-    index = open_index(task.url, note=lambda _: None)
-    parts = extract_features(
+    return extract_features(
         backbone,
         index,
         task.samples,
@@ -95,7 +116,6 @@ def share(task: Task) -> Share:
         kinds=task.kinds,
         precision="bf16" if task.gpus else "auto",
     )
-    return task.number, parts
 
 
 def report_progress(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Share]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from eagleray.base import dist
 from eagleray.base.files import atomic_path, cache_folder
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures
@@ -32,12 +33,14 @@ def cached(
     """Return the features of each type from the cache, and extract and store those that are not in it.
 
     `backbone` and `data` are digests, and `how` is everything else that the features depend on. `make` extracts the
-    types that it is called with."""
+    types that it is called with. Called by all ranks together, each with its own data: what one of them lacks, all
+    extract."""
     paths = {}
     for kind in kinds:
         paths[kind] = folder() / f"{digest(FORMAT, backbone, data, kind, *how)}.safetensors"
     cache = {kind: features for kind, path in paths.items() if (features := _load(path)) is not None}
-    if missing := [kind for kind in kinds if kind not in cache]:
+    known = set(cache).intersection(*dist.gather_objects(set(cache)))
+    if missing := [kind for kind in kinds if kind not in known]:
         extracted = make(missing)
         for kind, features in extracted.items():
             try:

@@ -1,4 +1,4 @@
-"""Run a protocol that needs the backbone itself in Ray workers."""
+"""Run a protocol in Ray workers: on the backbone itself, or on features of which each worker has a share."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,12 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from eagleray.base import dist
 from eagleray.base.progress import progress_over
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.ray_ranks import Note, ray_ranks
+from eagleray.engine import world
+from eagleray.evaluation.extraction import Task, own_features
 from eagleray.evaluation.target import load_in_worker
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.probes import renumber
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.storage.folder_copy import local_folder
 
@@ -87,3 +94,47 @@ def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
         outcome = PROTOCOLS[job.protocol].run(backbone, *folders, out=Path(folder), note=note, **job.arguments)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     return replace(outcome, pictures=tuple(Path(picture.name) for picture in outcome.pictures)), files
+
+
+@dataclass(frozen=True)
+class FeatureJob:
+    """A description of a protocol's work on frozen features for ranks that share them."""
+
+    protocol: str
+    kind: str  # of its features
+    train: Task  # with all kinds of features that are extracted together
+    test: Task
+    arguments: Mapping[str, Any]
+
+
+Images = tuple[int, int]  # of the training and the test set that decode, on all ranks
+
+
+def run_on_shares(job: FeatureJob, workers: int, note: Note) -> tuple[Outcome, Images]:
+    """Run a protocol on the ranks of a process group, each of which extracts and keeps the features of its share of the
+    images."""
+    return ray_ranks(_run_share, job, workers=workers, gpus=job.train.gpus, note=note)
+
+
+def _run_share(job: FeatureJob, note: Note) -> tuple[Outcome, Images]:
+    """Run a protocol as one of several ranks."""
+    train, test = (own_features(task, note)[job.kind] for task in (job.train, job.test))
+    return run_on_own(job.protocol, train, test, world.device_of(job.train.gpus), job.arguments, note)
+
+
+def run_on_own(
+    protocol: str,
+    train: LabelledFeatures,
+    test: LabelledFeatures,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    note: Note,
+) -> tuple[Outcome, Images]:
+    """Run a protocol on the features that this rank has, and return its outcome. It is empty if one of the sets has no
+    image. Called by all ranks together."""
+    training, testing = map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))
+    known = PROTOCOLS[protocol]
+    more = {"note": note} if "note" in known.parameters else {}
+    if not training or not testing:
+        return Outcome({}), (training, testing)
+    return known.run(*renumber(train, test, device), **arguments, **more), (training, testing)

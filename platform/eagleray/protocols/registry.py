@@ -20,12 +20,16 @@ VARIANTS = {
 }
 SHIPPED = {
     "knn": Protocol(
-        "weighted vote of the k nearest training images, as in DINO and InstDisc", f"{HERE}.knn:knn", ("labels",)
+        "weighted vote of the k nearest training images, as in DINO and InstDisc",
+        f"{HERE}.knn:knn",
+        ("labels",),
+        ranks=True,
     ),
     "linear": Protocol(
         "linear classifier whose learning rate is picked on held-out training images",
         f"{HERE}.linear:linear",
         ("labels",),
+        ranks=True,
     ),
     **{
         f"linear@{name}": Protocol(
@@ -34,6 +38,7 @@ SHIPPED = {
             ("labels",),
             features,
             VARIANTS[name],
+            ranks=True,
         )
         for name, title, features in (
             ("mocov3", "MoCo v3", "pooled"),
@@ -51,6 +56,7 @@ SHIPPED = {
         "logistic regression with L-BFGS, its lambda picked on held-out training images, as in EsViT",
         f"{HERE}.logistic:logistic",
         ("labels",),
+        ranks=True,
     ),
     "suite": Protocol("the logistic protocol on the 18 datasets of EsViT", f"{HERE}.suite:suite", ("suite",)),
     "attention": Protocol(

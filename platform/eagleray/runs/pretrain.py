@@ -216,11 +216,12 @@ def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None =
     """Return the newest checkpoint of the run in `out`, of those below a step if one is given, or None. Called by all
     ranks together. Raises UserError when it was made with another recipe than this one."""
     url, patience = f"{out}/checkpoints", 60 * recipe.data.patience
-    blobs = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
+    listed = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
     if step is not None:
-        blobs = {file: blob for file, blob in blobs.items() if step_of(stem(file)) < step}
+        blobs = {file: blob for file, blob in listed.blobs.items() if step_of(stem(file)) < step}
+        listed = listed._replace(blobs=blobs)
     whole = recipe.parallel == "ddp" or dist.size() == 1
-    state = checkpoint.newest(url, scratch, patience=patience, whole=whole, blobs=blobs)
+    state = checkpoint.newest(url, scratch, patience=patience, whole=whole, listed=listed)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(recipe):

@@ -76,7 +76,7 @@ class RunDir:
         first, guard = self._sync, _nothing
         if self.rank == 0:
             self._at_end(self._lock().close)
-            self.epoch = last_epoch(checkpoint.listing(self.checkpoints))
+            self.epoch = last_epoch(checkpoint.blobs_of(self.checkpoints))
             if is_remote(self.out):
                 self.mirror = remote.Mirror(self.out, self.command, self.epoch)
                 self.epoch, first, guard = self.mirror.lease.epoch, self.mirror.copy, self.mirror.check

@@ -121,7 +121,7 @@ def export_file(name: str) -> Path | None:
 
 def _exported(name: str, file: Path) -> Weights:
     try:
-        return weights.from_module(name, read_export(file).model, KEY)
+        return weights.from_module(name, read_export(file).backbone.model, KEY)
     except UserError as e:
         raise UserError(f"{KEY}={name}: {e}") from None
 

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,11 +84,12 @@ class StepLog:
     def __init__(
         self, p: Plan, world: World, folder: RunDir, quarantine: Quarantine, monitor: Monitor, clock: Clock
     ) -> None:
+        """Called by all ranks together."""
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
         self.health = Health(monitor.layers, p.lr.value)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
-        self.forecast = local_forecast.read_forecast(folder.out)
+        self.forecast = dist.from_rank_zero(partial(local_forecast.read_forecast, folder.out))
         self.rows: tuple[int, ...] = ()  # images per step of every rank
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
