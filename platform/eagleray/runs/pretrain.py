@@ -30,6 +30,7 @@ from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
 from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
+from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan, open_plan
@@ -67,7 +68,7 @@ def pretrain(
         state = newest_checkpoint(folder)
         stateful = build_stateful(plan, world, precision, pretrained_weights=state is None)
         state = load_checkpoint(state, stateful)
-        step = folder.begin(state["step"], world.size)
+        step = folder.begin(state["step"], world.size, data_inputs(plan))
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
