@@ -24,7 +24,7 @@ ROOMS = ["base", "config", "storage", "views", "data", "models", "losses", "meth
 ROOMS += ["runs", "cluster", "evaluation", "exports", "sweeps", "reports", "api", "cli"]
 OWNERS = {
     "ray": {"cluster/", "sweeps/ray_tune.py", "sweeps/schedulers.py", "sweeps/trial.py"},
-    "mlflow": {"runs/tracking.py", "runs/mlflow_db.py"},
+    "mlflow": {"runs/mlflow_"},
     "boto3": {"storage/s3.py"},
     "botocore": {"storage/s3.py"},
     "webdataset": {"datasets/"},

@@ -37,11 +37,11 @@ from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
-from eagleray.runs import pretrain, recipe
-from eagleray.runs import tracking as track
+from eagleray.runs import mlflow_requests, pretrain, recipe
+from eagleray.runs.tracking import Tracking
 from eagleray.views.photometric import MEAN, STD
 
-APPEND = track.append
+APPEND = mlflow_requests.append
 STAGES = {"dims": (8, 16, 24), "depths": (1, 2, 2), "heads": (1, 1, 2)}
 DEEP = {
     "vit_tiny_patch16_224": KINDS["vit_tiny_patch16_224"] | {"depth": 5},
@@ -55,7 +55,7 @@ DEEP = {
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(track, "append", lambda *_: "")  # MLflow takes seconds to begin
+    monkeypatch.setattr(mlflow_requests, "append", lambda *_: "")  # MLflow takes seconds to begin
 
 
 @pytest.fixture(scope="module")
@@ -510,11 +510,11 @@ def test_a_protocol_that_fails_costs_its_numbers_alone(
 def test_numbers_join_the_run_in_mlflow(tmp_path: Path):
     from mlflow import MlflowClient
 
-    tracking = track.Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    tracking = Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (tmp_path / "run").mkdir()
     note = tmp_path / "run" / "mlflow.json"
     assert "was not tracked" in APPEND(tracking, note, {"a/b": 1.0}, [])
-    number = track.parent_run(tracking, note, "a run", {})
+    number = mlflow_requests.parent_run(tracking, note, "a run", {})
     (tmp_path / "results.json").write_text("[]")
     for value in (1.0, 2.0):
         assert APPEND(tracking, note, {"evaluation/knn/top1": value}, [tmp_path / "results.json"]) == ""

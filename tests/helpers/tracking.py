@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from eagleray.base.files import JsonLines
-from eagleray.runs.tracking import MLflow
+from eagleray.runs.mlflow_thread import MLflow
 
 BLOCKED = 0.2  # seconds that a step may be held up: a pause of a busy machine, but no reply that is waited for
 

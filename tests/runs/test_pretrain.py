@@ -78,7 +78,13 @@ def test_history_is_in_mlflow(whole: Path):
         assert logged[record["step"]] == pytest.approx(record["loss"])
     assert "knn/top1" in run.data.metrics
     names = {f.path for f in client.list_artifacts(run.info.run_id)}
-    assert {"recipe.yaml", "summary.json", "export"} <= names
+    assert {"recipe.yaml", "summary.json", "health.png", "checkpoints.json", "report.html", "report"} <= names
+    data = {d.tags[0].value: d.dataset for d in run.inputs.dataset_inputs}
+    assert data.keys() == {"training", "test"}
+    assert data["training"].name.endswith("shards0/train")
+    assert json.loads(data["training"].profile)["images"] == 320
+    [model] = run.outputs.model_outputs
+    assert client.get_logged_model(model.model_id).status == "READY"
 
 
 @pytest.mark.parametrize("recipe", ["small", "small_dino"])
@@ -213,7 +219,7 @@ def test_sigterm_saves_and_stops(small: Path, shards: Path, tmp_path: Path):
     process = start(arguments(small, shards, out, "optim.epochs=4000", "evaluate.probe_epochs=0"))
     wait_for_step(out, 3, process)
     process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=60)[0]
+    text = process.communicate(timeout=120)[0]
     assert process.returncode == 1, text
     last = read_lines(out / "metrics.jsonl")[-1]["step"]
     state = checkpoint.newest(out / "checkpoints")
@@ -322,7 +328,7 @@ def test_neighbours_are_asked_during_training(small: Path, shards: Path, tmp_pat
 def test_an_artifact_that_cannot_be_sent_does_not_hold_up_the_end(tmp_path: Path):
     from mlflow import MlflowClient
 
-    from eagleray.runs.tracking import MLflow
+    from eagleray.runs.mlflow_thread import MLflow
 
     (out := tmp_path / "run").mkdir()
     history = MLflow(out, Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}"), {})

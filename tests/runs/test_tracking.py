@@ -20,8 +20,11 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import JsonLines
-from eagleray.runs import tracking as track
-from eagleray.runs.tracking import MLflow, MLflowRun, Tracking, finish, parent_run, send_missing, tracking_of
+from eagleray.runs import mlflow_thread
+from eagleray.runs.mlflow_requests import finish, mend, parent_run, send_missing
+from eagleray.runs.mlflow_run import MLflowRun
+from eagleray.runs.mlflow_thread import MLflow
+from eagleray.runs.tracking import DataInput, Tracking, tracking_of
 
 # A server in memory that fails when it is told to, before or after it has done what it was asked.
 
@@ -81,7 +84,7 @@ class Client:
         run = memory.runs[id]
         last = {m.key: m for m in sorted(run["metrics"], key=lambda m: m.step)}
         data = {"params": run["params"], "_metric_objs": list(last.values()), "metrics": {}}
-        info = {"run_id": id, "lifecycle_stage": "active"}
+        info = {"run_id": id, "lifecycle_stage": "active", "status": run["status"]}
         return type("R", (), {"info": type("I", (), info), "data": type("D", (), data)})
 
     def _log_batch(self, memory: Memory, id: str, metrics: tuple[Metric, ...] = (), params: Any = ()) -> None:
@@ -97,6 +100,9 @@ class Client:
 
     _set_terminated = _update_run
 
+    def _log_inputs(self, memory: Memory, id: str, datasets: list[Any]) -> None:
+        memory.runs[id].setdefault("inputs", []).append(datasets)
+
     def _log_artifact(self, memory: Memory, id: str, path: str) -> None:
         memory.runs[id].setdefault("files", []).append(Path(path).name)
 
@@ -106,7 +112,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr("mlflow.MlflowClient", memory.client)
     for name, value in {"GATHER": 0.01, "PAUSE": 0.02, "PATIENCE": 1.0, "BRIEF": 0.5, "LOAD": 0.05}.items():
-        monkeypatch.setattr(track, name, value)
+        monkeypatch.setattr(mlflow_thread, name, value)
     return memory
 
 
@@ -116,8 +122,8 @@ def test_every_step_once_through_any_sequence_of_failures(
 ):
     """The server fails one call in three, there is little memory, and the run is killed and goes back to a
     checkpoint."""
-    monkeypatch.setattr(track, "BUFFER", 5)
-    monkeypatch.setattr(track, "PATIENCE", 60.0)
+    monkeypatch.setattr(mlflow_thread, "BUFFER", 5)
+    monkeypatch.setattr(mlflow_thread, "PATIENCE", 60.0)
     chance = random.Random(seed)
     memory.failing = lambda: chance.random() < 0.18
     step, begun = 0, 0
@@ -151,8 +157,8 @@ def test_every_step_once_through_any_sequence_of_failures(
 @pytest.mark.parametrize("away", [3, 20])
 def test_nothing_is_missed_in_the_middle(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int):
     """As much as memory holds, and more."""
-    monkeypatch.setattr(track, "BUFFER", 5)
-    monkeypatch.setattr(track, "PATIENCE", 60.0)
+    monkeypatch.setattr(mlflow_thread, "BUFFER", 5)
+    monkeypatch.setattr(mlflow_thread, "PATIENCE", 60.0)
     lines = JsonLines(tmp_path / "metrics.jsonl", step=0)
     history = MLflow(tmp_path, Tracking("http://server"), {})
     logged(history, range(1, 3), 0, lines)
@@ -222,6 +228,41 @@ def test_a_finished_run_sends_what_is_missing_and_then_asks_nothing(
     send_missing(tmp_path, Tracking("http://another"), {"seed": 0})
     assert memory.clients == asked
     assert len(run["metrics"]) == before
+
+
+def test_a_run_whose_process_died_is_ended_when_it_is_seen(memory: Memory, tmp_path: Path):
+    """Once: afterwards the server is not asked again. A run that continues is running again."""
+    note, tracking = tmp_path / "mlflow.json", Tracking("http://server")
+    history = MLflow(tmp_path, tracking, {})
+    logged(history, range(1, 3), 0.02)
+    wait_for(lambda: memory.runs and ("loss", 2) in memory.count())
+    history.given_up.set()  # killed
+    history.thread.join()
+    [run] = memory.runs.values()
+    memory.failing = lambda: True
+    assert not mend(tracking, note, "KILLED")  # the server is away
+    memory.failing = lambda: False
+    assert run["status"] == "RUNNING"
+    assert mend(tracking, note, "KILLED")
+    assert run["status"] == "KILLED"
+    asked = memory.clients
+    assert not mend(tracking, note, "FAILED")
+    assert not mend(Tracking("http://another"), note, "FAILED")
+    assert memory.clients == asked
+    again = MLflow(tmp_path, tracking, {})
+    wait_for(lambda: run["status"] == "RUNNING")
+    again.given_up.set()
+    again.thread.join()
+    assert mend(tracking, note, "FAILED")
+    assert run["status"] == "FAILED"
+
+
+def test_data_sets_are_inputs_of_the_run(memory: Memory, tmp_path: Path):
+    data = DataInput("training", "shapes", "0123", "local", "{}", "{}")
+    MLflow(tmp_path, Tracking("http://server"), {}, [data]).close("KILLED", [])
+    [run] = memory.runs.values()
+    [[sent]] = run["inputs"]
+    assert (sent.dataset.name, sent.dataset.digest, sent.tags[0].value) == ("shapes", "0123", "training")
 
 
 def test_the_machine_is_watched(memory: Memory, tmp_path: Path):
@@ -333,7 +374,7 @@ def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
     hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     for name, value in {"REPLY": 2, "STORED": 2, "PATIENCE": 3.0}.items():
-        monkeypatch.setattr(track, name, value)
+        monkeypatch.setattr(mlflow_thread, name, value)
     for uri, why in ((hanging, "Read timed out"), (f"http://127.0.0.1:{free_port()}", "refused")):
         caplog.clear()
         history = MLflow(tmp_path, Tracking(uri), {})

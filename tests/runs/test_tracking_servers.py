@@ -16,8 +16,10 @@ from helpers.tracking import BLOCKED, logged, wait_for
 from mlflow import MlflowClient
 
 from eagleray.base.files import JsonLines, read_lines
-from eagleray.runs import tracking as track
-from eagleray.runs.tracking import MLflow, Tracking, finish, parent_run, send_missing
+from eagleray.runs import mlflow_thread
+from eagleray.runs.mlflow_requests import finish, parent_run, send_missing
+from eagleray.runs.mlflow_thread import MLflow
+from eagleray.runs.tracking import Tracking
 
 AWAY = 20  # seconds for which a server is away
 
@@ -73,7 +75,8 @@ RUN = """
 import sys, time
 from pathlib import Path
 from eagleray.base.files import JsonLines
-from eagleray.runs.tracking import MLflow, Tracking
+from eagleray.runs.mlflow_thread import MLflow
+from eagleray.runs.tracking import Tracking
 out, uri, begin, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 lines = JsonLines(out / "metrics.jsonl", step=begin)
 history = MLflow(out, Tracking(uri), {})
@@ -90,7 +93,7 @@ def test_a_run_killed_while_the_server_was_away_loses_nothing(server: mlflow_ser
     out = tmp_path / f"lost-{time.time():.0f}"
     out.mkdir()
     command = [sys.executable, "-c", RUN, str(out), server.uri]
-    environment = os.environ | {"PYTHONPATH": str(Path(track.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(mlflow_thread.__file__).parents[2])}
     process = subprocess.Popen([*command, "0", "100000"], env=environment)
     wait_for(lambda: (out / "mlflow.json").exists() and "run_id" in (out / "mlflow.json").read_text())
     server.signal(signal.SIGKILL)
@@ -111,7 +114,7 @@ def test_what_a_server_missed_at_the_end_is_sent_by_the_next_command(
     server: mlflow_server.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Under a parent, with files."""
-    monkeypatch.setattr(track, "PATIENCE", 3.0)
+    monkeypatch.setattr(mlflow_thread, "PATIENCE", 3.0)
     out = tmp_path / f"end-{time.time():.0f}"
     (out / "export").mkdir(parents=True)
     for name in ("recipe.yaml", "summary.json", "export/backbone.json"):
@@ -134,6 +137,6 @@ def test_what_a_server_missed_at_the_end_is_sent_by_the_next_command(
     assert run.data.metrics["linear/top1"] == 9.0
     assert run.data.tags.items() >= {"mlflow.parentRunId": parent, "trial": "a1"}.items()
     files = MlflowClient(server.uri).list_artifacts(history.run.id)
-    assert {f.path for f in files} == {"recipe.yaml", "summary.json", "export"}
+    assert {f.path for f in files} == {"recipe.yaml", "summary.json"}
     finish(Tracking(server.uri), parent, "FINISHED", {"best": 9.0}, [tmp_path / "parent.json"])
     assert MlflowClient(server.uri).get_run(parent).info.status == "FINISHED"

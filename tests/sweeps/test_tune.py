@@ -72,6 +72,7 @@ def test_a_sweep_killed_twice_ends_as_one(sweep: Path, shards: Path, tmp_path: P
     assert len(text.splitlines()) < 40
     again_and_done(sweep, shards, out)
     best = json.loads(json.dumps(max((r for r in done if r["state"] == "finished"), key=lambda r: r["metric"])))
+    registered(sweep, shards, out, best["id"])
     subprocess.run(
         [sys.executable, "-m", "eagleray.cli", "pretrain", str(out / "best.yaml")],
         check=True,
@@ -90,6 +91,19 @@ def again_and_done(sweep: Path, shards: Path, out: Path) -> None:
     text = wait(process := start(sweep, shards, out, "optim.batch=64"))
     assert process.returncode == 2
     assert "optim.batch is 32 there and 64 here" in text.splitlines()[-1]
+
+
+def registered(sweep: Path, shards: Path, out: Path, best: str) -> None:
+    """A finished sweep registers the model of its best trial, once."""
+    from mlflow import MlflowClient
+
+    for _ in range(2):
+        text = wait(process := start(sweep, shards, out, "sweep.register=shapes"))
+        assert process.returncode == 0, text
+        assert f"trial {best} as models:/shapes/1" in text
+    client = MlflowClient(f"sqlite:///{out.parent / 'mlflow.db'}")
+    version = client.get_model_version_by_alias("shapes", "best")
+    assert client.get_run(version.run_id).info.run_name == f"{out.name}-{best}"
 
 
 @pytest.mark.timeout(3 * LONG)

@@ -15,7 +15,7 @@ from eagleray.api.run import Run
 from eagleray.base import files
 from eagleray.base.console import out as console
 from eagleray.base.console import stop_on_signal
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, one_line
 from eagleray.cluster.scan_shards import scanner
 from eagleray.engine import world
 from eagleray.engine.compiling import compiles
@@ -24,19 +24,20 @@ from eagleray.models import weights as pretrained_weights
 from eagleray.runs import layout, profile, remote
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
-from eagleray.runs import tracking as track
 from eagleray.runs.build import build_backbone
 from eagleray.runs.command import hold, new_command
+from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.local_forecast import check_fit
+from eagleray.runs.mlflow_requests import append, send_missing
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import finished
 from eagleray.runs.start import build_started, check_progress
 from eagleray.runs.stop_signal import StopRequest
-from eagleray.runs.tracking import Tracking, tracking_of
+from eagleray.runs.tracking import Tracking, read_note, tracking_of
 
 
 def pretrain(
@@ -143,7 +144,7 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
     tracking = tracking_of(folder, out.rpartition("/")[2])
     if finished(folder, plan.steps):
         console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
-        track.send_missing(folder, tracking, recipes.flat(recipe))
+        send_missing(folder, tracking, recipes.flat(recipe), data_inputs(plan))
         if (folder / layout.MLFLOW).exists():
             remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
     else:
@@ -164,7 +165,23 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
         table = folder / layout.PROFILE / profile.TABLE
         if recipe.profile and table.exists():
             console.print(f"{table.parent}:\n{table.read_text()}", markup=False, highlight=False, soft_wrap=True)
+        send_report(out, folder, tracking)
     return Run(out, steps=plan.steps)
+
+
+def send_report(out: str, folder: Path, tracking: Tracking) -> None:
+    """Write the report of a run that has ended or was stopped, and send it to MLflow."""
+    from eagleray.reports import write
+
+    if "ended" not in read_note(folder / layout.MLFLOW, tracking.uri):  # MLflow is not installed, or is away
+        return
+    try:
+        page = Path(write.report([out])[0])
+    except Exception as e:  # no page is worth a run, and matplotlib may be missing
+        say(f"warning: no report: {one_line(e)}")
+        return
+    if why := append(tracking, folder / layout.MLFLOW, {}, [page, page.with_suffix("")]):
+        say(f"the report was not sent to MLflow: {why}; it is {page}")
 
 
 def check_weights(recipe: Recipe, source: str) -> None:

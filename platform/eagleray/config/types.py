@@ -1,4 +1,4 @@
-"""Defines the constrained numbers of recipes: fractions, numbers of classes, sizes in bytes and number formats."""
+"""Defines the constrained values of recipes: fractions, numbers of classes, sizes in bytes, formats and names."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -18,3 +18,4 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]
 Format = Literal["auto", "bf16", "fp16", "fp32"]  # of the numbers that a network computes with; auto: by the device
+ModelName = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # in MLflow's registry

@@ -33,7 +33,7 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
-from eagleray.runs import layout, remote, tracking
+from eagleray.runs import layout, mlflow_requests, remote, tracking
 from eagleray.storage import store
 from eagleray.storage.folder_copy import local_folder
 from eagleray.storage.store import is_remote
@@ -385,7 +385,7 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
     if is_remote(report.folder):
         copy.write_text(remote.read_note(report.folder, results.NAME) or "")
     run = remote.view_dir(target.run)
-    if why := tracking.append(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy]):
+    if why := mlflow_requests.append(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy]):
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")
 
 

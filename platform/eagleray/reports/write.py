@@ -8,12 +8,14 @@ from eagleray.base.errors import UserError
 from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
 from eagleray.reports.read import read
-from eagleray.runs import remote
+from eagleray.runs import layout, remote
+from eagleray.runs.tracking import read_note, tracking_of
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 from eagleray.sweeps.sweep_dir import sweep_folder
 
 NAME = "report.html"
+ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # states of a run, and MLflow's words
 
 
 def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
@@ -28,6 +30,11 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
             f"{sweeps[0][0]}: a sweep cannot be compared with others; its trials can: {sweeps[0][0]}/trials/*"
         )
     runs = [] if sweeps else [read(g) for g in urls]
+    for run in runs:
+        if run.state in ENDED:
+            mend(run.out, run.folder, ENDED[run.state], tracked=run.folder)
+    for name, folder in sweeps:
+        mend_sweep(store.absolute(name), folder)
     beside = sweeps[0][1].resolve() if sweeps else runs[0].folder if len(runs) == 1 else Path.cwd()
     path = out or beside / NAME
     folder = path.with_suffix("")
@@ -52,3 +59,26 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     for picture in sorted(folder.glob("*.png")):
         store.put_bytes(f"{runs[0].out}/{folder.name}/{picture.name}", picture.read_bytes())
     return [str(path), f"{runs[0].out}/{NAME}"]
+
+
+def mend(out: str, folder: Path, status: str, *, tracked: Path) -> None:
+    """Tell MLflow that a run or a sweep has ended that was killed before it could do so. `folder` holds its note
+    about MLflow, and `tracked` is the folder whose server it is on: a trial is on its sweep's."""
+    note = folder / layout.MLFLOW
+    if not note.exists():
+        return
+    tracking = tracking_of(tracked)
+    if "run_id" not in (fields := read_note(note, tracking.uri)) or "ended" in fields:
+        return
+    from eagleray.runs import mlflow_requests  # it imports PyTorch, which a report does without
+
+    if mlflow_requests.mend(tracking, note, status) and is_remote(out):
+        remote.write_note(out, layout.MLFLOW, note.read_text())
+
+
+def mend_sweep(out: str, folder: Path) -> None:
+    """Do the same for a sweep that nobody is working on, and for its trials on this machine."""
+    for place in (folder, *sorted(folder.glob("trials/*"))):
+        where = out if place == folder else str(place)
+        if not remote.is_running(where):
+            mend(where, place, "KILLED", tracked=folder)

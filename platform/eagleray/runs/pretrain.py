@@ -31,6 +31,7 @@ from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
 from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.cadence import Cadence
 from eagleray.runs.callbacks import Callbacks, RunView
+from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.origin import arithmetic
@@ -73,7 +74,7 @@ def pretrain(
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
         about = plan.origin | arithmetic(recipe, world.device)
-        step = folder.begin(state["step"], world.size, resumes=resumes, **about)
+        step = folder.begin(state["step"], world.size, data_inputs(plan), resumes=resumes, **about)
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)

@@ -19,7 +19,7 @@ from eagleray.config import plugins as loading
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
-from eagleray.config.types import Bytes, Format, Share
+from eagleray.config.types import Bytes, Format, ModelName, Share
 from eagleray.config.view import View
 from eagleray.models.network import HF, TIMM, Network
 from eagleray.protocols.settings import Evaluate
@@ -146,6 +146,14 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Track:
+    """What becomes of a run's history and its backbone beside the run folder."""
+
+    register: ModelName | None = None  # of a model in MLflow's registry, which gets the backbone at the end
+    also: tuple[Literal["tensorboard", "wandb"], ...] = ()  # get the numbers, too
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     method: Method
@@ -158,6 +166,7 @@ class Recipe:
     evaluate: Evaluate = Evaluate()
     monitor: Watch = Watch()
     checkpoint: Checkpoint = Checkpoint()
+    track: Annotated[Track, Field(exclude_if=lambda track: track == Track())] = Track()
     log_steps: PositiveInt = 10  # between lines of metrics.jsonl
     out: str = "runs/run"  # folder of the run, or s3:// URL; `load` sets runs/<recipe name> where it is not given
     # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
@@ -185,6 +194,7 @@ class Recipe:
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
+OPERATION += ("track",)
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")

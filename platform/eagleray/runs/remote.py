@@ -20,6 +20,7 @@ RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at mos
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
 HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "steps", "health", "quarantine", "skipped", "starts")}
+HISTORIES |= {layout.PLACES}
 
 
 def work_dir(out: str) -> Path:
@@ -230,7 +231,12 @@ class Mirror(Background):
 
     def paths(self) -> list[Path]:
         """Return the files to upload, in the order in which they are; some may not exist yet."""
-        return [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*"))
+        return [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*")) + self.of_sinks()
+
+    def of_sinks(self) -> list[Path]:
+        """Return the files of TensorBoard and Weights & Biases."""
+        paths = [p for name in (layout.TENSORBOARD, layout.WANDB) for p in (self.folder / name).rglob("*")]
+        return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
     def copy(self, *, at_once: bool = True) -> None:
         """Upload the files that have changed; not `at_once`, long files that were uploaded recently wait.

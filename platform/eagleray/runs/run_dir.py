@@ -20,10 +20,12 @@ from eagleray.engine.sharded_checkpoint import ShardWriter
 from eagleray.runs import layout, remote
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
+from eagleray.runs.mlflow_thread import RESULTS, MLflow
 from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
+from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
-from eagleray.runs.tracking import RESULTS, MLflow, Tracking
+from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ class RunDir:
             self.starts.add(ended=True)
         if self.mlflow:
             mlflow = self.mlflow
-            self._at_end(lambda: mlflow.close("FAILED" if error else "KILLED", []))
+            self._at_end(lambda: mlflow.close("FAILED" if error else "KILLED", self._results()))
         self.closing.close()
         self._explain(error)
 
@@ -145,10 +147,11 @@ class RunDir:
             line = f"out={self.out}: cannot be written: {where}{error.strerror}; the same command continues"
             raise UserError(line) from error
 
-    def begin(self, step: int, ranks: int, *, resumes: bool, **about: Any) -> int:
-        """Open the histories at a step, and return it. `resumes` says that the step is that of a checkpoint of this
-        run. What there is to say `about` this start goes into its line of starts.jsonl. Raises Futile after many starts
-        without progress."""
+    def begin(self, step: int, ranks: int, inputs: Sequence[DataInput] = (), *, resumes: bool, **about: Any) -> int:
+        """Open the histories at a step, and return it. `inputs` are the data sets that the run reads, and `resumes` says
+        that the step is that of a checkpoint of this run. What there is to say `about` this start goes into its line of
+        starts.jsonl. Raises Futile after many starts without progress, and UserError when a package is missing that the
+        recipe asks for."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
@@ -160,7 +163,9 @@ class RunDir:
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.steps = JsonLines(self.path / layout.STEPS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
-            self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe))
+            self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
+            self._at_end(self.sinks.close)
+            self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs)
             if resumes:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
         return step
@@ -179,6 +184,7 @@ class RunDir:
             self.metrics.log(record)
             assert self.mlflow is not None
             self.mlflow.log(record)
+            self.sinks.log(record)
 
     def log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Log the loss and the gradient norm of each step, in full precision."""
@@ -259,13 +265,26 @@ class RunDir:
         log.info("health: %s", words(found))
         files.write_atomic(self.path / layout.SUMMARY, json.dumps(summary, indent=1))
         assert self.mlflow is not None
-        self.mlflow.log({"step": summary["steps"] + 1} | summary)
+        last = {"step": summary["steps"] + 1} | summary
+        self.mlflow.log(last)
+        self.sinks.log(last)
         try:
             draw(self.path)
         except Exception as e:  # no picture is worth a run, and matplotlib may be missing
             log.warning("health.png was not drawn: %s", one_line(e))
-        self.mlflow.close("FINISHED", [self.path / name for name in RESULTS])
+        self.mlflow.close("FINISHED", self._results())
         self.mlflow = None
+
+    def _results(self) -> list[Path]:
+        """Return the files that MLflow gets of a run that ends, those of them that there are, after writing down where
+        its checkpoints are."""
+        try:
+            blobs = checkpoint.listing(self.checkpoints).values()
+            places = [asdict(b) for b in sorted(blobs, key=lambda b: b.url) if not b.url.endswith(".json")]
+            files.write_atomic(self.path / layout.PLACES, json.dumps(places, indent=1))
+        except (UserError, Outage, OSError) as e:
+            log.warning("%s was not written: %s", layout.PLACES, one_line(e))
+        return [path for name in RESULTS if (path := self.path / name).exists()]
 
 
 class LogFile(logging.FileHandler):

@@ -16,12 +16,11 @@ from eagleray.base.console import out, stop_on_signal
 from eagleray.base.errors import UserError, hide_secrets, one_line
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
-from eagleray.runs import layout, metrics, remote
-from eagleray.runs import tracking as track
+from eagleray.runs import layout, metrics, mlflow_requests, remote
 from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
-from eagleray.runs.tracking import Tracking, tracking_of
+from eagleray.runs.tracking import Tracking, read_note, reserve, tracking_of
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 from eagleray.sweeps import plots
@@ -111,13 +110,27 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
             numbers |= {f"correlation/{key}": value for key, value in agreed.correlations.items()}
         numbers |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
         try:
-            track.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", numbers, written)
+            mlflow_requests.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", numbers, written)
         except Exception as e:
             out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
+    if best and study.sweep.register:
+        register_best(study, best["id"], study.sweep.register)
     study.upload()
     conclude(study, written)
     rows = list(study.rows.values())
     return {"out": study.out, "best": best, "trials": rows, "finished": done}
+
+
+def register_best(study: Study, trial: str, name: str) -> None:
+    """Register the model of the best trial in MLflow."""
+    tracking = tracking_of(study.folder)
+    sweep = read_note(study.folder / layout.MLFLOW, tracking.uri).get("run_id")
+    try:
+        version = mlflow_requests.register_run(tracking, f"{sweep}/{trial}", name)
+    except Exception as e:
+        out.print(f"warning: sweep.register={name}: trial {trial} is not registered: {one_line(e)}", markup=False)
+    else:
+        out.print(f"registered  trial {trial} as models:/{name}/{version} in MLflow", markup=False)
 
 
 def parent(study: Study) -> Tracking:
@@ -134,9 +147,9 @@ def parent(study: Study) -> Tracking:
         k: v for k, v in config.flatten(config.to_plain(study.sweep)).items() if not k.startswith("alternatives.")
     }
     try:
-        track.reserve(tracking, study.folder / layout.MLFLOW)
+        reserve(tracking, study.folder / layout.MLFLOW)
         study.upload()
-        own = track.parent_run(tracking, study.folder / layout.MLFLOW, study.name, params)
+        own = mlflow_requests.parent_run(tracking, study.folder / layout.MLFLOW, study.name, params)
         study.upload()
         return replace(tracking, parent=own)
     except Exception as e:

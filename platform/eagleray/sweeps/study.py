@@ -21,7 +21,7 @@ from eagleray.sweeps.sweep import Sweep, count_trials, suggest
 from eagleray.sweeps.sweep_dir import BEST, REPORTS, ROWS, SWEEP, TABLE
 
 DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
-GROWS = ("trials", "hours", "gpus", "out")  # what may differ when a sweep is continued
+GROWS = ("trials", "hours", "gpus", "out", "register")  # what may differ when a sweep is continued
 
 
 class Study:

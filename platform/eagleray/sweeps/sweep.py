@@ -15,7 +15,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config import plugins as loading
-from eagleray.config.types import Share
+from eagleray.config.types import ModelName, Share
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
 from eagleray.runs.metrics import KNN_TOP1
@@ -117,6 +117,8 @@ class Sweep(Branch):
     gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # of each trial; None: a whole one where there are any
     hours: Annotated[float, Field(gt=0)] | None = None  # after which what still trains is saved and stopped
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
+    # The model in MLflow's registry that gets the best trial as a version, at the end.
+    register: Annotated[ModelName | None, Field(exclude_if=lambda name: name is None)] = None
 
     def __post_init__(self) -> None:
         if self.search == "grid" and self.scheduler != "none":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from eagleray.config.view import View
+if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which imports nothing of eagleray
+    from eagleray.config.view import View
 
 NARROW = 8  # times as long as wide; centre_crop says why
 # What torchvision's antialiased resize calls in the end, but with an output tensor.
@@ -20,7 +22,7 @@ RESIZE = {
 }
 
 
-def crop(image: Tensor, boxes: NDArray[np.int64], views: Sequence[View], out: Sequence[Tensor]) -> None:
+def crop(image: Tensor, boxes: NDArray[np.int64], views: "Sequence[View]", out: Sequence[Tensor]) -> None:
     """Write the resized crop of each view into `out`, V x (3, S, S), from an image (3, H, W).
 
     Boxes (V, 4) are top, left, height and width in pixels."""

@@ -1,0 +1,68 @@
+"""Embed image files with an exported backbone: the code inside the model that a run stores in MLflow.
+
+`runs/mlflow_model.py` puts a copy of this file into each model. Where timm can build the backbone, the model loads
+without this package; MLflow then needs timm and torchvision alone.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+
+from eagleray.data.decode import BadImage, decode
+from eagleray.views.crop import centre_crop
+
+COLUMN = "image"  # of the table that the model takes
+BATCH = 64  # images in the backbone at once
+
+
+class Embedder:
+    """A frozen backbone with the preprocessing of the run's own evaluation."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """`folder` holds backbone.safetensors and backbone.json; `settings` are `size` and `resize` in pixels, and
+        the `mean` and `std` of each channel."""
+        self.settings = settings
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        weights = folder / "backbone.safetensors"
+        description = json.loads((folder / "backbone.json").read_text())
+        if "timm" in description:
+            options = {"num_classes": 0, "checkpoint_path": str(weights)} | description["options"]
+            model = timm.create_model(description["timm"], **options)
+        else:
+            import eagleray  # timm cannot build it
+
+            model = eagleray.load(weights)
+        self.model = model.to(self.device).eval()
+
+    def predict(self, table: Any, params: dict[str, Any] | None = None) -> NDArray[np.float32]:
+        """Return the pooled features (N, D) of N images, each a file's bytes in the column `image` of a
+        pandas.DataFrame. Raises ValueError for what is not an image."""
+        batches = [table[COLUMN].iloc[i : i + BATCH] for i in range(0, len(table), BATCH)]
+        return np.concatenate([self._embed(list(files)) for files in batches])
+
+    def _embed(self, files: list[bytes]) -> NDArray[np.float32]:
+        images = torch.stack([self._crop(i, data) for i, data in enumerate(files)])
+        mean, std = (torch.tensor(self.settings[k]).view(3, 1, 1) for k in ("mean", "std"))
+        images = (images.float().div_(255) - mean) / std
+        with torch.inference_mode():
+            out = self.model(images.to(self.device))
+        features: NDArray[np.float32] = getattr(out, "pooled", out).float().cpu().numpy()
+        return features
+
+    def _crop(self, row: int, data: bytes) -> torch.Tensor:
+        """Return an image's centre crop (3, S, S), uint8."""
+        try:
+            image = decode(data)
+        except BadImage as e:
+            raise ValueError(f"row {row}: {e}") from None
+        return centre_crop(image, resize=self.settings["resize"], size=self.settings["size"])
+
+
+def _load_pyfunc(path: str, model_config: dict[str, Any]) -> Embedder:
+    """Return the model in a folder; MLflow calls this by its name."""
+    return Embedder(Path(path), model_config)

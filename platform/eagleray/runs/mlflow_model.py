@@ -1,0 +1,173 @@
+"""Store a run's backbone on an MLflow server as a model that embeds images, and register it under a name.
+
+MLflow loads the model with `mlflow.pyfunc.load_model` and serves it with `mlflow models serve`. It holds the export as
+it is, and its code is a copy of files of this package, so that it loads where this package is not installed.
+"""
+
+import importlib.metadata
+import io
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from eagleray.base.errors import UserError, one_line
+from eagleray.runs import layout
+from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1
+from eagleray.views.photometric import MEAN, STD
+
+log = logging.getLogger(__name__)
+NAME = "backbone"  # of the model in its run
+BEST = "best"  # an alias; MLflow itself knows the last version as NAME/latest
+SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first that a run has decides which version is the best
+STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # of a model
+PACKAGES = ("mlflow", "timm", "torch", "torchvision", "pillow", "safetensors", "numpy", "pandas")
+COLUMN = "image"  # of the table that the model takes
+ROOT = Path(__file__).parents[1]
+# The files of the model's code, under names that no other package has.
+CODE = {"runs/embedder.py": "eagleray_embedder", "data/decode.py": "eagleray_decode"}
+CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop"}
+
+
+class Backbone(NamedTuple):
+    """What becomes a model: the run's folder, with its export and summary, and how images are prepared."""
+
+    out: Path
+    size: int  # pixels, centre crop
+    resize: int  # pixels of the short side before it
+    data: str = ""  # digest of the data that its scores depend on
+    register: str | None = None  # the name of a registered model
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.out / layout.SUMMARY).read_text()))
+
+
+def log_model(client: Any, run_id: str, backbone: Backbone) -> None:
+    """Store a finished run's backbone as a model of its run, and register it if it has a name to be registered under.
+
+    A second call changes nothing. Raises UserError when the model cannot be made, and what MLflow's client raises."""
+    from mlflow.entities import LoggedModelOutput
+
+    run, step = client.get_run(run_id), backbone.summary["steps"]
+    model = known_model(client, run, step)
+    if model is None:
+        experiment = run.info.experiment_id
+        model = client.create_logged_model(
+            experiment, NAME, run_id, tags={STEP: str(step), DATA: backbone.data}, model_type=NAME
+        )
+    if str(model.status) != "READY":
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                save_model(Path(scratch) / "model", backbone, model_id=model.model_id, run_id=run_id)
+            except Exception as e:  # such as of a package that is missing
+                client.finalize_logged_model(model.model_id, "FAILED")
+                raise UserError(f"{type(e).__name__}: {one_line(e)}") from e
+            client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
+        client.finalize_logged_model(model.model_id, "READY")
+    shown = run.outputs.model_outputs if run.outputs else []
+    if model.model_id not in [m.model_id for m in shown]:
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+    if backbone.register:
+        register(client, model, backbone.register, backbone.summary)
+
+
+def known_model(client: Any, run: Any, step: int | None = None) -> Any:
+    """Return the model that a run stored at a step, or at its last one; None if there is none."""
+    there = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    steps = {int(m.tags[STEP]): m for m in there if STEP in m.tags}
+    return steps.get(max(steps, default=0) if step is None else step)
+
+
+def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None, run_id: str | None = None) -> None:
+    """Write the model as MLflow lays it out: export, code, signature, an example and the packages that it needs."""
+    import pandas as pd
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema, TensorSpec
+
+    export = backbone.out / layout.EXPORT
+    description = json.loads((export / "backbone.json").read_text())
+    needs = [*PACKAGES, *(["eagleray"] if "timm" not in description else [])]
+    output = TensorSpec(np.dtype("float32"), (-1, description["features"]), "features")
+    with tempfile.TemporaryDirectory() as scratch:
+        (data := Path(scratch) / NAME).mkdir()  # without what else was exported
+        for name in ("backbone.json", "backbone.safetensors"):
+            (data / name).symlink_to((export / name).resolve())
+        pyfunc.save_model(
+            folder,
+            mlflow_model=Model(model_id=model_id, model_uuid=model_id, run_id=run_id),
+            loader_module=CODE["runs/embedder.py"],
+            data_path=str(data),
+            code_paths=write_code(Path(scratch)),
+            model_config={"size": backbone.size, "resize": backbone.resize, "mean": [*MEAN], "std": [*STD]},
+            signature=ModelSignature(Schema([ColSpec(DataType.binary, COLUMN)]), Schema([output])),
+            input_example=pd.DataFrame({COLUMN: [example_image()]}),
+            pip_requirements=[f"{p}=={importlib.metadata.version(p).partition('+')[0]}" for p in needs],
+        )
+
+
+def write_code(folder: Path) -> list[str]:
+    """Write the files of the model's code into a folder, which import each other there, and return their paths."""
+    for path, name in CODE.items():
+        text = (ROOT / path).read_text()
+        for other, there in CODE.items():
+            module = other.removesuffix(".py").replace("/", ".")
+            text = text.replace(f"from eagleray.{module} import", f"from {there} import")
+        (folder / f"{name}.py").write_text(text)
+    return [str(folder / f"{name}.py") for name in CODE.values()]
+
+
+def example_image() -> bytes:
+    """Return a small PNG, the model's example of an input."""
+    ramp = np.linspace(0, 255, 32, dtype=np.uint8)
+    picture = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None], ramp[::-1, None]), axis=-1)
+    Image.fromarray(picture).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> str:
+    """Register a model as a version of `name`, and return the version. A second call finds the same version.
+
+    The alias `best` moves to it if its score is above that of the version that has it, measured on the same data, or
+    if no version has it yet."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        registered = client.create_registered_model(name)
+    except MlflowException as e:
+        if e.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+        registered = client.get_registered_model(name)
+    there = {v.tags.get(MODEL): v for v in client.search_model_versions(f"name='{name}'")}
+    key = next((k for k in SCORES if k in scores), "")
+    if model.model_id in there:
+        version = there[model.model_id]
+    else:
+        tags = {k: model.tags[k] for k in (STEP, DATA)} | ({SCORE: f"{key}={scores[key]}"} if key else {})
+        version = client.create_model_version(
+            name,
+            model.artifact_location,  # the form models:/<id> is looked up at the address of the environment
+            run_id=model.source_run_id,
+            tags=tags | {MODEL: model.model_id},
+            model_id=model.model_id,
+        )
+    number = (registered.aliases or {}).get(BEST)
+    best = next((v for v in there.values() if str(v.version) == str(number)), None)
+    if key and (best is None or is_better(version.tags, best.tags)):
+        client.set_registered_model_alias(name, BEST, version.version)
+        best = version
+    of = f"the best is version {best.version}" if best else "none has a score"
+    log.info("registered as version %s of %s; %s", version.version, name, of)
+    return str(version.version)
+
+
+def is_better(tags: Mapping[str, str], best: Mapping[str, str]) -> bool:
+    """Return whether the score among the tags of a version is above another's, of the same metric and data."""
+    (key, _, value), (other, _, highest) = (t.get(SCORE, "").partition("=") for t in (tags, best))
+    return key == other and tags.get(DATA) == best.get(DATA) and float(value) > float(highest)
