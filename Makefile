@@ -3,7 +3,7 @@ RUN := .venv/bin
 DATA ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test test-all soak faults lint audit
+.PHONY: setup demo test test-all soak faults fuzz lint audit
 
 setup: .venv/.done
 
@@ -37,6 +37,12 @@ soak: setup
 # An error or a power loss at every call of a short run to its disk and its store, one after the other.
 faults: setup
 	STRIDE=1 $(RUN)/python -m pytest -v -n 2 tests/runs/test_faults.py
+
+# New inputs for all tests that draw some, FUZZ times as many as under `make test-all`: with 5, a hundred thousand tars, ten
+# thousand images and recipes each, and two thousand indexes, cards, manifests, tables, Parquet and COCO files each.
+FUZZ ?= 5
+fuzz: setup
+	FUZZ=$(FUZZ) $(RUN)/python -m pytest -v -rP -n 2 -m slow -k fuzz tests
 
 # Known weaknesses of the pinned packages. It asks the index of Python packages and so needs a network; its tool has an
 # environment of its own.

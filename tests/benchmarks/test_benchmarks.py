@@ -289,3 +289,14 @@ def test_control_cost() -> None:
     assert all(rows["all"] == rows["rank 0"] for rows in out["requests_per_minute"].values())
     assert all(rows["another"] == 0 < 5 < rows["rank 0"] for rows in out["requests_at_start"].values())
     assert out["cpu_seconds_per_step"]["4"] > 0
+
+
+def test_trust_cost_compares_two_commits() -> None:
+    if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+        pytest.skip("no git history")
+    out = result(dict(os.environ), "trust_cost.py", "--before", "HEAD", "--images", "16", "--rounds", "1")
+    for part in ("loader", "index", "prepare"):
+        assert {f"{part}_slower", f"{part}_slower_wall"} <= out.keys()
+        assert out[f"{part}_before_per_core"] > 0
+    done = run(dict(os.environ), BENCHMARKS / "trust_cost.py", "--before", "no-commit", rc=2)
+    assert done.stderr.startswith("error: --before no-commit: ")

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.fuzzing import counts, examples, generators, one_line
+from helpers.mutations import change_bytes
 from helpers.pictures import encode, picture
 from PIL import Image
 
@@ -78,3 +80,45 @@ def test_sixteen_bits_are_scaled_as_before():
     deep = np.arange(0, 65_536, 64, dtype=np.uint16).reshape(32, 32)
     Image.fromarray(deep).save(buffer := io.BytesIO(), "PNG")
     assert np.array_equal(decode(buffer.getvalue())[0].numpy(), (deep * np.float32(1 / 257)).astype(np.uint8))
+
+
+def in_mode(mode: str) -> Image.Image:
+    pixels = picture(1, 40, 56)
+    deep = mode == "I;16"
+    return Image.fromarray(pixels[..., 0].astype(np.uint16) * 257) if deep else Image.fromarray(pixels).convert(mode)
+
+
+MODES = {
+    "JPEG": ["RGB", "L", "CMYK"],
+    "PNG": ["RGB", "L", "P", "1", "LA", "RGBA", "I;16"],
+    "WEBP": ["RGB", "RGBA"],
+    "GIF": ["P", "L"],
+    "TIFF": ["RGB", "L", "CMYK", "1", "I;16"],
+    "BMP": ["RGB", "P", "1"],
+}
+SEEDS = [encode(in_mode(mode), kind) for kind, modes in MODES.items() for mode in modes]
+SEEDS += [
+    encode(picture(2, 40, 56), progressive=True),
+    encode(picture(3, 33, 17), subsampling=0, exif=Image.Exif()),
+    encode(picture(4, 40, 56), "TIFF", compression="tiff_lzw"),
+    encode(picture(5), "GIF", save_all=True, append_images=[Image.fromarray(picture(6))]),
+]
+
+
+def check(data: bytes) -> None:
+    """Any bytes are an image within the limits or have a reason, and a JPEG has the size that its header says."""
+    image = None
+    with one_line(kind=BadImage):
+        image = decode(data)
+    if image is None:
+        return
+    channels, height, width = image.shape
+    assert (image.dtype, channels) == (torch.uint8, 3)
+    assert 0 < height * width <= MAX_PIXELS
+    if data.startswith(b"\xff\xd8"):
+        assert sorted(jpeg_size(data)[:2]) == sorted((height, width))
+
+
+@pytest.mark.parametrize("count", counts(300))
+def test_mutated_images_end_in_pixels_or_a_reason(count: int | None):
+    examples(generators(count).map(lambda rng: change_bytes(rng, rng.choice(SEEDS))), check, count, many=2000)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from helpers import hostile_indexes
-from helpers.fuzzing import examples
+from helpers.fuzzing import counts, examples
 from helpers.hostile_indexes import CASES, Content
 from helpers.pictures import jpeg, sample, write_shards, write_tar
 from hypothesis import strategies as st
@@ -67,7 +67,7 @@ def check(folder: Path, intact: Path) -> None:
     assert all(block in shards[0] or block in shards[1] for block in blocks)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", counts(30))
 def test_changed_entries_and_rows(folder: Path, intact: Path, count: int | None) -> None:
     def run(content: Content) -> None:
         try:
@@ -76,17 +76,17 @@ def test_changed_entries_and_rows(folder: Path, intact: Path, count: int | None)
             return
         check(folder, intact)
 
-    examples(hostile_indexes.changes(hostile_indexes.read(intact)), run, count, slow=1000)
+    examples(hostile_indexes.changes(hostile_indexes.read(intact)), run, count, many=200)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", counts(60))
 def test_changed_bytes(folder: Path, intact: Path, count: int | None) -> None:
     def run(data: bytes) -> None:
         (folder / NAME).write_bytes(data)
         check(folder, intact)
 
     whole = (intact / NAME).read_bytes()
-    examples(hostile_indexes.spoiled(whole) | st.binary(max_size=200), run, count, slow=1000)
+    examples(hostile_indexes.spoiled(whole) | st.binary(max_size=200), run, count, many=200)
 
 
 def test_a_block_is_no_larger_than_a_reader_expects(

@@ -6,14 +6,13 @@ import re
 import resource
 import time
 from pathlib import Path
-from random import Random
 
 import hypothesis
 import numpy as np
 import pytest
 import webdataset
 from helpers import hostile_tars
-from helpers.fuzzing import examples
+from helpers.fuzzing import counts, examples, generators
 from helpers.hostile_tars import BLOCK, CASES
 from helpers.pictures import jpeg, write_tar
 from hypothesis import strategies as st
@@ -99,11 +98,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "x.tar"
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", counts(150))
 def test_mutated_tars_end_in_rows(path: Path, count: int | None) -> None:
-    """hypothesis makes what fails in the fast run shorter; a hundred thousand draws through it would take hours."""
-    generators = st.randoms() if count else st.integers(0, 2**64).map(Random)
-    examples(generators.map(hostile_tars.mutate), lambda data: check(path, data), count, slow=20_000)
+    examples(generators(count).map(hostile_tars.mutate), lambda data: check(path, data), count, many=20_000)
 
 
 LETTERS = st.sampled_from(["a", "b.c", "v1.0", "ü", "日本", "\udce9", "\udcff\udc80", "\uefe9", " ", "n" * 90, "~2"])
@@ -120,7 +117,7 @@ def through_webdataset(path: Path) -> list[tuple[str, bytes, int]]:
     return out
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", counts(40))
 def test_samples_are_those_of_webdataset(path: Path, count: int | None) -> None:
     """Keys, bytes and labels of intact tars in every format, also with names that are not UTF-8."""
     kinds = st.sampled_from([0, 1, 2])  # ustar, GNU, pax
@@ -140,7 +137,7 @@ def test_samples_are_those_of_webdataset(path: Path, count: int | None) -> None:
         ours = [(r.key, whole[r.offset : r.offset + r.size], r.label) for r in rows]
         assert ours == through_webdataset(path)
 
-    examples(st.tuples(st.lists(NAMES, min_size=1, max_size=8), kinds), compare, count, slow=3000)
+    examples(st.tuples(st.lists(NAMES, min_size=1, max_size=8), kinds), compare, count, many=3000)
 
 
 def test_names_survive_a_table() -> None:
@@ -153,7 +150,7 @@ def test_names_survive_a_table() -> None:
         assert from_text(text) == name
         assert readable(text).isprintable() or not readable(text).isascii()
 
-    examples(st.binary(max_size=12), check, 100)
+    examples(st.binary(max_size=12), check, 100, many=0)
     assert to_text("größe/日本.jpg") == "größe/日本.jpg"
     assert len({to_text(n) for n in ("\udcee\udcbe\udc80", "\uef80", "\udc80")}) == 2  # the first two are equal bytes
 
@@ -165,4 +162,4 @@ def test_keys_are_split_as_by_the_former_pattern() -> None:
         match = pattern.fullmatch(name)
         assert key_and_extension(name) == (match and (match[1], match[2].lower()))
 
-    examples(st.text("a./", max_size=12), check, 200)
+    examples(st.text("a./", max_size=12), check, 200, many=0)

@@ -50,3 +50,33 @@ def test_the_recipe_of_a_checkpoint_makes_no_request(
 def test_the_recipe_of_a_checkpoint_is_within_bounds(text: str, tmp_path: Path):
     with pytest.raises(UserError, match=r"c\.pt: its recipe is not one of eagleray"):
         restore(checkpoint_with(text, tmp_path / "c.pt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("images", 2**60),
+        ("images", -1),
+        ("images", "x"),
+        ("method", 1),
+        ("method", {1: torch.zeros(1)}),
+        ("plugins", 7),
+        ("plugins", [7]),
+        ("plugins", [{"x": 1}]),
+    ],
+)
+def test_a_checkpoint_with_values_of_other_types_is_one_line(name: str, value: object, small: Path, tmp_path: Path):
+    tree = config.to_plain(recipe.load(str(small)))
+    state = {"images": 10, "method": {}} | ({name: value} if name != "plugins" else {})
+    text = json.dumps(tree | ({name: value} if name == "plugins" else {}))
+    torch.save(dict.fromkeys(KEYS, 1) | {"recipe": text} | state, tmp_path / "c.pt")
+    with pytest.raises(UserError, match=r"c\.pt: not a checkpoint written by eagleray: its values are of other types"):
+        restore(str(tmp_path / "c.pt"))
+
+
+def test_weights_that_do_not_fit_are_one_line(small: Path, tmp_path: Path):
+    text = json.dumps(config.to_plain(recipe.load(str(small))))
+    torch.save(dict.fromkeys(KEYS, 1) | {"recipe": text, "images": 10, "method": {}}, tmp_path / "c.pt")
+    with pytest.raises(UserError, match=r"c\.pt: its weights do not fit its recipe") as caught:
+        restore(str(tmp_path / "c.pt"))
+    assert "\n" not in str(caught.value)

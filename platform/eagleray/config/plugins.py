@@ -114,7 +114,7 @@ def resolve(listed: Any, *, folder: Path | None = None) -> list[dict[str, str]]:
 
     Raises PluginError when an entry of a resolved recipe has another digest than the source."""
     if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
-        raise PluginError(f"plugins: expected a list of files and modules, got {listed!r}")
+        raise PluginError(f"plugins: expected a list of files and modules, got {repr(listed)[:80]}")
     plugins: dict[str, Plugin] = {}
     for item in listed:
         name, digest = (item, None) if isinstance(item, str) else (str(item.get("name", "")), item.get("sha256"))

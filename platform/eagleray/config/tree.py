@@ -18,6 +18,7 @@ from eagleray.config import register, signature, yaml_text
 
 ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names, which no key has
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+LONGEST, MOST = 300, 10  # characters of what is said about a key, and keys about which something is said
 T = TypeVar("T")
 
 
@@ -42,7 +43,9 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as e:
-        raise RecipeError(f"{source}: " + "; ".join(explain(e, kind))) from None
+        lines = [line if len(line) < LONGEST else f"{line[:LONGEST]} ..." for line in explain(e, kind)]
+        more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+        raise RecipeError(f"{source}: " + "; ".join(lines[:MOST] + more)) from None
 
 
 def to_plain(recipe: object) -> dict[str, Any]:

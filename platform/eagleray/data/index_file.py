@@ -22,13 +22,16 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.base.files import cache_folder, file_lock, write_atomic
 from eagleray.data.file_names import readable, to_text
-from eagleray.data.index_schema import BLOCK, SCHEMA, Shard, check_rows, check_shards
+from eagleray.data.index_schema import BLOCK, SCHEMA, Shard, check_rows, check_shards, largest_rows
+from eagleray.data.parquet_pages import largest_page
 from eagleray.data.tar_scan import Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 NAME = "index.parquet"
 UNREAD = "unread"  # a key of metadata: the number of images that are not read, of a table or by shard
+LARGEST_PAGE = 2**24  # bytes in memory; a writer begins a new page after 2^20
+MOST_AT_ONCE = 2**28  # bytes of rows that are read together, however the texts are stored
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
 
 
@@ -60,7 +63,9 @@ class File:
         """Open the file, a copy of the one at `url` if that is given. Raises ValueError when it is not an index."""
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
-            self._file = pq.ParquetFile(path, memory_map=True)
+            self._pages: dict[int, int] = {}  # bytes of the largest page of each row group that has been read
+            self._map = pa.memory_map(str(path))  # the file itself may be replaced or moved meanwhile
+            self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
             self.unread = _counts(self._file.metadata.metadata)
@@ -75,12 +80,32 @@ class File:
         """Return all rows of a shard. Raises UserError when they cannot be true."""
         try:
             with self._lock:
-                rows = self._file.read_row_group(group, list(columns), use_threads=False)
+                rows = self._read(group, columns)
             table = _with_unread(rows, self.unread.get(self.shards[group].name, 0))
             check_rows(table, self.shards[group])
         except (pa.ArrowException, ValueError, OSError) as e:
             raise self.damaged(f"{self.shards[group].name}: {' '.join(str(e).split())[:300]}") from None
         return table
+
+    def _read(self, group: int, columns: Sequence[str]) -> pa.Table:
+        """Read rows in memory that is bounded whatever the file says: a text may stand for every row of its page."""
+        if group not in self._pages:
+            self._pages[group] = largest_page(self._map, self._file.metadata.row_group(group))
+        if self._pages[group] > LARGEST_PAGE:
+            raise ValueError(f"a page of {self._pages[group]} bytes")
+        if not {"key", "reason"} & set(columns):
+            return self._file.read_row_group(group, list(columns), use_threads=False)
+        rows, shard = MOST_AT_ONCE // max(self._pages[group], 1) + 1, self.shards[group]
+        batches: list[pa.RecordBatch] = []
+        size = 0
+        for batch in self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False):
+            size += batch.nbytes
+            if size > largest_rows(shard):
+                raise ValueError(f"more than {largest_rows(shard)} bytes of names and reasons")
+            batches.append(batch)
+        if not batches:
+            return self._file.schema_arrow.empty_table().select(list(columns))
+        return pa.Table.from_batches(batches).combine_chunks()
 
     def damaged(self, what: str) -> UserError:
         """Return the error for an index whose content contradicts itself or its shards."""

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eagleray.data.tar_headers import BLOCK as HEADER
+from eagleray.data.tar_headers import LONGEST_NAME
 from eagleray.data.tar_scan import LARGEST
 
 BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
@@ -66,6 +67,13 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
             raise ValueError(f"{s.name}: blocks of {sum(s.blocks)} samples, of {s.usable}")
         if metadata.row_group(group).num_rows != rows:
             raise ValueError(f"{s.name}: {metadata.row_group(group).num_rows} rows of {rows} samples")
+
+
+def largest_rows(shard: Shard) -> int:
+    """Return how many bytes the rows of a shard may have in memory: names are in the headers of a tar, and each byte
+    takes up to three; reasons are shorter than a header. The names of a folder of images are not in its files."""
+    names = 3 * LONGEST_NAME * (shard.usable + shard.bad) if shard.name == "." else 3 * shard.size
+    return names + 2**10 * (shard.usable + shard.bad + 1)
 
 
 def check_rows(table: pa.Table, shard: Shard) -> None:

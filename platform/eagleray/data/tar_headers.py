@@ -1,7 +1,7 @@
 """Reads the headers of a tar that may come from a stranger, in time and memory that its size bounds.
 
 The format is POSIX pax (IEEE Std 1003.1-2017, `pax`, "ustar" and "pax Interchange Format") with the extensions of GNU
-tar. What is damaged ends the archive with one reason, and every member before it is kept. Decision 33 says why this is
+tar. What is damaged ends the archive with one reason, and every member before it is kept. Decision 34 says why this is
 not left to Python's tarfile, which reads intact archives in the same way.
 """
 

@@ -45,13 +45,32 @@ def find(folder: str) -> dict[str, Any] | None:
     url = f"{folder.rstrip('/')}/{NAME}"
     try:
         card = json.loads(bytes(store.store(url).get(url)))
-        return card | {name: card[name]["counts"] for name in ("sides", "aspects")}  # type: ignore[no-any-return]
+        card |= {name: card[name]["counts"] for name in ("sides", "aspects")}
+        card.pop("sampled", None)  # of what `describe` makes up
+        _check(card)
+        return card  # type: ignore[no-any-return]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         if isinstance(e, UserError):
             raise
-        raise UserError(f"{url}: not a {NAME} written by eagleray ({type(e).__name__}: {e})") from None
+        raise UserError(f"{url}: not a {NAME} written by eagleray ({type(e).__name__}: {str(e)[:200]})") from None
+
+
+def _check(card: dict[str, Any]) -> None:
+    """Check the types of what is shown of a card, which may come from a stranger. Raises one of several errors."""
+    dropped = list(card["dropped"].values())
+    numbers = [card[name] for name in ("images", "bytes", "shards", "classes", "listed")]
+    numbers += [*card["sides"], *card["aspects"], *card["formats"].values(), *(d["count"] for d in dropped)]
+    wrong = [n for n in numbers if type(n) is not int or not 0 <= n < 2**63]
+    if wrong:
+        raise ValueError(f"expected a count, found {repr(wrong[0])[:80]}")
+    texts = [card[name] for name in ("source", "command", "licence")]
+    texts += [text for d in dropped for text in d["examples"]]
+    if {type(text) for text in texts} - {str} or any(d.keys() != {"count", "examples"} for d in dropped):
+        raise ValueError("expected texts")
+    if (len(card["sides"]), len(card["aspects"])) != (len(SIDES) + 1, len(ASPECTS) + 1):
+        raise ValueError("histograms of other lengths")
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -94,7 +113,7 @@ def format_bytes(size: int) -> str:
 
 def percent(part: int, whole: int) -> str:
     """Format a share in percent with three digits."""
-    return f"{100 * part / whole:.3g} %"
+    return f"{100 * part / max(whole, 1):.3g} %"
 
 
 def quantiles(counts: list[int], edges: list[Any]) -> str:

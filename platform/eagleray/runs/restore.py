@@ -20,6 +20,7 @@ from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import is_remote
 
+MOST_IMAGES = 2**31  # of a set; a method may keep a vector of each
 KEYS = {"recipe", "method", "images"}  # in every checkpoint of eagleray
 
 
@@ -60,6 +61,9 @@ def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
         raise UserError(f"{path}: its recipe is not one of eagleray: {one_line(e)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: its recipe is not one of eagleray: expected keys and values")
+    other = UserError(f"{path}: not a checkpoint written by eagleray: its values are of other types")
+    if not _are_plugins(tree.get("plugins", [])):
+        raise other
     missing = [p["name"] for p in tree.get("plugins", ()) if p["name"] not in plugins.loaded_plugins()]
     if missing:
         raise UserError(
@@ -68,18 +72,31 @@ def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
         )
     recipe = config.check(Recipe, tree, path)
     method = build_method(recipe)
+    if not _are_weights(state["images"], state["method"]):
+        raise other
     method.allocate(state["images"])
     try:
         method.load_state_dict(state["method"])
     except RuntimeError as e:
         changed = [p.name for p in recipe.plugins if p not in plugins.loaded_plugins().values()]
         if not changed:
-            raise
+            raise UserError(f"{path}: its weights do not fit its recipe: {one_line(e)}") from e
         raise UserError(
             f"{path}: was trained with another version of the plug-in {changed[0]}, which is in "
             f"{folder / plugins.FOLDER}: the weights do not fit this one"
         ) from e
     return Restored(recipe, method, folder)
+
+
+def _are_plugins(listed: Any) -> bool:
+    """Return whether a value is a list of plug-ins, in the recipe of a checkpoint, which may come from a stranger."""
+    return isinstance(listed, list) and all(isinstance(p, dict) and isinstance(p.get("name"), str) for p in listed)
+
+
+def _are_weights(images: Any, weights: Any) -> bool:
+    """Return whether these are a number of images and a state of a method."""
+    counted = type(images) is int and 0 <= images <= MOST_IMAGES
+    return counted and isinstance(weights, dict) and all(isinstance(key, str) for key in weights)
 
 
 def _load(file: Path) -> Any:

@@ -148,8 +148,8 @@ class RunDir:
             raise UserError(line) from error
 
     def begin(self, step: int, ranks: int, inputs: Sequence[DataInput] = (), *, resumes: bool, **about: Any) -> int:
-        """Open the histories at a step, and return it. `inputs` are the data sets that the run reads, and `resumes` says
-        that the step is that of a checkpoint of this run. What there is to say `about` this start goes into its line of
+        """Open the histories at a step, and return it. `inputs` are the data sets that the run reads, and `resumes`
+        says that the step is that of a checkpoint of this run. What there is to say `about` this start goes into its line of
         starts.jsonl. Raises Futile after many starts without progress, and UserError when a package is missing that the
         recipe asks for."""
         if self.rank == 0:

@@ -292,6 +292,18 @@ WRONG = {
         broken(lambda t: t["annotations"][0].update(segmentation={"size": [48, 64], "counts": "\u20ac"})),
         "neither polygons nor",
     ),
+    "a polygon far away": (
+        broken(lambda t: t["annotations"][0].update(segmentation=[[0, 0, 2**31, 0, 2**31, 2**31]])),
+        "neither polygons nor",
+    ),
+    "a polygon without end": (
+        broken(lambda t: t["annotations"][0].update(segmentation=[[0, 0, 48, 60] * 10_000])),
+        "neither polygons nor",
+    ),
+    "an image of 4 GB": (
+        broken(lambda t: t["images"][0].update(height=65_536, width=65_536)),
+        "65536 x 65536 pixels, expected at most 178956970",
+    ),
     "deep": (
         lambda f: (f / "annotations" / "instances_train.json").write_text("[" * 200_000),
         "cannot be read as JSON",

@@ -9,6 +9,7 @@ from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
+CLASSES = range(1, 197)
 TABLES = {"train": "cars_train_annos.mat", "test": "cars_test_annos_withlabels.mat"}
 
 
@@ -27,10 +28,13 @@ def cars(options: PrepareOptions) -> SourceFiles:
 def _rows(table: Blob) -> Iterator[tuple[str, int]]:
     [annotations] = matlab.read_arrays(table.url, "annotations")
     try:
-        rows = [(str(r["fname"].item()), int(r["class"].item()) - 1) for r in annotations.ravel()]
-    except (ValueError, IndexError, AttributeError, TypeError):
+        rows = [(str(r["fname"].item()), int(r["class"].item())) for r in annotations.ravel()]
+    except (ValueError, IndexError, AttributeError, TypeError, OverflowError):
         raise UserError(f"{table.url}: expected annotations with the fields fname and class") from None
-    return iter(rows)
+    wrong = [label for _, label in rows if label not in CLASSES]
+    if wrong:
+        raise UserError(f"{table.url}: expected classes of 1 to {len(CLASSES)}, found {wrong[0]:.3g}")
+    return ((name, label - 1) for name, label in rows)
 
 
 SOURCES = {
@@ -40,7 +44,7 @@ SOURCES = {
         dataset=Dataset(
             "Stanford Cars",
             short="cars",
-            classes=196,
+            classes=len(CLASSES),
             splits={"train": 8_144, "test": 8_041},
             obtain="Download cars_train.tgz, cars_test.tgz, car_devkit.tgz and cars_test_annos_withlabels.mat from "
             "ai.stanford.edu/~jkrause/cars",

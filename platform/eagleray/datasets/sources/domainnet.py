@@ -10,6 +10,7 @@ from eagleray.datasets.sources.source import Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
 LINE = r"(?P<name>\S.*) (?P<label>\d+)"
+CLASSES = 345
 
 
 def domainnet(options: PrepareOptions) -> SourceFiles:
@@ -23,7 +24,7 @@ def domainnet(options: PrepareOptions) -> SourceFiles:
 
 
 def _listing(options: PrepareOptions, table: Blob, images: list[Blob]) -> Listing:
-    rows = list(lists.read_labels(table.url, LINE, "a path and a class number"))
+    rows = list(lists.read_labels(table.url, LINE, f"a path and a class number below {CLASSES}", range(CLASSES)))
     names = {label: PurePosixPath(name).parent.name for name, label in rows}
     blobs = {files.relative_path(b, options.origin): b for b in images}
     classes = [names.get(label, "") for label in range(max(names, default=-1) + 1)]  # a list may lack a class
@@ -39,7 +40,7 @@ def _source(title: str, train: int, test: int) -> Source:
         dataset=Dataset(
             f"DomainNet {title}",
             short=name,
-            classes=345,
+            classes=CLASSES,
             splits={"train": train, "test": test},
             obtain=f"Download {name}.zip, {name}_train.txt and {name}_test.txt from ai.bu.edu/M3SDA",
             contents=f"`{name}/`, `{name}_train.txt`, `{name}_test.txt`",

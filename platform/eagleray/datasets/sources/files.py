@@ -1,5 +1,8 @@
 """Find the files of a source: a single one, those in a folder, or those in the whole tree below it."""
 
+import csv
+import io
+
 from eagleray.base.errors import UserError
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -40,6 +43,18 @@ def read_text(url: str) -> str:
         raise UserError(f"{url}: no such file") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{url}: not UTF-8 text ({e.reason} at byte {e.start})") from None
+
+
+def read_csv(url: str, delimiter: str = ",") -> list[dict[str, str]]:
+    """Read a CSV file whose first line names the columns. A cell that is missing at the end of a line is empty.
+
+    Raises UserError when the file does not exist or is not a CSV file.
+    """
+    text = io.StringIO(read_text(url), newline="")
+    try:
+        return list(csv.DictReader(text, delimiter=delimiter, restval=""))
+    except csv.Error as e:
+        raise UserError(f"{url}: not a CSV file: {e}") from None
 
 
 def missing_error(url: str, expected: str) -> UserError:

@@ -12,6 +12,7 @@ from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import RESEARCH, Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
+CLASSES = range(1, 103)
 LABELS, SPLITS = "imagelabels.mat", "setid.mat"
 NUMBERS = {"trainval": ("trnid", "valid"), "test": ("tstid",), "train": ("trnid",), "val": ("valid",)}
 
@@ -35,14 +36,14 @@ def _listing(options: PrepareOptions, images: list[Blob]) -> Listing:
 
 
 def _rows(options: PrepareOptions) -> Iterator[tuple[str, int]]:
-    labels = matlab.read_arrays(f"{options.origin}/{LABELS}", "labels")[0].ravel()
-    ids = matlab.read_arrays(f"{options.origin}/{SPLITS}", *NUMBERS[options.split or "trainval"])
-    for number in np.sort(np.concatenate([i.ravel() for i in ids])).tolist():
-        if not 1 <= number <= len(labels):
+    labels = matlab.read_numbers(f"{options.origin}/{LABELS}", ["labels"], CLASSES)[0]
+    ids = matlab.read_numbers(f"{options.origin}/{SPLITS}", NUMBERS[options.split or "trainval"], range(1, 100_000))
+    for number in np.sort(np.concatenate(ids)).tolist():
+        if number > len(labels):
             raise UserError(
                 f"{options.origin}/{SPLITS}: image {number} is not among the {len(labels)} images of {LABELS}"
             )
-        yield f"image_{number:05d}.jpg", int(labels[number - 1]) - 1
+        yield f"image_{number:05d}.jpg", labels[number - 1].item() - 1
 
 
 SOURCES = {
@@ -52,7 +53,7 @@ SOURCES = {
         dataset=Dataset(
             "Oxford Flowers-102",
             short="flowers",
-            classes=102,
+            classes=len(CLASSES),
             splits={"trainval": 2_040, "test": 6_149, "train": 1_020, "val": 1_020},
             obtain="Download 102flowers.tgz, imagelabels.mat and setid.mat from robots.ox.ac.uk/~vgg/data/flowers/102",
             contents="`jpg/`, `imagelabels.mat`, `setid.mat`",

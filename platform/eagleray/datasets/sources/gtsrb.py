@@ -1,6 +1,6 @@
 """GTSRB, German traffic signs: class folders of training images, and a CSV with the classes of the test images."""
 
-import csv
+import re
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -42,16 +42,16 @@ def _train(root: str, images: list[Blob]) -> Listing:
 
 
 def _test(truth: Blob, images: list[Blob]) -> Listing:
-    rows = list(csv.DictReader(files.read_text(truth.url).splitlines(), delimiter=";"))
+    rows = files.read_csv(truth.url, ";")
     if not rows or not {"Filename", "ClassId"} <= rows[0].keys():
         raise UserError(f"{truth.url}: expected columns Filename and ClassId, separated by semicolons")
     blobs = {PurePosixPath(b.url).name: b for b in images}
     return Listing(lists.match_items([(r["Filename"], _label(r["ClassId"], truth.url)) for r in rows], blobs))
 
 
-def _label(text: str | None, file: str) -> int:
-    if not text or not text.isdigit() or int(text) >= CLASSES:
-        raise UserError(f"{file}: expected a class of 0 to {CLASSES - 1}, found {text!r}")
+def _label(text: str, file: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) >= CLASSES:
+        raise UserError(f"{file}: expected a class of 0 to {CLASSES - 1}, found {text[:80]!r}")
     return int(text)
 
 

@@ -42,8 +42,8 @@ def _rows(table: Blob) -> Iterator[tuple[str, int]]:
             continue
         try:
             row = json.loads(line)
-            yield str(row["img"]), {0: 0, 1: 1}[row["label"]]
-        except (ValueError, KeyError, TypeError):
+            yield str(row["img"]).encode(errors="replace").decode(), {0: 0, 1: 1}[row["label"]]
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f"{table.url}: line {number}: expected a JSON object with the keys img and label, which is 0 or 1"
             ) from None

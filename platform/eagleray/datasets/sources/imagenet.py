@@ -1,26 +1,26 @@
 """ImageNet-1k and ImageNet-22k as a tar of class tars, as class tars or as folders, and the validation labels."""
 
-import csv
 import io
 import re
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
+from eagleray.data import tar_headers
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
 from eagleray.datasets.sources.matlab import load
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFiles
-from eagleray.datasets.sources.tars import members
+from eagleray.datasets.sources.tars import gunzip, members
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span
 
 CLASS = re.compile(r"n\d{8}")
+LARGEST_KIT = 2**28  # bytes of the development kit, of which it has three million
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 LAYOUTS = "a tar of class tars, class tars n01440764.tar ..., or class folders n01440764/ ..."
 
@@ -117,10 +117,10 @@ def ground_truth(url: str) -> tuple[dict[str, int], list[str]]:
 
 def _kaggle(url: str) -> dict[str, str]:
     """Read the class of every image from LOC_val_solution.csv, where it is the first word of the image's boxes."""
-    rows = list(csv.DictReader(io.StringIO(files.read_text(url))))
+    rows = files.read_csv(url)
     if not rows or not {"ImageId", "PredictionString"} <= rows[0].keys():
         raise UserError(f"{url}: expected Kaggle's LOC_val_solution.csv with columns ImageId and PredictionString")
-    if cut := next((row["ImageId"] for row in rows if not (row["PredictionString"] or "").strip()), None):
+    if cut := next((row["ImageId"] for row in rows if not row["PredictionString"].strip()), None):
         raise UserError(f"{url}: image {cut} has no class; the file may be cut off")
     return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
 
@@ -136,7 +136,7 @@ def _devkit(url: str) -> dict[str, str]:
         synsets = load(parts["meta.mat"], message, variable_names=["synsets"], squeeze_me=True)["synsets"]
         wnids = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
         truth = [wnids[int(line)] for line in parts[TRUTH].split()]
-    except (KeyError, ValueError, TypeError, IndexError) as e:
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as e:
         raise UserError(f"{message} ({type(e).__name__}: {e})") from None
     classes = set(wnids.values())
     if missing := classes - set(truth):
@@ -149,11 +149,11 @@ def _devkit_files(url: str) -> dict[str, bytes]:
     if url.lower().endswith((".tar.gz", ".tgz")):
         files.find_file(url)
         try:
-            with tarfile.open(fileobj=io.BytesIO(store.store(url).get(url)), mode="r:gz") as kit:
-                members_by_name = {PurePosixPath(m.name).name: m for m in kit.getmembers() if m.isfile()}
-                return {n: kit.extractfile(members_by_name[n]).read() for n in names if n in members_by_name}  # type: ignore[union-attr]
-        except (tarfile.TarError, OSError, EOFError) as e:
+            kit = gunzip(url, LARGEST_KIT)
+            spans = {PurePosixPath(m[0]).name: m for m in tar_headers.members(io.BytesIO(kit), len(kit))}
+        except tar_headers.DamagedTar as e:
             raise UserError(f"{url}: cannot be unpacked: {e}") from None
+        return {n: kit[spans[n].offset : spans[n].offset + spans[n].size] for n in names if n in spans}
     blobs = {PurePosixPath(b.url).name: b.url for b in files.list_tree(url)}
     if names[0] not in blobs:
         raise files.missing_error(

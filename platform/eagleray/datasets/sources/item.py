@@ -105,7 +105,8 @@ def key_and_extension(name: str) -> tuple[str, str]:
     Dots in the key become underscores, because webdataset takes the first dot of a name for the end of its key.
     """
     path = PurePosixPath(name)
-    return str(path.with_suffix("")).replace(".", "_"), path.suffix[1:].lower()
+    key = str(path.with_suffix("")) if path.name else name  # "/" and "" have no name
+    return key.replace(".", "_"), path.suffix[1:].lower()
 
 
 def metadata_json(columns: Mapping[str, Any]) -> str | None:

@@ -8,18 +8,21 @@ from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, key_and_extension
 from eagleray.storage.blob import Blob
 
+DIGITS = 18  # of a class number, at most; Python refuses to read thousands
 
-def read_labels(url: str, pattern: str, expected: str) -> Iterator[tuple[str, int]]:
+
+def read_labels(url: str, pattern: str, expected: str, labels: range) -> Iterator[tuple[str, int]]:
     """Yield the file name and the class number in every line of a text file.
 
     The pattern matches a whole line and has the groups `name` and `label`. Empty lines and lines that begin with # are
-    skipped. Raises UserError for any other line that does not match; `expected` describes the right form of a line.
+    skipped. Raises UserError for any other line that does not match or whose class is none of `labels`; `expected`
+    describes the right form of a line.
     """
     for number, line in enumerate(files.read_text(url).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = re.fullmatch(pattern, line.strip())
-        if not match:
+        if not match or len(match["label"]) > DIGITS or int(match["label"]) not in labels:
             raise UserError(f"{url}: line {number}: expected {expected}, found {line.strip()[:80]!r}")
         yield match["name"], int(match["label"])
 

@@ -1,13 +1,37 @@
 """Read variables from MATLAB files."""
 
 import io
+import math
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
+
+LARGEST = 2**30  # bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
+HEADER, COMPRESSED = 128, 15  # bytes before the first element of a file, and the type of a compressed one
+PIECE = 2**20  # bytes that are unpacked at once to learn how many there are
+
+
+def read_numbers(url: str, names: Sequence[str], expected: range) -> list[NDArray[np.int64]]:
+    """Return variables of a MATLAB file as vectors (N,). Raises UserError for numbers that are not in `expected`."""
+    vectors = []
+    for name, values in zip(names, read_arrays(url, *names), strict=True):
+        numbers = np.asarray(values).ravel()
+        if numbers.dtype.kind in "iuf":
+            wrong = numbers[~((numbers >= expected.start) & (numbers < expected.stop) & (numbers == np.floor(numbers)))]
+        else:
+            wrong = np.array([f"values of type {numbers.dtype}"])
+        if len(wrong):
+            limits = f"{expected.start} to {expected.stop - 1}"
+            raise UserError(f"{url}: expected whole numbers of {limits} in {name}, found {wrong[0]}")
+        vectors.append(numbers.astype(np.int64))
+    return vectors
 
 
 def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
@@ -28,11 +52,29 @@ def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
 def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me: bool = False) -> dict[str, Any]:
     """Return the variables of a MATLAB file whose bytes are in memory.
 
-    Raises UserError, beginning with `message`, when the bytes cannot be parsed.
+    Raises UserError, beginning with `message`, when the bytes cannot be parsed or unpack to more than LARGEST bytes.
     """
-    from scipy.io import loadmat
+    from scipy.io import loadmat, whosmat
 
     try:
+        if _unpacked(data) > LARGEST or any(math.prod(shape) > LARGEST for _, shape, _ in whosmat(io.BytesIO(data))):
+            raise UserError(f"{message} (more than {LARGEST} bytes)")
         return dict(loadmat(io.BytesIO(data), variable_names=variable_names, squeeze_me=squeeze_me))
+    except UserError:
+        raise
     except Exception as e:  # SciPy's readers raise errors of any type on bytes that they do not expect
         raise UserError(f"{message} ({type(e).__name__})") from None
+
+
+def _unpacked(data: bytes) -> int:
+    """Return the bytes of the elements of a MATLAB 5 file once they are unpacked, or a number above LARGEST."""
+    order, at, total = ">" if data[HEADER - 2 : HEADER] == b"MI" else "<", HEADER, 0
+    while at + 8 <= len(data) and total <= LARGEST:
+        kind, size = struct.unpack_from(f"{order}II", data, at)
+        packed = data[at + 8 : at + 8 + size] if kind == COMPRESSED else b""
+        unpacker = zlib.decompressobj()
+        while packed and total <= LARGEST:
+            total += len(unpacker.decompress(packed, PIECE))
+            packed = unpacker.unconsumed_tail
+        at += 8 + size
+    return total

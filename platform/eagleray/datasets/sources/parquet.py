@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagleray.base.errors import UserError
+from eagleray.data.tar_scan import LARGEST
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, key_and_extension, metadata_json
 from eagleray.datasets.sources.options import PrepareOptions
@@ -20,6 +21,9 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import READ, RangeFile, Span
 
 LABEL = "label"
+MOST_AT_ONCE = 2**32  # bytes of the images of one shard, and so of a row group
+FEW = 2**16  # rows that a file of any size may have; beyond that an image takes at least a byte
+MOST_TEXT = 2**31  # bytes of the metadata of one file
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
@@ -43,26 +47,41 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
     for position, item in enumerate(rows):
         groups.setdefault((item.url, item.group), []).append(position)
     images = [b""] * len(rows)
+    total = 0
     for (url, group), positions in groups.items():
-        cells = read_group(url, group, column)
-        for position in positions:
-            images[position] = cells[rows[position].offset] or b""
+        wanted = {rows[position].offset: position for position in positions}
+        for row, image in enumerate(_images_of_group(url, group, column)):
+            if image and row in wanted:
+                images[wanted[row]] = image
+                total += len(image)
+            if total > MOST_AT_ONCE:
+                raise UserError(f"{url}: row group {group} has more than {MOST_AT_ONCE} bytes of images; divide it")
     return zip(rows, images, strict=True)
 
 
-def read_group(url: str, group: int, column: str) -> list[bytes | None]:
-    """Return the images of a row group, in the order of its rows."""
-    cells = open_parquet(files.find_file(url)).read_row_group(group, columns=[column])[column]
-    if pa.types.is_struct(cells.type):
-        cells = pa.chunked_array([c.field("bytes") for c in cells.chunks], cells.type.field("bytes").type)
-    return cells.to_pylist()  # type: ignore[no-any-return]
+def _images_of_group(url: str, group: int, column: str) -> Iterator[bytes | None]:
+    """Yield the images of a row group, in the order of its rows; an image that is too large for any shard is empty."""
+    for batch in _batches(open_parquet(files.find_file(url)), url, group, [column], 16):
+        cells = batch.column(0)
+        cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
+        yield from (cell.as_py() if cell.is_valid and len(cell.as_buffer()) <= LARGEST else None for cell in cells)
+
+
+def _batches(file: pq.ParquetFile, url: str, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+    """Yield a row group, a few rows at a time: a page may say in a few bytes that all rows hold one large value."""
+    try:
+        yield from file.iter_batches(rows, row_groups=[group], columns=columns)
+    except (pa.ArrowException, OSError) as e:
+        raise UserError(f"{url}: row group {group} cannot be read: {' '.join(str(e).split())[:300]}") from None
 
 
 def open_parquet(blob: Blob) -> pq.ParquetFile:
     """Open a Parquet file, local or on S3. Raises UserError when the file is not in the Parquet format."""
     try:
-        return pq.ParquetFile(io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
-    except pa.ArrowException as e:
+        file = pq.ParquetFile(io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
+        assert file.schema_arrow is not None  # is made now
+        return file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise UserError(f"{blob.url}: not a Parquet file: {' '.join(str(e).split())}") from None
 
 
@@ -110,13 +129,13 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
     path = f"{column}.path" if pa.types.is_struct(kind) and "path" in [f.name for f in kind] else None
     others = [f.name for f in file.schema_arrow if f.name != column and not pa.types.is_nested(f.type)]
     others = [n for n in others if not _holds_images(file.schema_arrow.field(n).type)]
-    stem, number = PurePosixPath(blob.url).stem, 0
+    stem, number, meta_bytes = PurePosixPath(blob.url).stem, 0, 0
+    if file.metadata.num_rows > max(blob.size, FEW):
+        raise UserError(f"{blob.url}: says that it has {file.metadata.num_rows} rows, in {blob.size} bytes")
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
-        size = math.ceil(_column_bytes(metadata, column) / max(metadata.num_rows, 1))
-        table = file.read_row_group(group, columns=others + ([path] if path else []))
-        rows = table.to_pylist() if table.num_columns else [{}] * metadata.num_rows
-        for row, cells in enumerate(rows):
+        size = math.ceil(max(_column_bytes(metadata, column), 0) / max(metadata.num_rows, 1))
+        for row, cells in enumerate(_rows(file, blob.url, group, others + ([path] if path else []))):
             name = (cells.pop(column, None) or {}).get("path") if path else None
             if name and PurePosixPath(name).name:  # "/" and "." have none
                 key, extension = key_and_extension(PurePosixPath(name).name)
@@ -124,8 +143,26 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
                 key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""
             label = cells.pop(LABEL, None)
             label = label if isinstance(label, int) and label >= 0 else -1
-            yield Item(key, blob.url, row, size, extension, label, group, metadata_json(_plain(cells)))
+            meta = metadata_json(_plain(cells))
+            meta_bytes += len(meta or "")
+            if meta_bytes > MOST_TEXT:
+                raise UserError(f"{blob.url}: the columns beside {column} have more than {MOST_TEXT} bytes")
+            yield Item(key, blob.url, row, size, extension, label, group, meta)
             number += 1
+
+
+def _rows(file: pq.ParquetFile, url: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a group. Raises UserError for a text that is not UTF-8 or a date that Python does not have."""
+    if not columns:
+        yield from ({} for _ in range(file.metadata.row_group(group).num_rows))
+        return
+    try:
+        for batch in _batches(file, url, group, columns, 256):
+            yield from batch.to_pylist()
+    except UserError:
+        raise
+    except (ValueError, OverflowError) as e:
+        raise UserError(f"{url}: has a value that cannot be read: {' '.join(str(e).split())[:300]}") from None
 
 
 def _column_bytes(group: Any, column: str) -> int:

@@ -9,6 +9,7 @@ from eagleray.datasets.sources.source import Dataset, Source, SourceFiles
 from eagleray.storage.blob import Blob
 
 LINE = r"(?P<name>\S+) (?P<label>\d+) \d+ \d+"
+CLASSES = range(1, 38)
 
 
 def pets(options: PrepareOptions) -> SourceFiles:
@@ -23,7 +24,7 @@ def pets(options: PrepareOptions) -> SourceFiles:
 
 
 def _listing(options: PrepareOptions, table: Blob, images: list[Blob]) -> Listing:
-    rows = list(lists.read_labels(table.url, LINE, "a name, its class from 1 on, species and breed"))
+    rows = list(lists.read_labels(table.url, LINE, "a name, its class from 1 to 37, species and breed", CLASSES))
     breeds = {label: name.rpartition("_")[0] for name, label in rows}
     blobs = {files.relative_path(b, f"{options.origin}/images"): b for b in images}
     items = lists.match_items(((f"{name}.jpg", label - 1) for name, label in rows), blobs)
@@ -37,7 +38,7 @@ SOURCES = {
         dataset=Dataset(
             "Oxford-IIIT Pets",
             short="pets",
-            classes=37,
+            classes=len(CLASSES),
             splits={"trainval": 3_680, "test": 3_669},
             obtain="Download images.tar.gz and annotations.tar.gz from robots.ox.ac.uk/~vgg/data/pets",
             contents="`images/`, `annotations/`",

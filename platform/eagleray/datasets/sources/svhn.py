@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
 from PIL import Image
 
 from eagleray.base.errors import UserError
@@ -31,9 +32,7 @@ def _listing(blob: Blob) -> Listing:
 
 
 def _items(blob: Blob) -> Iterator[Item]:
-    labels = matlab.read_arrays(blob.url, "y")[0].ravel()
-    if labels.min(initial=1) < 1 or labels.max(initial=1) > 10:
-        raise UserError(f"{blob.url}: expected labels of 1 to 10, found {labels.min()} to {labels.max()}")
+    [labels] = matlab.read_numbers(blob.url, ["y"], range(1, 11))
     stem = blob.url.rpartition("/")[2].partition("_")[0]
     for i, label in enumerate(labels.tolist()):
         yield Item(f"{stem}/{i:06d}", blob.url, i, BYTES, ARRAY, label % 10)
@@ -42,6 +41,10 @@ def _items(blob: Blob) -> Iterator[Item]:
 def read_images(rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
     """Yield the items of one MATLAB file with their images as PNGs. The whole file is read into memory."""
     [pixels] = matlab.read_arrays(rows[0].url, "X")  # (32, 32, 3, N)
+    count = max(item.offset for item in rows) + 1
+    if pixels.dtype != np.uint8 or pixels.shape[:-1] != (32, 32, 3) or pixels.shape[-1] < count:
+        kind = f"{' x '.join(map(str, pixels.shape))} of type {pixels.dtype}"
+        raise UserError(f"{rows[0].url}: expected at least {count} images, X of 32 x 32 x 3 x N bytes, found {kind}")
     for item in rows:
         yield item, encode(Image.fromarray(pixels[..., item.offset]))
 

@@ -1,12 +1,14 @@
 """Locate the members of tars, and of tars within tars, by reading their headers only, without unpacking anything."""
 
 import io
+import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 from eagleray.base.errors import UserError
 from eagleray.data import tar_headers
 from eagleray.data.file_names import readable
+from eagleray.storage import store
 from eagleray.storage.range_file import READ, RangeFile, Span
 
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
@@ -44,6 +46,19 @@ def members_and_holes(tar: Span) -> Iterator[tuple[Span, bool]]:
     except tar_headers.DamagedTar as e:
         why = f"cut off or damaged after {count} members: {e}" if count else f"not a tar archive: {e}"
         raise DamagedTar(f"{_title(tar)}: {why}") from None
+
+
+def gunzip(url: str, most: int) -> bytes:
+    """Return what a gzip file contains. Raises UserError when it is damaged or contains more than `most` bytes."""
+    unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    try:
+        data = unpacker.decompress(bytes(store.store(url).get(url)), most)
+    except zlib.error as e:
+        raise UserError(f"{url}: cannot be unpacked: {e}") from None
+    if not unpacker.eof:
+        why = f"contains more than {most} bytes" if unpacker.unconsumed_tail else "is cut off"
+        raise UserError(f"{url}: cannot be unpacked: it {why}")
+    return data
 
 
 def _title(tar: Span) -> str:

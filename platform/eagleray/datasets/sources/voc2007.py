@@ -38,7 +38,7 @@ def voc2007(options: PrepareOptions) -> SourceFiles:
 def _listing(tables: list[Blob], images: list[Blob]) -> Listing:
     marks: dict[str, list[int]] = {}
     for c, table in enumerate(tables):
-        for name, mark in lists.read_labels(table.url, LINE, "an image and 1, 0 or -1"):
+        for name, mark in lists.read_labels(table.url, LINE, "an image and 1, 0 or -1", range(-1, 2)):
             marks.setdefault(f"{name}.jpg", [0] * len(CLASSES))[c] = MARKS[mark]
     rows = ((name, bits(row)) for name, row in sorted(marks.items()))
     return Listing(lists.match_items(rows, {PurePosixPath(b.url).name: b for b in images}), CLASSES)

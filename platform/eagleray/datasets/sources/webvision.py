@@ -1,12 +1,13 @@
 """WebVision 1.0: lists of images with their classes, and the folders that its archives unpack to."""
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
-from eagleray.datasets.sources import files
+from eagleray.datasets.sources import files, lists
 from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_extension
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Source, SourceFiles
@@ -64,7 +65,7 @@ def _rows(table: Blob, *, has_labels: bool) -> Iterator[tuple[str, int]]:
         if not line.strip():
             continue
         name, _, label = line.strip().rpartition(" ") if has_labels else (line.split()[0], "", "")
-        if has_labels and not (name and label.isdigit()):
+        if has_labels and not (name and re.fullmatch(f"[0-9]{{1,{lists.DIGITS}}}", label)):
             raise UserError(
                 f"{table.url}: line {number}: expected a path and a class number, found {line.strip()[:80]!r}"
             )

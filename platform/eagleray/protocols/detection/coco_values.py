@@ -1,11 +1,14 @@
 """Checks the types and ranges of the values in a COCO file, which comes from strangers like any other data."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 SIDE = 2**16  # pixels, more than any image that decodes
+MOST_TURNS = 100  # length of a polygon in times of the height and width of its image together
+PIXELS = 178_956_970  # of an image that decodes, at most
 
 
 def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
@@ -18,6 +21,8 @@ def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         for key in ("height", "width"):
             if not is_whole(image[key], 1, SIDE):
                 yield f"images[{i}].{key} is {shown(image[key])}, expected pixels from 1 to {SIDE}"
+        if image["height"] * image["width"] > PIXELS:
+            yield f"images[{i}] has {image['width']} x {image['height']} pixels, expected at most {PIXELS}"
     for i, category in enumerate(tree["categories"]):
         if not is_whole(category["id"], 0, 2**31) or not isinstance(category["name"], str):
             yield f"categories[{i}] is {shown(category)}, expected a number as id and a text as name"
@@ -65,7 +70,17 @@ def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
             counts = run_lengths(counts)
         whole = is_numbers(counts, 1) and min(counts) >= 0 and sum(counts) == size[0] * size[1]
         return segmentation.get("size") == list(size) and whole
-    return isinstance(segmentation, list) and bool(segmentation) and all(is_numbers(p, 6) for p in segmentation)
+    return isinstance(segmentation, list) and bool(segmentation) and all(is_polygon(p, size) for p in segmentation)
+
+
+def is_polygon(value: Any, size: Sequence[int]) -> bool:
+    """Return whether a value is [x, y, x, y, ...], 3 or more points near the image, and not too long to be drawn."""
+    if not is_numbers(value, 6) or len(value) % 2:
+        return False
+    side = sum(size)
+    xs, ys = value[::2], value[1::2]
+    length = sum(abs(b - a) for v in (xs, ys) for a, b in itertools.pairwise(v))
+    return min(value) >= -side and max(value) <= 2 * side and length <= MOST_TURNS * side
 
 
 def run_lengths(text: str) -> list[int]:

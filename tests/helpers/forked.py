@@ -1,0 +1,65 @@
+"""Commands of a user as processes that begin at once: forked, so that none imports PyTorch anew."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import eagleray
+from eagleray.base.errors import Outage, UserError
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+class Command:
+    """`eagleray.pretrain` in a process of its own, on a machine of its own whose clock may be wrong."""
+
+    def __init__(
+        self,
+        recipe: Path,
+        keys: Mapping[str, Any],
+        out: str,
+        machine: Path,
+        *,
+        wait: Callable[[], Any] = lambda: None,
+        skew: float = 0.0,
+    ) -> None:
+        """`machine` is the folder of its caches, and `wait` is called before it begins; `skew` is in seconds."""
+        self._end, end = CONTEXT.Pipe(duplex=False)
+        self.process = CONTEXT.Process(target=_run, args=(recipe, dict(keys), out, machine, wait, skew, end))
+        self.process.start()
+        end.close()
+
+    def send(self, number: int) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def outcome(self, seconds: float = 120) -> str:
+        """Return "done", "stopped" or the one line of an error."""
+        assert self._end.poll(seconds), "the command goes on"
+        text = self._end.recv()
+        self.process.join(seconds)
+        return str(text)
+
+
+def _run(
+    recipe: Path, keys: dict[str, Any], out: str, machine: Path, wait: Callable[[], Any], skew: float, end: Any
+) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(machine)
+    honest = time.time
+    time.time = lambda: honest() + skew
+    wait()
+    try:
+        end.send("done" if eagleray.pretrain(recipe, keys, out=out, workers=0).finished else "stopped")
+    except (UserError, Outage) as e:
+        end.send(f"{type(e).__name__}: {e}")
+    except BaseException as e:
+        end.send(f"raw {type(e).__name__}: {e}")
+    end.close()
+    os._exit(0)  # what the tests' process has open is not this one's to close

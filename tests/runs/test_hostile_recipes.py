@@ -1,0 +1,38 @@
+"""A recipe from a stranger is a recipe, or one line that names it, in bounded time and memory."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from helpers.fuzzing import counts, examples, generators, one_line
+from helpers.mutations import change_bytes, change_tree
+from helpers.recipes import METHODS, small_recipe
+
+from eagleray import config
+from eagleray.runs import recipe
+from eagleray.runs.recipe import Recipe
+
+TEXTS = [small_recipe(method) for method in METHODS]
+TREES = [yaml.safe_load(text) for text in TEXTS]
+
+
+def changed(rng: Random) -> bytes:
+    """Draw a recipe whose text or whose values are changed."""
+    if rng.random() < 0.4:
+        return change_bytes(rng, rng.choice(TEXTS).encode())
+    return yaml.safe_dump(change_tree(rng, rng.choice(TREES))).encode(errors="surrogatepass")
+
+
+@pytest.mark.parametrize("count", counts(150))
+def test_mutated_recipes_end_in_a_recipe_or_a_line(count: int | None, tmp_path: Path):
+    path = tmp_path / "changed.yaml"
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        loaded = None
+        with one_line(most=4000):
+            loaded = recipe.load(str(path))
+        assert loaded is None or config.check(Recipe, config.to_plain(loaded), "again") == loaded
+
+    examples(generators(count).map(changed), check, count, many=2000)
