@@ -14,6 +14,7 @@ from eagleray.evaluation import evaluate
 from eagleray.evaluation.target import Target
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
+from eagleray.protocols.registry import SHIPPED
 from eagleray.protocols.settings import Evaluate
 
 MEASURED = ("images_per_s", "step_s", "forward_mib", "step_mib")  # by a clock, or by another count of memory
@@ -92,3 +93,8 @@ def test_a_protocol_measures_on_the_device_what_it_measures_on_the_cpu(
     assert got.keys() == want.keys()
     for key in got.keys() - set(MEASURED):
         assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-4), key
+
+
+def test_no_protocol_is_left_out() -> None:
+    """The variants of one protocol differ in the values of its settings."""
+    assert {SHIPPED[name].function for name in PROTOCOLS} == {p.function for p in SHIPPED.values()}

@@ -15,6 +15,7 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import world
+from eagleray.runs.recipe import Recipe
 
 FAST = ("mocov3", "dino", "instdisc")
 CLASSIFIERS = ("drloc", "supervised")
@@ -43,7 +44,15 @@ def test_a_whole_run_is_killed_continues_and_never_waits_in_a_step(
     assert "health/backbone_std" in lines[1]
     assert all(x.device.type == "cpu" for x in weights(tmp_path / "out").values())
     if method not in FAST[1:]:
-        assert load_file(tmp_path / "out" / "export" / "backbone.safetensors")
+        assert_timm_loads(r)
+
+
+def assert_timm_loads(r: Recipe) -> None:
+    """Check that the exported file of a run holds all tensors of the timm model that its recipe names."""
+    tensors = load_file(Path(r.out) / "export" / "backbone.safetensors")
+    model = timm.create_model(r.backbone.name, num_classes=0, **r.backbone.options)
+    model.load_state_dict(tensors)
+    assert all(torch.equal(x, tensors[name]) for name, x in model.state_dict().items())
 
 
 @pytest.mark.slow
@@ -53,10 +62,7 @@ def test_a_short_run_exports_what_timm_loads(
 ) -> None:
     r = small_run(method, shards, tmp_path / "out", "max_steps=1", "evaluate.probe_epochs=0")
     run_on_device(r, monkeypatch, export=True)
-    tensors = load_file(tmp_path / "out" / "export" / "backbone.safetensors")
-    model = timm.create_model(r.backbone.name, num_classes=0, **r.backbone.options)
-    model.load_state_dict(tensors)
-    assert all(torch.equal(x, tensors[name]) for name, x in model.state_dict().items())
+    assert_timm_loads(r)
 
 
 def test_a_continued_run_equals_one_that_was_not_killed(

@@ -292,10 +292,10 @@ class _Event(torch.Event):
 
 
 class _Memory:
-    """Counts the bytes of the live storages of the device."""
+    """Counts the bytes of the live storages of the device, of which it has `size`."""
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now, self.peak, self.size = 0, 0, 2**34
         self._live: set[int] = set()
 
     def add(self, inner: Tensor) -> None:
@@ -304,6 +304,9 @@ class _Memory:
             self._live.add(storage._cdata)
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
+            if self.now > self.size:
+                self._drop(storage._cdata, storage.nbytes())
+                raise torch.OutOfMemoryError(f"{DEVICE}: out of memory")
             weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes()).atexit = False
 
     def _drop(self, key: int, size: int) -> None:
@@ -319,6 +322,8 @@ ACCELERATOR: dict[str, Callable[..., Any]] = {
     "synchronize": lambda device=None: wait("synchronize"),
     "memory_allocated": lambda device=None: MEMORY.now,
     "max_memory_allocated": lambda device=None: MEMORY.peak,
+    "memory_reserved": lambda device=None: MEMORY.now,
+    "get_memory_info": lambda device=None: (MEMORY.size - MEMORY.now, MEMORY.size),
     "reset_peak_memory_stats": lambda device=None: MEMORY.reset(),
     "empty_cache": lambda: None,
 }

@@ -41,7 +41,7 @@ def test_a_trial_leaves_no_trace(method: str, tmp_path: Path, monkeypatch: pytes
     before = {n: t.clone() for n, t in ours.state_dict().items()}
     torch.manual_seed(3)
     batch = auto.blank_batch(recipe, (16,), CPU)
-    assert auto.trial_peak(ours, batch, AT, Precision.of("fp32", CPU), 4) == 7
+    assert auto.step_peak(ours, batch, AT, Precision.of("fp32", CPU), 4) == 7
     assert seen == [4]
     assert ours.export().micro_batch is None
     assert_same(before, ours.state_dict())
@@ -49,10 +49,13 @@ def test_a_trial_leaves_no_trace(method: str, tmp_path: Path, monkeypatch: pytes
     assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [(1000, 1), (1500, 44), (1400 + 1e-9, 34), (0, 1)])
+@pytest.mark.parametrize(("limit", "wanted"), [(1500, 44), (1400 + 1e-9, 34), (1180, 12)])
 def test_the_peak_grows_along_a_line(limit: float, wanted: int):
     """A thousand bytes are always taken, and 10 for each image, plus 60 that do not grow."""
-    assert auto.largest(*(1060 + 10 * size for size in auto.SIZES), limit) == wanted
+    steps = [1060 + 10 * size for size in auto.SIZES]
+    assert auto.room(steps, [10 * size for size in auto.SIZES], limit) == pytest.approx(wanted)
+    heads = [1180.0, 1180.0]  # which take more than the backbone with so few images
+    assert auto.room(heads, [10 * size for size in auto.SIZES], limit) == pytest.approx(wanted)
 
 
 def test_nothing_is_measured_on_a_cpu_or_with_batch_norm(
@@ -69,5 +72,10 @@ def test_nothing_is_measured_on_a_cpu_or_with_batch_norm(
     assert "because the batch norm of the backbone needs the whole batch" in lines[-1]
 
 
-def test_views_of_one_size_share_a_forward_pass(tmp_path: Path):
-    assert auto.most_views(recipe_of(small_recipe("dino"), tmp_path)) == 2
+def test_forwards_that_are_not_divided_are_held_together(tmp_path: Path):
+    """Two views of 16 pixels and two of 8, which have a quarter of the pixels."""
+    groups = auto.forwards(recipe_of(small_recipe("dino"), tmp_path), 10)
+    assert groups == [(20, 0.25), (20, 1.0)]
+    assert auto.held(groups, 20) == 25
+    assert auto.held(groups, 19) == 19
+    assert auto.held([(10, 1.0), (20, 0.25)], 12) == 13

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from eagleray.models.checkpointing import without_checkpoints
 from eagleray.models.packing import (
     add,
+    by_head,
     drop_factors,
     drop_rates,
     embedded,
+    packable,
     packed_blocks,
     packed_tokens,
     plain,
@@ -44,7 +46,7 @@ def class_tokens(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
     """Return the class tokens (B, 1, D) of what the model's `forward_features` returns for images (B, 3, S, S) of one
     size or, of a model that packs, of several."""
     *blocks, last = model.blocks
-    if len(sizes) == 1:
+    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # drop path draws block by block
         x = embedded(model, sizes[0])
         for block in blocks:
             x = block(x)
@@ -84,7 +86,7 @@ def _attend(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
     q = F.linear(_first(x, shapes), w_q, b_q).unflatten(1, (1, attn.num_heads, attn.head_dim)).transpose(1, 2)
     out = []
     for mine, part in zip(q.split([b for b, _ in shapes]), unpacked(F.linear(x, w_kv, b_kv), shapes), strict=True):
-        k, v = part.unflatten(2, (2, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        k, v = by_head(part, 2, attn)
         out.append(F.scaled_dot_product_attention(attn.q_norm(mine), attn.k_norm(k), v).flatten(1))
     projected: Tensor = attn.proj_drop(attn.proj(attn.norm(torch.cat(out))))
     return projected

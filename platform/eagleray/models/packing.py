@@ -80,11 +80,18 @@ def _attend(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
     """Return the output (T, D) of an attention layer for tokens (T, D) of crops with `shapes` (B, N)."""
     out = []
     for part in unpacked(attn.qkv(x), shapes):
-        q, k, v = part.unflatten(2, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = by_head(part, 3, attn)
         y = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v)
         out.append(y.transpose(1, 2).reshape(-1, attn.attn_dim))
     projected: Tensor = attn.proj_drop(attn.proj(attn.norm(torch.cat(out))))
     return projected
+
+
+def by_head(x: Tensor, parts: int, attn: Any) -> tuple[Tensor, ...]:
+    """Return the parts of x (B, N, parts * D), such as query, key and value, each as (B, H, N, D / H)."""
+    # Unbound before the heads are moved: so the gradients of the parts are put together in one copy, instead of two.
+    each = x.unflatten(2, (parts, attn.num_heads, attn.head_dim)).unbind(2)
+    return tuple(part.transpose(1, 2) for part in each)
 
 
 def drop_rates(blocks: Iterable[Any]) -> list[float]:

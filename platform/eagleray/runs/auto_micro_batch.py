@@ -1,14 +1,17 @@
-"""Choose the largest micro-batch that a device has memory for, by two trial steps before training."""
+"""Choose the largest micro-batch that a device has memory for, by trials before training.
+
+Two trial steps in small micro-batches show what a step takes beside the backbone's activations, and two trials of the
+backbone alone what each image adds. The steps alone do not show that: while micro-batches are small, heads and loss may
+take more than the backbone."""
 
 import logging
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from eagleray.base import dist
+from eagleray.base import devices, dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.precision import Precision
@@ -18,7 +21,7 @@ from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
-SIZES = (4, 12)  # images of the two trials; a step's peak grows with the micro-batch along a line
+SIZES = (4, 12)  # images of the trials
 SHARE = 0.9  # of the free memory that a step may take; the rest is for fragments and libraries
 MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "sgd": 1}  # floats per weight, which the first step allocates
 
@@ -32,25 +35,52 @@ def choose_micro_batch(
     ranks together.
     """
     device = next(method.parameters()).device
-    norms = any(backbone.batch_norm for backbone in backbones(method))
-    if device.type == "cpu" or norms:
-        why = "the batch norm of the backbone needs the whole batch" if norms else "a CPU's memory is not measured"
+    if why := unmeasured(method, device):
         log.info("optim.micro_batch=auto: no micro-batches, because %s", why)
         return None
     batch = blank_batch(recipe, rows, device)
-    low, high = (trial_peak(method, batch, at, precision, size) for size in SIZES)
+    steps = [step_peak(method, batch, at, precision, size) for size in SIZES]
+    alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
     later = trained * (MOMENTS[recipe.optim.name] + (len(rows) > 1))  # and DDP's buckets
-    size = min(dist.gather_objects(largest(low, high, SHARE * usable_memory(device) - later)))
-    most = max(rows) * most_views(recipe)
-    log.info("optim.micro_batch=auto: %s", "the whole batch fits" if size >= most else f"{size} images at once")
-    return None if size >= most else size
+    images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
+    groups = forwards(recipe, max(rows))
+    most = max(n for n, _ in groups)
+    size = next((n for n in range(most, 1, -1) if held(groups, n) <= images), 1)
+    log.info("optim.micro_batch=auto: %s", "the whole batch fits" if size == most else f"{size} images at once")
+    return None if size == most else size
 
 
-def largest(low: float, high: float, limit: float) -> int:
-    """Return the largest micro-batch with a peak below `limit` bytes; `low` and `high` are the peaks of SIZES."""
-    slope = max((high - low) / (SIZES[1] - SIZES[0]), 1.0)
-    return max(math.floor(SIZES[0] + (limit - low) / slope), 1)
+def unmeasured(method: Method, device: torch.device) -> str:
+    """Return why no micro-batch is chosen, or an empty text."""
+    if any(backbone.batch_norm for backbone in backbones(method)):
+        return "the batch norm of the backbone needs the whole batch"
+    if device.type == "cpu":
+        return "a CPU's memory is not measured"
+    return "" if devices.memory_size(device) else f"PyTorch does not tell how much memory a {device.type} device has"
+
+
+def room(steps: Sequence[float], alone: Sequence[float], limit: float) -> float:
+    """Return of how many images at once the activations fit into `limit` bytes.
+
+    `steps` are the peaks of a step in micro-batches of SIZES, and `alone` those of the backbone with so many images."""
+    each = max((peaks[1] - peaks[0]) / (SIZES[1] - SIZES[0]) for peaks in (steps, alone))
+    return SIZES[1] + (limit - steps[1]) / max(each, 1.0)
+
+
+def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
+    """Return for each size of the recipe's views how many images pass through the backbone together, and the pixels of
+    such an image as a share of those of the largest."""
+    sizes = [v.size for v in Views.of(recipe.views).views]
+    return [(images * sizes.count(size), (size / max(sizes)) ** 2) for size in sorted(set(sizes))]
+
+
+def held(groups: Sequence[tuple[int, float]], size: int) -> float:
+    """Return of how many images of the largest size a step holds the activations at once, in micro-batches of `size`.
+
+    A forward of more images is divided, and its parts are computed again one by one; the others are held together."""
+    whole = sum(n * area for n, area in groups if n <= size)
+    return whole + max((size * area for n, area in groups if n > size), default=0.0)
 
 
 def set_micro_batch(method: Method, size: int | None) -> None:
@@ -64,12 +94,6 @@ def backbones(method: Method) -> list[Backbone]:
     return [m for m in method.modules() if isinstance(m, Backbone)]
 
 
-def most_views(recipe: Recipe) -> int:
-    """Return how many views of one size may share a forward pass of the backbone."""
-    sizes = [v.size for v in Views.of(recipe.views).views]
-    return max(sizes.count(size) for size in sizes)
-
-
 def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> Batch:
     """Return a batch of gray images with the sizes of the recipe's views, as many as this rank has in a step."""
     images = rows[dist.rank()]
@@ -78,15 +102,38 @@ def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> 
     return Batch(views, index, torch.zeros_like(index), rows)
 
 
-def trial_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int) -> int:
-    """Return the peak memory in bytes of the loss and its gradients, after which the method is as before."""
-    device = batch.index.device
-    with untouched(method):
+def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int) -> int:
+    """Return the peak memory in bytes of the loss and its gradients in micro-batches of `size` images."""
+
+    def loss() -> Tensor:
         set_micro_batch(method, size)
+        return method(batch, at)["loss"]  # type: ignore[no-any-return]
+
+    return trial_peak(method, loss, precision)
+
+
+def backbone_peak(method: Method, batch: Batch, precision: Precision, size: int) -> int:
+    """Return the peak memory in bytes of the trained backbone's vectors and their gradients, for `size` images of the
+    batch's largest views."""
+    trained = next(b for b in backbones(method) if any(p.requires_grad for p in b.parameters()))
+    largest = max(batch.views, key=lambda view: view.shape[-1])
+    images = largest[:1].expand(size, -1, -1, -1).contiguous()
+
+    def loss() -> Tensor:
+        set_micro_batch(method, None)
+        return trained.pooled(images).float().sum()
+
+    return trial_peak(method, loss, precision)
+
+
+def trial_peak(method: Method, loss: Callable[[], Tensor], precision: Precision) -> int:
+    """Return the peak memory in bytes of a loss and its gradients, after which the method is as before."""
+    device = next(method.parameters()).device
+    with untouched(method):
         reset_peak(device)
         with precision.autocast():
-            loss = method(batch, at)["loss"]
-        precision.scale(loss).backward()
+            value = loss()
+        precision.scale(value).backward()
         return peak_memory(device)
 
 

@@ -233,7 +233,7 @@ def report(
             several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
         if i % every == 0 and i // every < PICTURES:
             samples.append((i, Comparison(image, truth, prediction)))
-    single, several = dist.total(single), dist.total(several)
+    single, several = (dist.total(counts.to(device)).cpu() for counts in (single, several))  # NCCL takes the device's
     parts = dist.gather_at_zero(samples)
     if parts is None:
         return Outcome({})
