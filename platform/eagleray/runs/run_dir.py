@@ -149,9 +149,9 @@ class RunDir:
 
     def begin(self, step: int, ranks: int, inputs: Sequence[DataInput] = (), *, resumes: bool, **about: Any) -> int:
         """Open the histories at a step, and return it. `inputs` are the data sets that the run reads, and `resumes`
-        says that the step is that of a checkpoint of this run. What there is to say `about` this start goes into its line of
-        starts.jsonl. Raises Futile after many starts without progress, and UserError when a package is missing that the
-        recipe asks for."""
+        says that the step is that of a checkpoint of this run. What there is to say `about` this start goes into its
+        line of starts.jsonl. Raises Futile after many starts without progress, and UserError when a package is missing
+        that the recipe asks for."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
@@ -279,7 +279,7 @@ class RunDir:
         """Return the files that MLflow gets of a run that ends, those of them that there are, after writing down where
         its checkpoints are."""
         try:
-            blobs = checkpoint.listing(self.checkpoints).values()
+            blobs = checkpoint.blobs_of(self.checkpoints).values()
             places = [asdict(b) for b in sorted(blobs, key=lambda b: b.url) if not b.url.endswith(".json")]
             files.write_atomic(self.path / layout.PLACES, json.dumps(places, indent=1))
         except (UserError, Outage, OSError) as e:
