@@ -86,7 +86,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BaseHTTPRequestHandle
             """Nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Gate) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        here = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", here)
+        template = here + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield Gate

@@ -263,10 +263,10 @@ def test_patches_of_another_size_are_resampled():
         torch.testing.assert_close(mine, theirs.model.patch_embed(x), rtol=0.02, atol=0.02)
 
 
-def test_names_of_transformers_become_timms():
+def test_names_of_transformers_become_timms(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     config = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
-    config |= {"image_size": 28, "patch_size": 14}
+    config |= {"image_size": 28, "patch_size": 14, "layer_norm_eps": 1e-6}
     options = {"img_size": 28, "patch_size": 14, "embed_dim": 24, "depth": 2, "num_heads": 3}
     x = torch.randn(2, 3, 28, 28)
     for model, ours in (
@@ -279,7 +279,8 @@ def test_names_of_transformers_become_timms():
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.02 * torch.randn_like(p))
-        report = fill(ours, plain(dict(model.state_dict())), whole=True)
+        model.save_pretrained(tmp_path)
+        report = fill(ours, plain(weights.load_tensors(tmp_path / "model.safetensors")), whole=True)
         assert report.share == 1
         with torch.inference_mode():
             theirs = model.eval()(x).last_hidden_state[:, 0]

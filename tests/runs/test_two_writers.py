@@ -59,7 +59,7 @@ class Process:
     def __init__(self, folder: Path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(folder)
         scratch = folder / "scratch"
-        found = checkpoint.listing(CHECKPOINTS)
+        found = checkpoint.blobs_of(CHECKPOINTS)
         self.mirror = remote.Mirror(OUT, folder.name, last_epoch(found))
         self.epoch = self.mirror.lease.epoch
         state = checkpoint.newest(CHECKPOINTS, scratch)

@@ -33,7 +33,7 @@ def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
             out[_renamed(key)] = value
         elif match := QUERY.search(key):
             parts = [state[key.replace(".query.", f".{part}.")] for part in ("query", "key", "value")]
-            out[f"{_renamed(key[: match.start()])}.attn.qkv.{match[1]}"] = torch.cat(parts)
+            out[f"{_renamed(key[: match.start() + 1])}attn.qkv.{match[1]}"] = torch.cat(parts)
     return out
 
 

@@ -243,7 +243,8 @@ def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, 
             renamed = rename(dict(below), model) if rename and below else below
         except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
             continue
-        yield {k: below.get(k, v) for k, v in renamed.items()}  # timm's names, but not its resizing: see resample.py
+        # timm's names, but not its resizing: see resample.py
+        yield {k: below[k] if k in below and has_any_size(k) else v for k, v in renamed.items()}
 
 
 def _below_prefixes(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -26,7 +26,7 @@ from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.tracking import DataInput, Tracking
-from eagleray.storage.store import is_remote
+from eagleray.storage.store import is_remote, store
 
 log = logging.getLogger(__name__)
 STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
@@ -279,7 +279,7 @@ class RunDir:
         """Return the files that MLflow gets of a run that ends, those of them that there are, after writing down where
         its checkpoints are."""
         try:
-            blobs = checkpoint.blobs_of(self.checkpoints).values()
+            blobs = store(self.out).list(f"{self.out}/{layout.CHECKPOINTS}/", "step-")
             places = [asdict(b) for b in sorted(blobs, key=lambda b: b.url) if not b.url.endswith(".json")]
             files.write_atomic(self.path / layout.PLACES, json.dumps(places, indent=1))
         except (UserError, Outage, OSError) as e:

@@ -25,7 +25,6 @@ from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe, Start
 from eagleray.runs.restore import Restored, file_tensors, public_weights, read_state, restored
-from eagleray.storage.folder_copy import local_folder
 from eagleray.storage.store import is_remote, store
 
 log = logging.getLogger(__name__)
@@ -114,6 +113,8 @@ def export_file(name: str) -> Path | None:
     """Return the file of weights in the folder or URL of an export; None for other folders. Raises UserError and
     Outage."""
     if is_remote(name):
+        from eagleray.storage.folder_copy import local_folder  # shows progress with rich, which the core does without
+
         there = store(name).list(f"{name.rstrip('/')}/", FILE)
         return local_folder(name) / FILE if there else None
     return file if (file := Path(name) / FILE).is_file() else None
