@@ -133,7 +133,7 @@ def test_the_command_prints_both_numbers_and_the_keys_on_request(
     capsys.readouterr()
     assert status(made.out, "--step", 8, "--keys") == 0
     assert capsys.readouterr().out.endswith("\n".join([str(again), *again.keys, ""]))
-    assert len(set(again.keys)) == 32
+    assert len(again.keys) == 32  # broken images have been replaced by others of the batch
     lines = (copy / "steps.jsonl").read_text()
     (copy / "steps.jsonl").write_text(lines.replace(repr(again.recorded["loss"]), "1.5"))
     assert status(copy, "--step", 8) == 1
@@ -186,7 +186,8 @@ def test_another_recipe_is_noticed(copy: Path, status: Callable[..., int], capsy
     shutil.rmtree(copy / "checkpoints")
     again = eagleray.replay(copy, 2, from_start=True)
     assert not again.equal
-    assert [line.partition(":")[0] for line in again.changed] == ["recipe", "order"]
+    # In another order other images are broken, too.
+    assert [line.partition(":")[0] for line in again.changed][:2] == ["recipe", "order"]
 
 
 def test_other_data_is_noticed(tmp_path: Path):
@@ -247,7 +248,7 @@ def test_several_ranks_are_replayed_on_as_many(made: Made, tmp_path: Path, monke
     monkeypatch.setattr(api, "take_on_ranks", lambda task, ranks: on_ranks(ranks, take, tmp_path, task, print)[0])
     again = eagleray.replay(out, 7)
     assert again.exact, str(again)
-    assert len(set(again.keys)) == 32
+    assert len(again.keys) == 32  # broken images have been replaced by others of the batch
     assert eagleray.replay(out, 10).exact
     shutil.rmtree(out / "checkpoints")
     again = eagleray.replay(out, 10, from_start=True)

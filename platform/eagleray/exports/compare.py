@@ -111,7 +111,11 @@ def compare(
         inputs, outputs = Path(scratch) / "inputs.npz", Path(scratch) / "outputs.npz"
         files = photographs(Path(scratch))
         np.savez(inputs, **{f"{n:03d}": x.numpy() for n, x in enumerate(noise)})  # type: ignore[arg-type]
-        job: dict[str, Any] = {"program": program, "folder": str(folder), "photographs": [str(f) for f in files]}
+        job: dict[str, Any] = {
+            "program": program,
+            "folder": str(folder.absolute()),
+            "photographs": [str(f) for f in files],
+        }
         job |= {"inputs": str(inputs), "outputs": str(outputs), "scratch": scratch, "ours": ours}
         plugin = plugins.plugin_of(source.network.name, "backbone") if ours else None
         packed = plugins.pack([plugin] if plugin else [])

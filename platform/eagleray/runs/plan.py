@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.source import Source
@@ -51,7 +52,8 @@ class Plan:
     def origin(self) -> dict[str, str]:
         """Return the digests of recipe, data, order and code by name, from which everything that the run learns
         follows."""
-        values = digest(self.recipe), origin.data_digest(self.index), origin.order_digest(self.stream)
+        written = config.check(Recipe, config.to_plain(self.recipe), "recipe")  # 30 may be 30.0 when it is read again
+        values = digest(written), origin.data_digest(self.index), origin.order_digest(self.stream)
         return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
 
     def at(self, step: int) -> Progress:

@@ -14,6 +14,7 @@ from eagleray.base import dist, shards
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import UserError
+from eagleray.config import yaml_text
 from eagleray.config.schedule import Progress
 from eagleray.data.loader import Loader, processes
 from eagleray.data.quarantine import Quarantine
@@ -213,6 +214,12 @@ def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     return checkpoint_below(folder.recipe, folder.out, folder.scratch)
 
 
+def same_recipe(state: dict[str, Any], recipe: Recipe) -> bool:
+    """Return whether a checkpoint's recipe equals this one, where 30 equals 30.0."""
+    tree = yaml_text.parse(str(state["recipe"]))
+    return isinstance(tree, dict) and recipes.identity(tree) == recipes.identity(recipe)
+
+
 def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None = None) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run in `out`, of those below a step if one is given, or None. Called by all
     ranks together. Raises UserError when it was made with another recipe than this one."""
@@ -225,7 +232,7 @@ def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None =
     state = checkpoint.newest(url, scratch, patience=patience, whole=whole, listed=listed)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
-    if state and state["digest"] != recipes.digest(recipe):
+    if state and state["digest"] != recipes.digest(recipe) and not same_recipe(state, recipe):
         raise UserError(f"{out}: its checkpoints were made with another recipe")
     return state
 
