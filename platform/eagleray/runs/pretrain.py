@@ -73,6 +73,8 @@ def pretrain(
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
+        if world.why:
+            log.warning("started again: %s", world.why)
         if step < plan.steps:
             with explain_exhaustion(recipe, run.method, world.size):
                 step = train(run, step)
