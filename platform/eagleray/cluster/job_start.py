@@ -28,7 +28,7 @@ MODULES = {
     "psutil": "psutil",
     "matplotlib": "matplotlib",
     "faster-coco-eval": "faster_coco_eval",
-    "huggingface-hub": "huggingface_hub",
+    "huggingface_hub": "huggingface_hub",
     "jinja2": "jinja2",
     "pydantic": "pydantic",
     "pyyaml": "yaml",
