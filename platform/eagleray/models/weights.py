@@ -243,8 +243,10 @@ def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, 
             renamed = rename(dict(below), model) if rename and below else below
         except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
             continue
-        # timm's names, but not its resizing: see resample.py
-        yield {k: below[k] if k in below and has_any_size(k) else v for k, v in renamed.items()}
+        # timm's names, but neither its resizing nor its sums of tensors: see resample.py. A name that timm moves, such
+        # as that of a Swin's downsampling, is another tensor there, of another shape.
+        mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
+        yield {k: below[k] if k in mine else v for k, v in renamed.items()}
 
 
 def _below_prefixes(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
