@@ -1,5 +1,6 @@
 """A step of a run is taken again: equal to the bit, and what is not as it was is noticed."""
 
+import functools
 import random
 import shutil
 import signal
@@ -243,9 +244,10 @@ def test_several_ranks_are_replayed_on_as_many(made: Made, tmp_path: Path, monke
     """Also one that was continued on fewer."""
     name, *overrides = made.arguments(8)
     out = tmp_path / "run"
-    on_ranks(2, train_rank, tmp_path, str(out), name, overrides)
+    on_ranks(2, train_rank, tmp_path, str(out), name, overrides, start="spawn")
     train_rank(str(out), name, [*overrides, "max_steps=12"])
-    monkeypatch.setattr(api, "take_on_ranks", lambda task, ranks: on_ranks(ranks, take, tmp_path, task, print)[0])
+    on = functools.partial(on_ranks, start="spawn")
+    monkeypatch.setattr(api, "take_on_ranks", lambda task, ranks: on(ranks, take, tmp_path, task, print)[0])
     again = eagleray.replay(out, 7)
     assert again.exact, str(again)
     assert len(again.keys) == 32  # broken images have been replaced by others of the batch

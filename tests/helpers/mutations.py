@@ -48,21 +48,26 @@ def change_tree(rng: Random, tree: Any) -> Any:
     for _ in range(rng.randint(1, 3)):
         nodes = [n for n in _nodes(tree) if n]
         if not nodes or rng.random() < 0.02:
-            return rng.choice(VALUES)
+            return _value(rng)
         node = rng.choice(nodes)
         key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
         match rng.randrange(8):
             case 0:
                 del node[key]
             case 1 if isinstance(node, dict):
-                node[rng.choice(["x", "", "id", "name", "../x", "\x1b[31m"])] = rng.choice(VALUES)
+                node[rng.choice(["x", "", "id", "name", "../x", "\x1b[31m"])] = _value(rng)
             case 1:
                 node.append(copy.deepcopy(node[key]))
             case 2 if isinstance(node[key], int | float) and not isinstance(node[key], bool):
                 node[key] = rng.choice([-node[key], node[key] + 1, node[key] * 10**6, str(node[key]), node[key] / 3])
             case _:
-                node[key] = rng.choice(VALUES)
+                node[key] = _value(rng)
     return tree
+
+
+def _value(rng: Random) -> Any:
+    """Return a copy of one of VALUES: the next change may be made inside it."""
+    return copy.deepcopy(rng.choice(VALUES))
 
 
 def _nodes(tree: Any) -> list[Any]:
