@@ -1,6 +1,7 @@
 """What tests share: one thread, a quiet environment, and small labelled shards."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def small_dino(tmp_path: Path) -> Path:
         .replace("blur: 0.5}]", "blur: 0.5}, {size: 8, count: 2, scale: [0.1, 0.4]}]")
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def quick_runs() -> Iterator[None]:
+    """Runs of this process write no history, which other tests look at, and check no export in a new process."""
+    from eagleray.api import pretrain as api
+    from eagleray.runs import pretrain
+    from eagleray.runs.tracking import Tracking
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
+        patch.setattr(pretrain, "to_timm", lambda *_: None)
+        yield
 
 
 TABLE = Table()

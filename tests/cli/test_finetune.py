@@ -2,35 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.commands import refused
-from helpers.runs import arguments, assert_same, split, weights
+from helpers.runs import FAST, arguments, assert_same, split, weights
 from typer.testing import CliRunner
 
 from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
 from eagleray.cli import main
-from eagleray.runs import pretrain
-from eagleray.runs.tracking import Tracking
 
-FAST = ("evaluate.probe_epochs=0", "evaluate.limit=32")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    """No history, which other tests look at, and no export in a fresh process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
-        patch.setattr(pretrain, "to_timm", lambda *_: None)
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture(scope="module")
-def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(quick_runs: None, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
     from helpers.recipes import SMALL
 

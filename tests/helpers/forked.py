@@ -1,4 +1,7 @@
-"""Commands of a user as processes that begin at once: forked, so that none imports PyTorch anew."""
+"""Commands of a user as processes that begin at once: copies of a process that has imported PyTorch and done no more.
+
+A copy of the tests' own process could not train: PyTorch refuses gradients in a copy of a process that has had them
+computed while an accelerator was there, such as the simulated one."""
 
 import multiprocessing
 import os
@@ -7,10 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import eagleray
 from eagleray.base.errors import Outage, UserError
 
-CONTEXT = multiprocessing.get_context("fork")
+CONTEXT: Any = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["eagleray.api.pretrain", "eagleray.runs.pretrain"])
 
 
 class Command:
@@ -23,12 +29,12 @@ class Command:
         out: str,
         machine: Path,
         *,
-        wait: Callable[[], Any] = lambda: None,
+        begin: Callable[[], Any] = int,
         skew: float = 0.0,
     ) -> None:
-        """`machine` is the folder of its caches, and `wait` is called before it begins; `skew` is in seconds."""
+        """`machine` is the folder of its caches, and `begin` is called in it first; `skew` is in seconds."""
         self._end, end = CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=_run, args=(recipe, dict(keys), out, machine, wait, skew, end))
+        self.process = CONTEXT.Process(target=_run, args=(recipe, dict(keys), out, machine, begin, skew, end))
         self.process.start()
         end.close()
 
@@ -49,12 +55,13 @@ class Command:
 
 
 def _run(
-    recipe: Path, keys: dict[str, Any], out: str, machine: Path, wait: Callable[[], Any], skew: float, end: Any
+    recipe: Path, keys: dict[str, Any], out: str, machine: Path, begin: Callable[[], Any], skew: float, end: Any
 ) -> None:
     os.environ["XDG_CACHE_HOME"] = str(machine)
     honest = time.time
     time.time = lambda: honest() + skew
-    wait()
+    torch.set_num_threads(1)  # as in the tests' process, whose bits these are to have
+    begin()
     try:
         end.send("done" if eagleray.pretrain(recipe, keys, out=out, workers=0).finished else "stopped")
     except (UserError, Outage) as e:

@@ -1,10 +1,11 @@
 """Commands that meet on one run, in a folder or in a store: its weights and its history are those of one command."""
 
+import functools
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import time as honest_time
 from typing import Any
@@ -32,8 +33,30 @@ BUSY = "Busy: out="
 class Bucket(CountingBucket):
     """A bucket with a clock of its own, which several processes use."""
 
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        return Bucket, (self.folder,)
+
     def look(self, url: str) -> tuple[bytes, float]:
         return self.get(url), honest_time() - os.stat(self._path(url)).st_mtime
+
+
+def arrange(bucket: Bucket, put: Callable[[Any, str, Any], Any] = setattr) -> None:
+    """Let commands notice each other soon, use a bucket and check no export in a new process."""
+    put(export, "compare", lambda *_: 0.0)
+    for name, seconds in {"DEAD": 6.0, "BEAT": 0.3, "SETTLE": 0.3}.items():
+        put(lease, name, seconds)
+    put(remote, "SECONDS", 0.1)
+    put(command, "SOON", 0.2)
+    put(command, "PATIENCE", 2.0)
+    put(store, "STORES", store.STORES | {"s3": bucket})
+
+
+def begin(bucket: Bucket, barrier: Any = None, lead: float = 0.0) -> None:
+    """Arrange a new process, and wait for the others."""
+    arrange(bucket)
+    if barrier:
+        barrier.wait()
+    time.sleep(lead)
 
 
 class Site:
@@ -43,11 +66,14 @@ class Site:
         self.folder, self.out, self.keys, self.recipe = folder, out, keys, recipe
         self.commands: list[Command] = []
 
-    def start(self, more: dict[str, Any] | None = None, **options: Any) -> Command:
+    def start(
+        self, more: dict[str, Any] | None = None, *, barrier: Any = None, lead: float = 0.0, skew: float = 0.0
+    ) -> Command:
         """Start the command, on a machine of its own where the run is in a store."""
+        first = functools.partial(begin, Bucket(self.folder), barrier, lead)
         number = len(self.commands) + 1 if self.out.startswith("s3:") else 0
         machine = self.folder / f"machine{number}"
-        self.commands.append(Command(self.recipe, self.keys | (more or {}), self.out, machine, **options))
+        self.commands.append(Command(self.recipe, self.keys | (more or {}), self.out, machine, begin=first, skew=skew))
         return self.commands[-1]
 
     def first(self, lines: int) -> Command:
@@ -107,13 +133,7 @@ def whole(recipe: Path, keys: dict[str, Any], tmp_path_factory: pytest.TempPathF
 def site(
     request: pytest.FixtureRequest, recipe: Path, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Site]:
-    monkeypatch.setattr(export, "compare", lambda *_: 0.0)
-    for name, seconds in {"DEAD": 6.0, "BEAT": 0.3, "SETTLE": 0.3}.items():
-        monkeypatch.setattr(lease, name, seconds)
-    monkeypatch.setattr(remote, "SECONDS", 0.1)
-    monkeypatch.setattr(command, "SOON", 0.2)
-    monkeypatch.setattr(command, "PATIENCE", 2.0)
-    monkeypatch.setitem(store.STORES, "s3", Bucket(tmp_path))
+    arrange(Bucket(tmp_path), monkeypatch.setattr)
     site = Site(tmp_path, str(tmp_path / "run") if request.param == "folder" else "s3://runs/run", keys, recipe)
     yield site
     for started in site.commands:
@@ -123,8 +143,8 @@ def site(
 @pytest.mark.parametrize("lead", [0.0, 0.05, 0.5])
 def test_two_commands_that_start_at_once(site: Site, lead: float, whole: dict[str, torch.Tensor]) -> None:
     barrier = CONTEXT.Barrier(2)
-    first = site.start(wait=barrier.wait)
-    second = site.start(OTHER, wait=lambda: (barrier.wait(), time.sleep(lead)))
+    first = site.start(barrier=barrier)
+    second = site.start(OTHER, barrier=barrier, lead=lead)
     outcomes = [first.outcome(), second.outcome()]
     refused = [o for o in outcomes if o != "done"]
     assert len(refused) < 2
@@ -140,7 +160,7 @@ def test_two_commands_that_continue_a_killed_run_at_once(site: Site, step: int, 
     killed = site.first(step)
     killed.kill()
     barrier = CONTEXT.Barrier(2)
-    commands = [site.start(more, wait=barrier.wait) for more in ({}, OTHER)]
+    commands = [site.start(more, barrier=barrier) for more in ({}, OTHER)]
     outcomes = [c.outcome() for c in commands]
     assert outcomes.count("done") >= 1, outcomes
     assert all(o == "done" or o.startswith(BUSY) for o in outcomes), outcomes

@@ -9,7 +9,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import plugins as loading
 from eagleray.engine.export import FILE, export_in, read_export
 from eagleray.models.backbone import Backbone
-from eagleray.storage.store import absolute, is_remote
+from eagleray.storage.store import absolute
 
 if TYPE_CHECKING:
     from eagleray.exports.write import Written
@@ -40,7 +40,7 @@ def load(
     """
     loading.use(plugins)
     name = os.fspath(source)
-    if architecture is None and not is_remote(name) and (file := export_in(name)):
+    if architecture is None and (file := export_in(name)):
         return read_export(file).backbone
     from eagleray.evaluation.target import load_target  # not for an export, which is loaded in a moment
 

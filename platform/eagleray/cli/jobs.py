@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import out
+from eagleray.base.text import aligned
 from eagleray.cli.options import Insist, Plugins, complete_recipe
 
 Address = Annotated[
@@ -119,9 +120,8 @@ def jobs(
         state = "waiting" if j.waits else j.state
         status = "" if j.status is None else str(j.status)
         rows.append((j.id, state, j.command, j.recipe, j.out, since, length, status))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows):
+        say(line)
     for j in runs:
         if j.waits:
             say(f"{j.id}: {j.waits}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from eagleray.base.console import out as console
+from eagleray.base.text import aligned
 from eagleray.cli.options import Json
 
 
@@ -52,7 +53,5 @@ def runs(
         scores = ["" if score is None else f"{score:.4g}" for score in (run.best, run.last)]
         since = run.changed.astimezone().strftime("%Y-%m-%d %H:%M") if run.changed else ""
         rows.append((run.name, run.method, run.state, steps, *scores, since))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    for line in aligned(rows):
         console.print(line, markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ REASONS = 5  # reasons that are named
 
 
 class Faults(NamedTuple):
-    """What the index of a folder leaves out."""
+    """The samples and files that the index of a folder leaves out."""
 
     samples: list[BadSample]
     unread: dict[str, int]  # by shard: images that are not read, as an earlier one of their sample is

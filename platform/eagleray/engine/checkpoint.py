@@ -204,7 +204,7 @@ def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
 
 
 class Listing(NamedTuple):
-    """What one rank has found in the folder of checkpoints, for the others."""
+    """The files that one rank has found in the folder of checkpoints, for the others."""
 
     blobs: dict[str, Blob]  # all files by URL
     manifests: dict[str, bytes]  # the content of those of the newest checkpoints in a store, by URL

@@ -25,6 +25,7 @@ from eagleray.config import plugins
 from eagleray.models import vit
 from eagleray.models.backbone import ANY_SIZE, Backbone, check_option
 from eagleray.models.network import Network
+from eagleray.storage.store import is_remote, store
 from eagleray.views.preprocessing import Preprocessing
 
 TOLERANCE = 1e-4  # relative to the largest output
@@ -116,10 +117,22 @@ class Export(NamedTuple):
 
 
 def export_in(source: str | os.PathLike[str]) -> Path | None:
-    """Return the exported file that a path names, itself or by its folder, or None for anything else."""
+    """Return the exported file that a path or URL names, itself or by its folder, on this machine; None for anything
+    else. Raises UserError and Outage."""
+    if is_remote(url := os.fspath(source).rstrip("/")):
+        return _remote_export(url)
     path = Path(source).expanduser()
     file = path / FILE if path.is_dir() else path
     return file if file.suffix == ".safetensors" and file.with_suffix(".json").exists() else None
+
+
+def _remote_export(url: str) -> Path | None:
+    from eagleray.storage.folder_copy import local_folder  # shows progress with rich, which the core does without
+
+    folder, name = url.rsplit("/", 1) if url.endswith(".safetensors") else (url, FILE)
+    stem = Path(name).stem
+    names = {blob.url.rpartition("/")[2] for blob in store(url).list(f"{folder}/", stem)}
+    return local_folder(folder) / name if names >= {name, f"{stem}.json"} else None
 
 
 def read_export(path: Path) -> Export:

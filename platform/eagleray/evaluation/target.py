@@ -100,7 +100,7 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     if source.startswith(TIMM):
         network = Network(name=source.removeprefix(TIMM))
         return Target(source, _build(network), network, Evaluate()) if fresh else _fill(source, network)
-    if not is_remote(source) and (file := export_in(source)):
+    if file := export_in(source):
         backbone, network, images = read_export(file)
         settings = Evaluate(size=images.size, resize=images.resize) if images else Evaluate()
         return Target(source, _build(network) if fresh else backbone, network, settings)

@@ -57,14 +57,13 @@ np.savez(job["outputs"], np.asarray(pixels), *map(np.asarray, [space["embed"](pi
 
 
 class Difference(NamedTuple):
-    """How far an export is from the backbone, in features relative to the largest one."""
+    """The distance of an export from the backbone, in features relative to the largest one."""
 
     same: float  # on the same pixels
     whole: float  # from the image file on, each with its own preprocessing, of photographs that are cut alike
     pixels: float  # in grey levels, the largest of all pixels
-    beside: int = (
-        0  # photographs that are cut one pixel beside ours: some round half a pixel down, some to even numbers
-    )
+    # photographs that are cut one pixel beside ours: some round half a pixel down, some to even numbers
+    beside: int = 0
 
     def __str__(self) -> str:
         cut = f"; {self.beside} of 10 photographs are cut one pixel beside ours" if self.beside else ""

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from eagleray.base.errors import UserError
-from eagleray.exports.source import Source, with_own_grid
+from eagleray.exports.source import Program, Source, with_own_grid
 
 PROGRAM = """\
 import torch
@@ -55,7 +55,7 @@ class Fit(NamedTuple):
     pooled: str
 
 
-def write(source: Source, folder: Path) -> str:
+def write(source: Source, folder: Path) -> Program:
     """Write a model of transformers and its image processor, and return the program that loads them. Raises UserError
     for a network that has no counterpart there."""
     import transformers
@@ -81,7 +81,7 @@ def write(source: Source, folder: Path) -> str:
         resample=3,  # bicubic
     ).save_pretrained(folder)
     bare = ", add_pooling_layer=False" if type(model).__name__ == "ViTModel" else ""
-    return PROGRAM.replace("(folder){arguments}", f"(folder{bare})").replace("{pooled}", pooled)
+    return Program(PROGRAM.replace("(folder){arguments}", f"(folder{bare})").replace("{pooled}", pooled))
 
 
 def no_class(source: Source, why: str) -> UserError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from eagleray.config import plugins
 from eagleray.engine.export import describe, snippet, to_timm
 from eagleray.exports import timm_hub
-from eagleray.exports.source import Source
+from eagleray.exports.source import Program, Source
 
 PROGRAM = timm_hub.PROGRAM
 OURS = """\
@@ -29,19 +29,19 @@ def embed(images):  # (B, 3, H, W)
 """
 
 
-def write(source: Source, folder: Path) -> str:
+def write(source: Source, folder: Path) -> Program:
     """Write `backbone.safetensors` and `backbone.json`, and return the program that loads them."""
     to_timm(source.backbone, source.network, folder, source.preprocessing)
     if "timm" not in describe(source.network):
         images = source.preprocessing
-        return OURS.format(settings=f"size={images.size}, resize={images.resize}")
+        return Program(OURS.format(settings=f"size={images.size}, resize={images.resize}"))
     plugin = plugins.plugin_of(source.network.name, "backbone")
     first = (
         f"import timm  # after the plug-in {plugin.name}, which registers the model\n" if plugin else "import timm\n"
     )
     call = snippet(folder).replace(repr(str(folder / "backbone.safetensors")), 'f"{folder}/backbone.safetensors"')
     loaded = 'timm.create_model(f"local-dir:{folder}", pretrained=True)'
-    return PROGRAM.replace(loaded, call).replace("import timm\n", first)
+    return Program(PROGRAM.replace(loaded, call).replace("import timm\n", first))
 
 
 def needs_ours(source: Source) -> bool:

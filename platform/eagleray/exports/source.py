@@ -1,8 +1,10 @@
 """Restore what is exported: a backbone of a run, its images' preprocessing, and where both come from."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,14 @@ class Source:
         """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
         with torch.inference_mode():
             return self.backbone.pooled(images)
+
+
+class Program(NamedTuple):
+    """The Python code that loads an export, prepares images and embeds them."""
+
+    text: str
+    probes: Sequence[tuple[int, int, int]] = ()  # batches and sizes of images (B, H, W) to compare it on
+    step: int | None = None  # of the sizes of images that it takes beside its own, in pixels
 
 
 def load_source(path: str, what: str | None = None) -> Source:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.engine.export import describe
-from eagleray.exports.source import Source, with_own_grid
+from eagleray.exports.source import Program, Source, with_own_grid
 from eagleray.models.backbone import ANY_SIZE
 
 PROGRAM = """\
@@ -32,7 +32,7 @@ def embed(images):  # (B, 3, H, W)
 """
 
 
-def write(source: Source, folder: Path) -> str:
+def write(source: Source, folder: Path) -> Program:
     """Write `config.json` and `model.safetensors`, and return the program that loads them. Raises UserError for a
     network that timm cannot build."""
     description = describe(source.network)
@@ -57,7 +57,7 @@ def write(source: Source, folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(settings, indent=2))
     state = {k: v.detach().contiguous() for k, v in sized.model.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return PROGRAM
+    return Program(PROGRAM)
 
 
 def unknown_to_timm(source: Source) -> str:

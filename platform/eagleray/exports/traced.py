@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 
 from eagleray.base.errors import UserError
 from eagleray.exports.positions import make_resizable
-from eagleray.exports.source import Source, fresh
+from eagleray.exports.source import Program, Source, fresh
 from eagleray.models.backbone import Backbone
 
 BATCH, SIDE = 4096, 4096  # the largest batch, and the longest side of an image in pixels, that a program is made for
@@ -131,15 +131,15 @@ def stride(backbone: Backbone) -> int:
     return int(patch[0]) if patch and hasattr(backbone.model, "num_prefix_tokens") else 32
 
 
-def write_torch(source: Source, folder: Path) -> tuple[str, Traced]:
+def write_torch(source: Source, folder: Path) -> Program:
     """Write `backbone.pt2`, and return the program that loads it."""
     traced = trace(source)
     torch.export.save(traced.program, folder / TORCH)
     write_settings(source, folder)
-    return TORCH_PROGRAM, traced
+    return Program(TORCH_PROGRAM, probes(source, traced), traced.step)
 
 
-def write_onnx(source: Source, folder: Path) -> tuple[str, Traced]:
+def write_onnx(source: Source, folder: Path) -> Program:
     """Write `backbone.onnx`, and return the program that loads it."""
     import onnx_ir
 
@@ -159,7 +159,7 @@ def write_onnx(source: Source, folder: Path) -> tuple[str, Traced]:
     program.model.metadata_props.update({k: json.dumps(v) for k, v in source.preprocessing.plain().items()})
     program.save(folder / ONNX)
     write_settings(source, folder)
-    return ONNX_PROGRAM, traced
+    return Program(ONNX_PROGRAM, probes(source, traced), traced.step)
 
 
 def write_settings(source: Source, folder: Path) -> None:

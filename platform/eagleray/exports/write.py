@@ -13,14 +13,14 @@ from eagleray.base.files import writing
 from eagleray.exports import hugging_face, plain_timm, timm_hub, traced
 from eagleray.exports.card import card
 from eagleray.exports.compare import Difference, compare
-from eagleray.exports.source import Source
+from eagleray.exports.source import Program, Source
 
 
 @dataclass(frozen=True)
 class Target:
     """A library that loads exports."""
 
-    write: Callable[[Source, Path], "str | tuple[str, traced.Traced]"]  # writes the files; returns how to load them
+    write: Callable[[Source, Path], Program]  # writes the files; returns how to load them
     line: Callable[[Path], str]  # of Python, which loads the files of a folder
     needs: Sequence[str] = ()  # packages of the extra `export`
 
@@ -58,15 +58,12 @@ def write(source: Source, to: str, folder: Path) -> Written:
     UserError, and leaves the folder as it was."""
     target = TARGETS[to]
     with staged(folder) as stage:
-        made = target.write(source, stage)
-        program, network = (made, None) if isinstance(made, str) else made
+        program = target.write(source, stage)
         ours = to == "timm" and plain_timm.needs_ours(source)
-        probes = traced.probes(source, network) if network else []
-        difference = compare(source, stage, program, sizes=probes, ours=ours)
-        (stage / "README.md").write_text(card(source, to, program, difference))
+        difference = compare(source, stage, program.text, sizes=program.probes, ours=ours)
+        (stage / "README.md").write_text(card(source, to, program.text, difference))
         names = sorted(p.name for p in stage.iterdir())
-    step = network.step if network else None
-    return Written(folder, [folder / n for n in names], target.line(folder), difference, step)
+    return Written(folder, [folder / n for n in names], target.line(folder), difference, program.step)
 
 
 @contextmanager

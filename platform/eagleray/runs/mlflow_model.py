@@ -35,7 +35,7 @@ CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop"}
 
 
 class Backbone(NamedTuple):
-    """What becomes a model: the run's folder, with its export and summary, and how images are prepared."""
+    """A backbone that becomes a model: the run's folder, with its export and summary, and how images are prepared."""
 
     out: Path
     size: int  # pixels, centre crop

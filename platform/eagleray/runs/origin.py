@@ -22,7 +22,7 @@ from eagleray.runs.recipe import Recipe
 DIGESTS = ("recipe", "data", "order", "code")
 
 
-def data_digest(index: Index) -> str:
+def shards_digest(index: Index) -> str:
     """Return the digest of the names, sizes and tags of all shards, and of how often each is read in an epoch. No row
     of the index is read for it."""
     shards = [(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]

@@ -53,7 +53,7 @@ class Plan:
         """Return the digests of recipe, data, order and code by name, from which everything that the run learns
         follows."""
         written = config.check(Recipe, config.to_plain(self.recipe), "recipe")  # 30 may be 30.0 when it is read again
-        values = digest(written), origin.data_digest(self.index), origin.order_digest(self.stream)
+        values = digest(written), origin.shards_digest(self.index), origin.order_digest(self.stream)
         return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
 
     def at(self, step: int) -> Progress:

@@ -156,11 +156,8 @@ def train(run: RankRun, start: int) -> int:
         write_record(run, step_log, plan.at(step - 1), evaluation=False)
     if cadence.saved_step < step:
         save_checkpoint(run, step)
-    for problem in (
-        *dist.gather_objects(folder.settle()),
-        step_log.problem,
-    ):  # a rank that ends takes the others with it
-        if problem:
+    for problem in (*dist.gather_objects(folder.settle()), step_log.problem):
+        if problem:  # a rank that ends takes the others with it
             raise problem
     return step
 

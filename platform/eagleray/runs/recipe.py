@@ -128,7 +128,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT | ConfigDict(serialize_by_alias=True))
 class Start:
-    """What a run takes over before its first step, described in docs/start.md."""
+    """The weights that a run takes over before its first step, described in docs/start.md."""
 
     # A run, an export, a checkpoint, a file of tensors, timm:NAME or hf:NAME. The key is `from`, a word of Python.
     source: Annotated[str, Field(alias="from")]
@@ -147,7 +147,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Track:
-    """What becomes of a run's history and its backbone beside the run folder."""
+    """The places, beside the run folder, of a run's history and its backbone."""
 
     register: ModelName | None = None  # of a model in MLflow's registry, which gets the backbone at the end
     also: tuple[Literal["tensorboard", "wandb"], ...] = ()  # get the numbers, too

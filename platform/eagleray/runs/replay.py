@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Taken:
-    """What came out when steps were taken again, on all ranks together."""
+    """The outcome of steps that were taken again, on all ranks together."""
 
     begin: int  # the step of the checkpoint
     values: dict[str, float]  # the means over the steps of the task, by the names in REPEATED

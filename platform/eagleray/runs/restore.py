@@ -116,7 +116,7 @@ def pretrained(source: str) -> Weights:
     or `hf:NAME`. Raises UserError."""
     if public := public_weights(source, weights.KEY):
         return public
-    if not is_remote(source) and (file := export_in(source)):
+    if file := export_in(source):
         return weights.from_module(source, read_export(file).backbone.model)
     if (tensors := file_tensors(source, weights.KEY)) is not None:
         return weights.from_tensors(source, tensors)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
-from eagleray.engine.export import read_export
+from eagleray.base.text import aligned
+from eagleray.engine.export import export_in, read_export
 from eagleray.methods.method import Method
 from eagleray.models import layouts, weights
 from eagleray.models.backbone import Encoder, encoder_with
@@ -25,16 +26,14 @@ from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe, Start
 from eagleray.runs.restore import Restored, file_tensors, public_weights, read_state, restored
-from eagleray.storage.store import is_remote, store
 
 log = logging.getLogger(__name__)
 KEY = "start.from"  # of a recipe, which errors name
-FILE = "backbone.safetensors"  # of an export
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a run may start from."""
+    """The weights, heads and moments that a run may start from."""
 
     weights: Weights  # of the backbone that the source's method exports
     about: str  # what was read
@@ -44,8 +43,8 @@ class Source:
     run: Restored | None = None
 
 
-class Taken(NamedTuple):
-    """What was made of one part of a method."""
+class PartOrigin(NamedTuple):
+    """The origin of one part of a method."""
 
     part: str
     origin: str  # the part of the source; empty where the part starts fresh
@@ -57,15 +56,13 @@ class Started(NamedTuple):
 
     method: Method
     source: Source
-    rows: list[Taken]
+    rows: list[PartOrigin]
     report: Report  # of the backbone
 
     def table(self) -> Iterator[str]:
         """Yield a line that names the source, then one for each part of the method and of the source."""
         yield f"started from {self.source.weights.source} ({self.source.about})"
-        widths = [max(len(row[i]) for row in (*self.rows, HEAD)) for i in range(2)]
-        for part, origin, text in (HEAD, *self.rows):
-            yield f"{part:<{widths[0]}}  {origin:<{widths[1]}}  {text}".rstrip()
+        yield from aligned([HEAD, *self.rows])
 
     def lines(self) -> Iterator[str]:
         """Yield the table, then a line for every tensor of the backbone."""
@@ -74,7 +71,7 @@ class Started(NamedTuple):
         yield from self.report.lines()
 
 
-HEAD = Taken("part", "from", "what was taken over")
+HEAD = PartOrigin("part", "from", "what was taken over")
 
 
 def read(start: Start) -> Source:
@@ -92,10 +89,8 @@ def read(start: Start) -> Source:
 def _read(name: str) -> Source:
     if public := public_weights(name, KEY):
         return Source(public, "public weights", {}, {})
-    if (file := export_file(name)) is not None:
-        tensors = {} if file.with_suffix(".json").exists() else weights.load_tensors(file, KEY)
-        of_file = weights.from_tensors(name, tensors, KEY) if tensors else _exported(name, file)
-        return Source(of_file, "an export", {}, {})
+    if file := export_in(name):
+        return Source(_exported(name, file), "an export", {}, {})
     if (found := file_tensors(name, KEY)) is None:
         return _of_run(name)
     layout = layouts.recognise(found)
@@ -107,17 +102,6 @@ def _read(name: str) -> Source:
         raise UserError(f"{KEY}={name}: a checkpoint of {layout.authors} without a backbone")
     about = f"a checkpoint of {layout.authors}'s authors"
     return Source(backbones[layout.exported], about, backbones, layout.parts)
-
-
-def export_file(name: str) -> Path | None:
-    """Return the file of weights in the folder or URL of an export; None for other folders. Raises UserError and
-    Outage."""
-    if is_remote(name):
-        from eagleray.storage.folder_copy import local_folder  # shows progress with rich, which the core does without
-
-        there = store(name).list(f"{name.rstrip('/')}/", FILE)
-        return local_folder(name) / FILE if there else None
-    return file if (file := Path(name) / FILE).is_file() else None
 
 
 def _exported(name: str, file: Path) -> Weights:
@@ -186,21 +170,21 @@ def build_started(recipe: Recipe, images: int) -> Started:
     report = weights.fill(method.export(), source.weights, whole=True)
     if recipe.start.what == "backbone":
         roles = encoders(method)
-        rows = [Taken(f"{role}.backbone", "backbone", _counts(report)) for role in roles]
+        rows = [PartOrigin(f"{role}.backbone", "backbone", _counts(report)) for role in roles]
         fresh = {part_of(name) for name in common_names(method).values()} - {row.part for row in rows}
-        rows += [Taken(part, "", "new: start.what=backbone") for part in sorted(fresh)]
+        rows += [PartOrigin(part, "", "new: start.what=backbone") for part in sorted(fresh)]
     else:
         rows = list(take_method(method, source))
     return Started(method, source, rows, report)
 
 
-def take_method(method: Method, source: Source) -> Iterator[Taken]:
+def take_method(method: Method, source: Source) -> Iterator[PartOrigin]:
     """Copy the parts of the source that the method has too, each as a whole, and yield what was made of each."""
     for role, encoder in encoders(method).items():
         given = source.backbones.get(role, source.weights)
         report = weights.fill(encoder.backbone, given, whole=True)
         origin = f"{role}.backbone" if role in source.backbones else "backbone"
-        yield Taken(f"{role}.backbone", origin, _counts(report))
+        yield PartOrigin(f"{role}.backbone", origin, _counts(report))
     own, theirs = _parts(method), _by_part(source.parts)
     for part, tensors in own.items():
         origin = next((p for p in (part, _other_role(part)) if p in theirs), "")
@@ -209,9 +193,9 @@ def take_method(method: Method, source: Source) -> Iterator[Taken]:
             with torch.no_grad():
                 for key, tensor in tensors.items():
                     tensor.copy_(theirs[origin][key])
-        yield Taken(part, "" if differ else origin, f"new: {differ}" if differ else f"{len(tensors)} tensors")
+        yield PartOrigin(part, "" if differ else origin, f"new: {differ}" if differ else f"{len(tensors)} tensors")
     for part in sorted(theirs.keys() - own.keys()):
-        yield Taken("", part, "not taken over: the method has none")
+        yield PartOrigin("", part, "not taken over: the method has none")
 
 
 def _parts(method: Method) -> dict[str, dict[str, Tensor]]:

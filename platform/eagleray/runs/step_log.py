@@ -18,7 +18,7 @@ from eagleray.data.loader import Loader
 from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
-from eagleray.runs import local_forecast, metrics
+from eagleray.runs import layout, local_forecast, metrics
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
@@ -58,7 +58,7 @@ class StepTable:
 
     @property
     def skipped(self) -> Tensor:
-        """Whether each step (S,) was skipped, as its gradient was not finite."""
+        """Return which of the steps (S,) were skipped, as their gradient was not finite."""
         return self.column("skipped") >= 0.5
 
     def column(self, name: str) -> Tensor:
@@ -96,9 +96,8 @@ class StepLog:
         self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
         self.clock, self.mark = clock, time.perf_counter()  # when the last step's bookkeeping was done
         self.warned = time.monotonic()  # when ranks were last asked
-        self.problem: UserError | Outage | Preempted | None = (
-            None  # why there are no more batches; the same on all ranks
-        )
+        # why there are no more batches; the same on all ranks
+        self.problem: UserError | Outage | Preempted | None = None
 
     def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
         """Yield the remaining batches, and measure the time spent waiting for them. All ranks end at the same step."""
@@ -168,9 +167,8 @@ class StepLog:
         for finding in found if self.world.rank == 0 else ():
             self.world.show(asdict(finding), self.p.steps)
         failed = table.skipped.float()
-        if (
-            metrics.LOSS_SCALE in record
-        ):  # above 1 the gradient may have overflowed float16, which a smaller scale cures
+        if metrics.LOSS_SCALE in record:
+            # Above 1 the gradient may have overflowed float16, which a smaller scale cures.
             failed = failed * (table.column(metrics.LOSS_SCALE) < 1)
         self._check(at, failed.tolist())
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
@@ -195,7 +193,7 @@ class StepLog:
             if self.skips == SKIPS:
                 raise UserError(
                     f"step {first + i + 1}: no finite gradient in {SKIPS} steps in a row; a lower optim.lr.value or an "
-                    f"optim.clip may help; {self.folder.path / 'skipped.jsonl'} lists the images"
+                    f"optim.clip may help; {self.folder.path / layout.SKIPPED} lists the images"
                 )
 
     def _keys(self, index: Tensor) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is done to an image before an evaluation embeds it, as settings that other libraries understand."""
+"""Settings of how an evaluation prepares images, which other libraries understand too."""
 
 from dataclasses import asdict
 from typing import Any, Literal

@@ -1,0 +1,10 @@
+"""Lays out text for terminals and files."""
+
+from collections.abc import Iterator, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table whose columns are as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
