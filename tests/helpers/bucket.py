@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from eagleray.storage.blob import Blob
@@ -33,6 +34,10 @@ class CountingBucket(LocalStore):
                 if found.is_file() and found.name.startswith(start):
                     blobs.append(Blob(f"s3://{found.relative_to(self.folder)}", stat.st_size, f"s3:{stat.st_mtime_ns}"))
         return blobs
+
+    def walk(self, url: str) -> Iterator[Blob]:
+        for path in Path(self._path(url)).rglob("*"):
+            yield from self.list(f"s3://{path.relative_to(self.folder)}") if path.is_file() else ()
 
     def tag(self, blob: Blob) -> str:
         return blob.tag

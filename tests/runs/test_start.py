@@ -5,18 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bucket import CountingBucket
 from helpers.recipes import small_recipe
 from torch import nn
 
+import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint, export
+from eagleray.evaluation.target import load_target
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
 from eagleray.runs.plan import check_start
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.start import Started, build_started
+from eagleray.storage import store
 
 IMAGES = 40
 
@@ -175,14 +179,19 @@ def test_the_key_is_from(tmp_path: Path):
         recipe_of(tmp_path, "dino", "start={from: a, source: b}")
 
 
-def test_an_export_is_a_source(tmp_path: Path):
+def test_an_export_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = recipe_of(tmp_path, "dino")
     theirs = learnt(recipe).export()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "compare", lambda *_: 0.0)
         export.to_timm(theirs, recipe.backbone, tmp_path / "export")
-    for source in tmp_path / "export", tmp_path / "export" / "backbone.safetensors":
-        ours, *_ = started(tmp_path, str(source), "dino", what="backbone")
-        assert same(theirs.state_dict(), part(ours, "student.backbone."))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
+    for folder in str(tmp_path / "export"), "s3://export":
+        for source in folder, f"{folder}/backbone.safetensors":
+            ours, *_ = started(tmp_path, source, "dino", what="backbone")
+            assert same(theirs.state_dict(), part(ours, "student.backbone.")), source
+            for loaded in eagleray.load(source), load_target(source).backbone:
+                assert same(theirs.model.state_dict(), loaded.model.state_dict()), source
     line = refused(tmp_path, str(tmp_path / "export"), "backbone.options.num_heads=2")
     assert "blocks.0.attn has 3 attention heads in the weights, but 2 in the model" in line
