@@ -19,7 +19,7 @@ import torch
 
 from eagleray.base.errors import Outage, Superseded, UserError
 from eagleray.base.files import atomic_path, file_lock, make_folder, write_atomic
-from eagleray.engine.checkpoint_names import epoch_of, last_epoch, names_in, order, stem, step_name
+from eagleray.engine.checkpoint_names import epoch_of, last_epoch, names_in, order, stem, step_name, step_of
 from eagleray.engine.host_copy import HostCopy
 from eagleray.engine.serialise import NOT_NUMBERS, ruined, serialise, sha256
 from eagleray.engine.stored_file import agrees, fetch, flush, parse_manifest, pieces, sha256_of
@@ -61,6 +61,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
         self._warned: set[str] = set()
+        self.best: int | None = None  # a step whose newest checkpoint is kept, too
 
     @property
     def busy(self) -> bool:
@@ -156,6 +157,7 @@ class Writer:
         self.guard()
         blobs = blobs_of(self.url, self.patience)
         names = {newest, *[n for n in names_in(blobs) if order(n) < order(newest)][: self.keep - 1]}
+        names |= set([n for n in names_in(blobs) if step_of(n) == self.best][:1])
         for url in sorted(blobs):  # a manifest before its checkpoint
             if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
                 _delete(url)

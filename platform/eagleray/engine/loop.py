@@ -12,6 +12,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
 from eagleray.models.queue import Memory
 
 
@@ -34,22 +35,28 @@ def fit(
     weight_decay: Callable[[Progress], float],
     clip: float | None = None,
     clip_each: bool = False,
+    freeze: float = 0.0,
     seed: int = 0,
     wrap: Callable[[Method], nn.Module] = lambda method: method,
     precision: Precision | None = None,
 ) -> Iterator[Step]:
     """Train on `batches` and yield after each optimiser step, so that the caller can log, save and evaluate.
 
-    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. Without a
-    `precision` the step computes in the one that suits the device.
+    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. In the first
+    `freeze` epochs the backbones stay as they are, in evaluation mode. Without a `precision` the step computes in the
+    one that suits the device.
     """
     model = wrap(method)
     device = next(method.parameters()).device
     precision = precision or Precision.of("auto", device)
     params = [p for p in method.parameters() if p.requires_grad]
+    trunks = [m for m in method.modules() if isinstance(m, Backbone)]
     guard = BufferGuard([b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)])
     for at, batch in batches:
         method.train()
+        frozen = trunks if at.epoch < freeze else []
+        for trunk in frozen:
+            trunk.eval()
         for group in optimizer.param_groups:
             group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
@@ -64,6 +71,8 @@ def fit(
         share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
         precision.scale(out["loss"] * share).backward()
 
+        for trunk in frozen:
+            trunk.zero_grad(set_to_none=True)
         live = [i for i, p in enumerate(params) if p.grad is not None]
         grads: list[Tensor] = [params[i].grad for i in live]  # type: ignore[misc]
         precision.unscale_(grads)

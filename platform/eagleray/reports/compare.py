@@ -62,7 +62,7 @@ def results(runs: Mapping[str, Run]) -> list[Table]:
     for name, run in runs.items():
         for m in all_scores(run):
             table = tables.setdefault(m.key, {})
-            for key, value, before, _ in m.rows:
+            for key, value, _, before, _ in m.rows:
                 table.setdefault(key, {})[name] = value
                 if before is not None:
                     table.setdefault(f"{key}, untrained", {})[name] = before

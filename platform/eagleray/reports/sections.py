@@ -33,6 +33,7 @@ from eagleray.runs.health import KINDS
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # of the table of findings
 END = "At the end of the run"
+BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # endings of keys of numbers from before the training
 BAD = ("failed", "broken off")  # states in which somebody must act
 # Numbers of a summary that other sections show.
 SHOWN_ELSEWHERE = {
@@ -100,9 +101,9 @@ def tiles(run: Run) -> Iterator[Tile]:
     s, last = run.summary, run.records[-1] if run.records else {}
     for key, label in ((metrics.KNN_TOP1, "kNN, top-1 %"), (metrics.LINEAR_TOP1, "linear, top-1 %")):
         if key in s:
-            yield Tile(
-                label, s[key], f"{s[key + metrics.UNTRAINED]:.4g} untrained" if key + metrics.UNTRAINED in s else ""
-            )
+            others = (metrics.UNTRAINED, "untrained"), (metrics.AT_START, "at the start")
+            hint = ", ".join(f"{s[key + suffix]:.4g} {name}" for suffix, name in others if key + suffix in s)
+            yield Tile(label, s[key], hint)
     if metrics.CLASSIFIER_TOP1 in s:
         yield Tile("classifier, top-1 %", s[metrics.CLASSIFIER_TOP1])
     if run.last or run.planned:
@@ -132,7 +133,7 @@ def results(run: Run) -> list[Table]:
     the end of the run comes first, later ones follow."""
     tables = []
     for m in all_scores(run):
-        columns = ["Number", "This run", "Untrained", "Published"]
+        columns = ["Number", "This run", "At the start", "Untrained", "Published"]
         shown = [i for i in range(len(columns)) if i < 2 or any(row[i] is not None for row in m.rows)]
         tables.append(Table(m.heading, [columns[i] for i in shown], [[row[i] for i in shown] for row in m.rows]))
     return tables
@@ -143,23 +144,22 @@ class Scores(NamedTuple):
 
     key: tuple[str, str]  # the protocol with the user's settings, and the data: scores with equal keys are comparable
     heading: str  # how the scores were measured
-    rows: list[list[Any]]  # name, score, score without training, published score
+    rows: list[list[Any]]  # name, score, score at the start, score without training, published score
 
 
 def all_scores(run: Run) -> Iterator[Scores]:
     """Yield the scores at the end of the run, then those of later evaluations."""
     s, paper = run.summary, run.published
-    ends = [
-        k for k in s if k not in SHOWN_ELSEWHERE and not k.endswith(metrics.UNTRAINED) and isinstance(s[k], int | float)
-    ]
+    ends = [k for k in s if k not in SHOWN_ELSEWHERE and not k.endswith(BEFORE) and isinstance(s[k], int | float)]
     if ends:
         settings = final_settings(run, ends)
         same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")])
-        yield Scores((settings, same), settings, [[k, s[k], s.get(k + metrics.UNTRAINED), paper.get(k)] for k in ends])
+        rows = [[k, s[k], *(s.get(k + suffix) for suffix in BEFORE), paper.get(k)] for k in ends]
+        yield Scores((settings, same), settings, rows)
     for result in latest_results(run):
         before, name = result.before(run.results), ", untrained" * result.untrained
         there = {} if result.untrained else paper
-        rows = [[k + name, v, before.get(k), there.get(k)] for k, v in result.numbers.items()]
+        rows = [[k + name, v, None, before.get(k), there.get(k)] for k, v in result.numbers.items()]
         of = backbone_suffix(run, result)
         yield Scores((protocol_text(result, asked=True) + of, result.data_digest), protocol_text(result) + of, rows)
 

@@ -105,6 +105,7 @@ def optimizer_steps(
         weight_decay=o.weight_decay,
         clip=o.clip,
         clip_each=o.clip_each,
+        freeze=recipe.start.freeze if recipe.start else 0.0,
         seed=recipe.seed,
         wrap=wrap,
         precision=precision,

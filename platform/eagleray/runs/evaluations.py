@@ -23,13 +23,14 @@ from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs.build import build_method
 from eagleray.runs.health import FAILED_EVALUATION, Finding
 from eagleray.runs.memory import explain_exhaustion
-from eagleray.runs.metrics import KNN_TOP1, LINEAR_TOP1, UNTRAINED
+from eagleray.runs.metrics import AT_START, KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK, UNTRAINED
 from eagleray.runs.rank_run import RankRun
 
 log = logging.getLogger(__name__)
 STARTS = 2  # of the evaluation at the end that may die with their process before the run ends without its numbers
 
 ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
+SAID = (KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK)  # of the numbers at the start
 BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
 BASELINE_FORMAT = 1  # increased when evaluations compute other scores
 
@@ -74,6 +75,30 @@ def online_sets(run: RankRun, step: int) -> ProbeSets | None:
     return part
 
 
+def at_start(run: RankRun) -> None:
+    """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores."""
+    guard, recipe = run.stateful.guard, run.plan.recipe
+    sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
+    starts = dist.from_rank_zero(run.folder.starts_in_vain)
+
+    def measure() -> Scores:
+        if starts > STARTS:
+            raise RuntimeError(f"the process died in it {starts - 1} times")
+        return evaluate(run.export(), sets, recipe.evaluate, **how(run)) if sets else {}
+
+    scores = attempt(run, 0, measure)
+    guard.scores = scores | compare_with_start(run, 0)
+    run.folder.log_start(guard.scores)
+    if run.world.rank == 0:
+        texts = [f"{name} {value:.4g}" for name, value in guard.scores.items() if name in SAID]
+        log.info("the backbone that the run starts from: %s", ", ".join(texts))
+
+
+def compare_with_start(run: RankRun, step: int) -> Scores:
+    """Return the numbers of the guard of the start, whose images are read as those of evaluations are."""
+    return run.stateful.guard.measure(step, run.export(), **how(run))
+
+
 def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
     """Return the scores at the end of the run, and log them. They are empty if the evaluation fails.
 
@@ -92,7 +117,8 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
     if scores and not isinstance(run.method, Classifier):
         assert sets is not None
         untrained = attempt(run, step, partial(untrained_scores, run, sets))
-        scores |= {name + UNTRAINED: untrained[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in untrained}
+        for suffix, others in (UNTRAINED, untrained), (AT_START, run.stateful.guard.scores):
+            scores |= {name + suffix: others[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in others}
     if run.world.rank == 0:
         log_scores(run, sets, scores)
     return announced(run, scores)
@@ -110,7 +136,8 @@ def log_scores(run: RankRun, sets: ProbeSets | None, scores: Scores) -> None:
         return
     for protocol, key in ("knn", KNN_TOP1), ("linear", LINEAR_TOP1):
         if key in scores:
-            before = f", untrained {scores[key + UNTRAINED]:.1f} %" if key + UNTRAINED in scores else ""
+            others = ("untrained", UNTRAINED), ("at the start", AT_START)
+            before = "".join(f", {name} {scores[key + s]:.1f} %" for name, s in others if key + s in scores)
             settings = sets.describe(run.plan.recipe.evaluate, protocol)
             log.info("%s top-1 %.1f %%%s (%s)", protocol, scores[key], before, settings)
 

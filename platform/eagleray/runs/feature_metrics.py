@@ -19,7 +19,7 @@ def effective_rank(z: Tensor) -> Tensor:
     """Return RankMe (Garrido et al. 2023, arXiv:2210.02885): the exp of the entropy of the singular values of z (B,
     C), from 1 to min(B, C)."""
     p = torch.linalg.svdvals(z)
-    p = p / p.sum()
+    p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)  # 1 where all features are zero
     return torch.exp(-torch.xlogy(p, p).sum())
 
 

@@ -18,6 +18,7 @@ SETTLED = 0.2  # of the highest learning rate: below, nothing may have been lear
 GRACE = 2  # measurements at the start at which features may still be as the random weights made them
 
 FAILED_EVALUATION = "failed evaluation"
+LOST_START = "start lost"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ KINDS = {
     "no momentum": "method.momentum",
     "spike": "a lower optim.lr.value, a longer warm-up, or backbone.freeze_patch",
     "kNN dip": "the same as for a spike",
+    LOST_START: "a lower optim.lr.value, a longer warm-up, optim.layer_decay or start.freeze",
     FAILED_EVALUATION: "the traceback in train.log; a smaller evaluate.limit or evaluate.size needs less memory",
 }
 
@@ -48,10 +50,10 @@ KINDS = {
 class Health:
     """Reads every record of metrics.jsonl in order, and returns the problems that are new in it."""
 
-    def __init__(self, layers: Sequence[str], lr: float = 0.0) -> None:
+    def __init__(self, layers: Sequence[str], lr: float = 0.0, frozen: float = 0.0) -> None:
         """`layers` are the names of the layers whose gradients are watched; `lr` is the highest learning rate of the
-        run."""
-        self.lr = lr
+        run, and `frozen` the number of steps in which the backbone is not to be trained."""
+        self.lr, self.frozen = lr, frozen
         self.spikes = Spikes(layers)
         self.rows: dict[str, int] = {}  # measurements in a row at which a condition held
         self.told: set[str] = set()
@@ -77,6 +79,8 @@ class Health:
             self.spread |= (r["projector_rank"] > 5 and r["uniformity"] < -0.5) or r.get("usage", 0) > 0.3
             settled = self.looks > GRACE and r["lr"] >= SETTLED * self.lr
             held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
+            if record["step"] <= self.frozen:
+                held.pop("frozen encoder", None)
             self.rows = {kind: self.rows.get(kind, 0) + 1 for kind in held}
             found += [(k, text) for k, text in held.items() if self.rows[k] >= self._enough(k)]
         if MONITOR_KNN in r and (dip := self._dip(r[MONITOR_KNN], r[MONITOR_KNN + "_error"])):

@@ -30,6 +30,8 @@ KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
 CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
 CLASSIFIER_MEAN = "classifier/mean_per_class"
 UNTRAINED = "_untrained"  # what the key of an untrained backbone's number ends with
+AT_START = "_start"  # what the key of a number of the backbone ends with that the run started from
+START_KNN, START_CKA, START_RANK = "start/knn", "start/cka", "start/rank"
 
 METRICS = {
     m.key: m
@@ -65,6 +67,11 @@ METRICS = {
         Metric("health/update", "share moved by a step", "", when="look", compared=True, log_axis=True),
         Metric("health/growth", "growth of the weights", "", when="look"),
         Metric("health/ema_distance", "distance from the momentum copy", "", when="look"),
+        Metric(START_KNN, "kNN guard, top-1 %", "kNN accuracy among images that were embedded at the start, too",
+               "higher", "look", compared=True),
+        Metric(START_CKA, "likeness to the start, CKA", "Likeness of features to those at the start, from 0 to 1",
+               "higher", "look", compared=True),
+        Metric(START_RANK, "rank of these features", "", "higher", "look"),
         Metric(IMAGES_PER_S, "images/s", "Images per second over all workers", "higher", compared=True,
                gauge="images_per_second"),
         Metric(DATA_WAIT, "share of time waiting for data", "Share of the time for which data was waited for", "lower",

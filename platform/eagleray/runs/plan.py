@@ -116,6 +116,13 @@ def check_start(recipe: Recipe, method: Method) -> None:
         raise UserError(f"{given}: backbone.weights names other weights; give one of the two")
     if method.supervised:
         raise UserError(f"{given}: {recipe.method.name} learns from labels; backbone.weights is for fine-tuning")
+    if recipe.start.freeze and recipe.start.what == "all":
+        raise UserError("start.freeze: does not work with start.what=all, whose heads need not be warmed; use method")
+    if recipe.start.freeze >= recipe.optim.epochs:
+        raise UserError(
+            f"start.freeze={recipe.start.freeze:g}: the backbone would never be trained, with "
+            f"optim.epochs={recipe.optim.epochs}"
+        )
     if recipe.start.what == "all" and recipe.parallel == "fsdp":
         raise UserError("start.what=all: does not work with parallel=fsdp, which divides the moments; use method")
 

@@ -22,7 +22,7 @@ from eagleray.base.plotting import BLUE, DPI, GREY, INK, LIGHT, RED
 from eagleray.models.layer_names import HEADS, INPUT, TRUNK
 from eagleray.runs import layout
 from eagleray.runs.health import words
-from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
+from eagleray.runs.metrics import AT_START, CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
 
 POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for
@@ -132,15 +132,17 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values
 
 def read(folder: Path) -> dict[str, Curve]:
     """Return steps and values of every metric in a run's folder, by key. The summary adds the final evaluation, and
-    that of the untrained backbone at step 0. Raises UserError when there is no metrics.jsonl."""
+    that of the backbone at step 0: the one that the run started from, or an untrained one. Raises UserError when there
+    is no metrics.jsonl."""
     records = read_history(folder / layout.METRICS)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is missing or empty")
     summary = folder / layout.SUMMARY
     if summary.exists():
         done = json.loads(summary.read_text())
-        ends = ((0, KNN_TOP1 + UNTRAINED), (done["steps"], KNN_TOP1), (done["steps"], CLASSIFIER_TOP1))
-        found = [{"step": n, key.removesuffix(UNTRAINED): done[key]} if key in done else {} for n, key in ends]
+        begin = AT_START if KNN_TOP1 + AT_START in done else UNTRAINED
+        ends = ((0, KNN_TOP1, begin), (done["steps"], KNN_TOP1, ""), (done["steps"], CLASSIFIER_TOP1, ""))
+        found = [{"step": n, key: done[key + suffix]} if key + suffix in done else {} for n, key, suffix in ends]
         records = [r for r in (found[0], *records, *found[1:]) if r]
     columns: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for record in records:

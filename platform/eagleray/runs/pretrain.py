@@ -43,6 +43,7 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start import build_started, take_progress
+from eagleray.runs.start_guard import StartGuard
 from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
 from eagleray.views.preprocessing import Preprocessing
@@ -81,6 +82,9 @@ def pretrain(
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
+        if recipe.start and not resumes:
+            evaluations.at_start(run)
+            save_checkpoint(run, step)
         if step < plan.steps:
             with explain_exhaustion(recipe, run.method, world.size):
                 step = train(run, step)
@@ -107,7 +111,7 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
     monitor = Monitor(method, optimizer, recipe.monitor, images=len(plan.index), labelled=labelled)
     first = take_progress(plan, method, optimizer, started.source) if started else 0
-    return Stateful(method, optimizer, monitor, precision), first
+    return Stateful(method, optimizer, monitor, precision, StartGuard(plan)), first
 
 
 def place(method: Method, recipe: Recipe, world: World) -> None:
@@ -138,12 +142,15 @@ def train(run: RankRun, start: int) -> int:
     batches = step_log.feed(loader, start)
     if plan.recipe.profile and world.rank == 0:
         batches = profiled(batches, plan.recipe.profile, folder.path, world.device)
-    method, optimizer, _, precision = stateful
+    method, optimizer, _, precision, guard = stateful
+    lost = ""
     wrap = partial(world.wrap, reduce=plan.recipe.optim.reduce)
     for taken in optimizer_steps(plan.recipe, method, optimizer, batches, precision, wrap):
         step = taken.at.step + 1
         step_log.add(taken)
         folder.callbacks("step", taken)
+        if guard.due(step) and (lost := look_at_start(run, step_log, step)):
+            break
         if cadence.records(step):
             write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
         if cadence.evaluates(step):
@@ -154,12 +161,23 @@ def train(run: RankRun, start: int) -> int:
         step_log.mark = time.perf_counter()
     if step_log.values:  # the steps ended early
         write_record(run, step_log, plan.at(step - 1), evaluation=False)
-    if cadence.saved_step < step:
+    if cadence.saved_step < step and not lost:
         save_checkpoint(run, step)
     for problem in (*dist.gather_objects(folder.settle()), step_log.problem):
         if problem:  # a rank that ends takes the others with it
             raise problem
+    if lost:
+        raise UserError(lost)
     return step
+
+
+def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
+    """Compare the features with those at the start, note what is found, and return why the run ends if it does."""
+    began, guard = time.perf_counter(), run.stateful.guard
+    evaluations.compare_with_start(run, step)
+    run.folder.note_findings(guard.findings())
+    step_log.since += time.perf_counter() - began  # the time of an evaluation is not that of steps
+    return guard.lost()
 
 
 def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
@@ -171,8 +189,9 @@ def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int,
 
 
 def same_on_all(run: RankRun, decision: bool) -> bool:
-    """Return the decision of rank 0 where all ranks save together, which is where weights are sharded."""
-    if not run.sharded:
+    """Return the decision of rank 0 where all ranks work together on a checkpoint: where weights are sharded, or
+    compared with those at the start."""
+    if not (run.sharded or run.stateful.guard.watches):
         return decision
     return run.world.agree(decision and run.world.rank == 0)[0] > 0
 
@@ -194,7 +213,7 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
     evaluate first, and add the scores.
 
     A process that dies in an evaluation, for want of memory, goes on behind it when it starts again."""
-    record = step_log.flush(at, run.plan.lr(at))
+    record = step_log.flush(at, run.plan.lr(at)) | run.stateful.guard.flush()
     if evaluation:
         save_checkpoint(run, at.step + 1)
         run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
@@ -244,13 +263,17 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
         sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
     for name, part in parts.items():
-        part.load_state_dict(state.get(name, {}) if name == "precision" else state[name])  # older ones lack it
+        part.load_state_dict(state.get(name, {}) if name in ("precision", "guard") else state[name])  # older lack it
     return state
 
 
 def save_checkpoint(run: RankRun, step: int) -> None:
     """Save a checkpoint in the background. Only rank 0 saves, as every rank holds the same weights and moments, unless
     these are sharded."""
+    guard = run.stateful.guard
+    if guard.watches:
+        evaluations.compare_with_start(run, step)
+        run.folder.keep(guard.saved())
     if dist.rank() == 0 or run.sharded:
         state = {
             "step": step,

@@ -15,6 +15,7 @@ from eagleray.runs.build import build_method
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
+from eagleray.runs.start_guard import StartGuard
 from eagleray.runs.step_log import Clock
 
 
@@ -25,6 +26,7 @@ class Stateful(NamedTuple):
     optimizer: torch.optim.Optimizer
     monitor: Monitor
     precision: Precision
+    guard: StartGuard
 
 
 class RankRun(NamedTuple):

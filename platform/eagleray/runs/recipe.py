@@ -134,6 +134,10 @@ class Start:
     source: Annotated[str, Field(alias="from")]
     # method: also the momentum copy, heads, centres and queues that the source has; all: also moments and the step
     what: Literal["backbone", "method", "all"] = "backbone"
+    # Epochs in which only heads are trained, and the backbone stays as it is.
+    freeze: Annotated[float, Field(ge=0, exclude_if=lambda epochs: epochs == 0)] = 0.0
+    # Share of the start's kNN accuracy, or without labels the likeness to its features, below which the run ends.
+    stop_below: Annotated[Share | None, Field(exclude_if=lambda share: share is None)] = None
 
     @property
     def is_public(self) -> bool:
@@ -194,7 +198,7 @@ class Recipe:
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
-OPERATION += ("track",)
+OPERATION += ("track", "start.stop_below")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel")
 OPERATION += ("data.cache", "data.cache_size", "data.patience")

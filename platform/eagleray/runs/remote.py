@@ -20,7 +20,7 @@ RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at mos
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
 HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "steps", "health", "quarantine", "skipped", "starts")}
-HISTORIES |= {layout.PLACES}
+HISTORIES |= {layout.PLACES, layout.START_SCORES}
 
 
 def work_dir(out: str) -> Path:

@@ -110,7 +110,7 @@ def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
 
 def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: int) -> Taken:
     """Take the steps from `begin` to the last one of the task, and return what came out."""
-    method, optimizer, monitor, precision = stateful
+    method, optimizer, monitor, precision, _ = stateful
     workers = processes(plan.recipe.data.workers, world.cpus)
     loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
     fit_micro_batch(plan, stateful, begin, loader.rows)

@@ -170,6 +170,10 @@ class RunDir:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
         return step
 
+    def starts_in_vain(self) -> int:
+        """Return how many starts of this command in a row began at this step."""
+        return self.starts.in_vain(self.command) if self.starts else 0
+
     def stopping(self) -> bool:
         """Return whether the run was asked to stop. All ranks get the answer of rank 0."""
         return self.rank == 0 and self.asked()
@@ -185,6 +189,14 @@ class RunDir:
             assert self.mlflow is not None
             self.mlflow.log(record)
             self.sinks.log(record)
+
+    def log_start(self, scores: Mapping[str, float]) -> None:
+        """Write down the numbers of the backbone that the run starts from."""
+        if self.rank == 0:
+            files.write_atomic(self.path / layout.START_SCORES, json.dumps(scores, indent=1))
+            assert self.mlflow is not None
+            self.mlflow.log({"step": 0, **scores})
+            self.sinks.log({"step": 0, **scores})
 
     def log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Log the loss and the gradient norm of each step, in full precision."""
@@ -210,6 +222,10 @@ class RunDir:
             self.writer.save(step, state, finish)
         else:
             self.shards.follow(finish)
+
+    def keep(self, step: int | None) -> None:
+        """Keep the checkpoint of a step, beside the newest ones."""
+        self.writer.best = step
 
     def saving(self) -> bool:
         return self.rank == 0 and self.writer.busy

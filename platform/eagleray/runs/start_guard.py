@@ -1,0 +1,187 @@
+"""Watch what a run has started from: how far its features are from those at the start, and whether they are lost.
+
+A few training images are embedded at the start and again from time to time, more often in the first steps, in which
+most starts that are lost are lost.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.config.types import Format
+from eagleray.engine.precision import autocast
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.features import labelled_samples, subset
+from eagleray.protocols.image_batches import Reading, batches
+from eagleray.protocols.knn import vote
+from eagleray.runs.feature_metrics import effective_rank
+from eagleray.runs.health import LOST_START, Finding
+from eagleray.runs.metrics import START_CKA, START_KNN, START_RANK
+from eagleray.runs.plan import Plan
+from eagleray.views.photometric import normalise
+
+LEAST, MOST = 512, 2048  # images that are compared; in between two batches of the training
+BATCH = 64  # images in the backbone at once
+K, TEMPERATURE = 20, 0.07  # of the kNN accuracy among these images
+SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # of the start's number, below which a finding says that it is being lost
+ERRORS = 2  # standard errors of the kNN accuracy that count as its noise
+
+
+class StartGuard:
+    """Compares the features of a run's backbone with those at its start. Without `start` it does nothing.
+
+    Its state is part of the checkpoints: the features at the start, the scores of that backbone, and the step of the
+    best checkpoint so far.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.settings, index = plan, plan.recipe.start, plan.index
+        self.every, self.labelled = plan.recipe.monitor.every, index.labelled
+        if self.settings:
+            count = min(max(2 * plan.recipe.optim.batch, LEAST), MOST)
+            samples = labelled_samples(index) if self.labelled else np.arange(len(index))
+            self.samples = subset(samples, count)
+            self.labels = torch.from_numpy(index.label[self.samples])
+        self.images: list[tuple[Tensor, Tensor]] = []  # of this rank: rows of its share, and pixels (b, 3, S, S)
+        self.first: Tensor | None = None  # (n, D) features at the start, on the host
+        self.scores: dict[str, float] = {}  # at the start: of the evaluation, and the first measurement
+        self.best: tuple[float, int] | None = None  # of the checkpoints so far: the number that decides, and the step
+        self.seen: tuple[int, dict[str, float]] = (-1, {})  # the newest measurement, and its step
+        self.fresh = False  # it is in no record yet
+        self.told = False  # that the start is being lost
+
+    @property
+    def key(self) -> str:
+        """Return the number that decides whether the start is lost."""
+        return START_KNN if self.labelled else START_CKA
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.settings is None:
+            return {}
+        return {"first": self.first, "scores": self.scores, "best": list(self.best or ())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a checkpoint. One that was made without a guard has none, and the run goes on without."""
+        if not state:
+            self.settings = None
+            return
+        self.first, self.scores = state["first"], dict(state["scores"])
+        self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
+
+    @property
+    def watches(self) -> bool:
+        """Return whether the run has started from something that is compared."""
+        return self.settings is not None
+
+    def due(self, step: int) -> bool:
+        """Return whether to measure after this step: every `monitor.every` steps, and at powers of two before."""
+        early = step < self.every and step & (step - 1) == 0
+        return self.settings is not None and (early or step % self.every == 0)
+
+    def measure(self, step: int, backbone: Backbone, precision: Format, reading: Reading) -> dict[str, float]:
+        """Return rank, CKA and, with labels, kNN accuracy of the backbone's features. The first call says what the
+        start is. Called by all ranks together. Raises UserError and Outage when the images cannot be read."""
+        if self.seen[0] != step:
+            if not self.images:
+                dist.together(partial(self._read, reading))
+            features = F.normalize(self._embed(backbone, precision).nan_to_num(0, 0, 0), dim=1)  # of ruined weights
+            fresh = self.first is None
+            if fresh:
+                self.first = features.half().cpu()
+            self.seen = step, dist.gather_objects(self._numbers(features.cpu()))[0]
+            self.fresh = not fresh
+            if fresh:
+                self.scores |= self.seen[1]
+        return self.seen[1]
+
+    def flush(self) -> dict[str, float]:
+        """Return the newest measurement if it was made since the last call."""
+        fresh, self.fresh = self.fresh, False
+        return self.seen[1] if fresh else {}
+
+    def findings(self) -> list[Finding]:
+        """Return a finding if the newest measurement is far below that at the start, as the first one was not."""
+        if self.told or not self._below(SHARES[self.key]):
+            return []
+        self.told = True
+        return [Finding(self.seen[0], LOST_START, self._text())]
+
+    def lost(self) -> str:
+        """Return why the run ends, if the newest measurement is below `start.stop_below` of that at the start; else
+        nothing."""
+        if not self.settings or self.settings.stop_below is None or not self._below(self.settings.stop_below):
+            return ""
+        kept = f"; the checkpoint of step {self.best[1]} is the best, and is kept" if self.best else ""
+        return f"step {self.seen[0]}: start.stop_below={self.settings.stop_below:g}: {self._text()}{kept}"
+
+    def saved(self) -> int | None:
+        """Note that a checkpoint of the newest measurement is saved. Return the step of the best one so far."""
+        step, numbers = self.seen
+        if self.key in numbers and (self.best is None or numbers[self.key] > self.best[0]):
+            self.best = numbers[self.key], step
+        return self.best[1] if self.best else None
+
+    def _below(self, share: float) -> bool:
+        now, before = self.seen[1][self.key], self.scores[self.key]
+        p = before / 100
+        noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5 if self.labelled else 0.0
+        return now < share * before - noise
+
+    def _text(self) -> str:
+        now, before = self.seen[1][self.key], self.scores[self.key]
+        if self.labelled:
+            return f"kNN of {len(self.samples)} training images fell from {before:.1f} to {now:.1f} %"
+        return f"features of {len(self.samples)} training images have a CKA of {now:.2f} with those at the start"
+
+    def _read(self, reading: Reading) -> None:
+        """Decode this rank's share of the images, once."""
+        e, mine = self.plan.recipe.evaluate, np.array_split(self.samples, dist.size())[dist.rank()]
+        for rows, images in batches(self.plan.index, mine, e.size, e.resize, BATCH, reading=reading):
+            self.images.append((torch.from_numpy(np.searchsorted(mine, rows)), images))
+
+    def _embed(self, backbone: Backbone, precision: Format) -> Tensor:
+        """Return the features (n, D) of all images; those of an image that does not decode are zero."""
+        shares = [len(part) for part in np.array_split(self.samples, dist.size())]
+        mine = dist.together(partial(embed, backbone, self.images, shares[dist.rank()], precision))
+        return dist.gather(mine, shares)
+
+    @torch.no_grad()
+    def _numbers(self, features: Tensor) -> dict[str, float]:
+        assert self.first is not None
+        numbers = {START_RANK: float(effective_rank(features)), START_CKA: cka(features, self.first.float())}
+        return numbers | ({START_KNN: top1(features, self.labels)} if self.labelled else {})
+
+
+@in_eval_mode
+@torch.no_grad()
+def embed(backbone: Backbone, images: list[tuple[Tensor, Tensor]], count: int, precision: Format) -> Tensor:
+    """Return the pooled features (count, D) of images, uint8, each batch with the rows that it fills."""
+    device = next(backbone.parameters()).device
+    out = torch.zeros(count, backbone.dim, device=device)
+    for rows, pixels in images:
+        x = normalise(pixels, device)
+        with autocast(device, precision):
+            out[rows.to(device)] = backbone.pooled(x).float()
+    return out
+
+
+def cka(x: Tensor, y: Tensor) -> float:
+    """Return the linear centred kernel alignment of two sets of features (n, D) of the same images, from 0 to 1
+    (Kornblith et al. 2019, arXiv:1905.00414, equation 5)."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    both, own, other = ((a.T @ b).square().sum() for a, b in ((x, y), (x, x), (y, y)))
+    return float(both / (own * other).sqrt().clamp(min=1e-12))
+
+
+def top1(features: Tensor, labels: Tensor) -> float:
+    """Return the kNN accuracy, top-1 in percent, of unit features (n, D), each among the others."""
+    cosine = (features @ features.T).fill_diagonal_(-1.0)
+    votes = vote(cosine, labels, classes=int(labels.max()) + 1, k=min(K, len(labels) - 1), temperature=TEMPERATURE)
+    return 100 * float((votes.argmax(1) == labels).float().mean())
