@@ -13,7 +13,7 @@ import eagleray
 from eagleray.base.console import out, print_error, silence
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import writing
-from eagleray.cli import catalogue, evaluate, finetune, init, jobs, plan, tune
+from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import replay as replay_cli
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName
@@ -255,6 +255,7 @@ def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) 
 
 
 catalogue.register(app)
+embed.register(app)
 evaluate.register(app)
 finetune.register(app)
 init.register(app)

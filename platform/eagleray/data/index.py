@@ -117,6 +117,14 @@ class Index:
         s = self._shard_of(sample)
         return readable(str(self.files[s].read(self._group(s), ["key"])["key"][int(sample - self.first[s])]))
 
+    def keys(self, first: int, last: int) -> list[str]:
+        """Return the WebDataset keys of the samples `first` to `last` (excluded), as they are in the shards."""
+        out: list[str] = []
+        for s in range(self._shard_of(first), self._shard_of(last - 1) + 1):
+            begin, end = max(first, int(self.first[s])), min(last, int(self.first[s + 1]))
+            out += _keys(self.files[s], self._group(s)).slice(begin - int(self.first[s]), end - begin).to_pylist()
+        return out
+
     def bad_sample(self, sample: int, reason: str) -> BadSample:
         """Describe a sample that turned out to be broken."""
         rows = self.rows(sample, sample + 1)

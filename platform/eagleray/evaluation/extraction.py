@@ -15,7 +15,7 @@ from eagleray.data.index import Index, open_index
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
-from eagleray.evaluation import feature_cache
+from eagleray.evaluation import embeddings, feature_cache
 from eagleray.evaluation.target import Target, load_in_worker
 from eagleray.protocols.digests import data_digest
 from eagleray.protocols.feature_shards import own_samples
@@ -65,7 +65,13 @@ def features(
     where = devices.CPU if workers else device  # without --gpus, workers compute on CPUs
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
+        known = dict(embedded(index, task, missing, task.precision(where), note))
+        if not (missing := [kind for kind in missing if kind not in known]):
+            return known
         note(f"{len(task.samples)} images through {one.name}: {', '.join(missing)} features")
+        return known | extract(missing)
+
+    def extract(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         with progress_bar("images") as progress:
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
@@ -84,6 +90,21 @@ def features(
 
     data, how = data_digest(index, task.samples), (task.size, task.resize, task.precision(where))
     return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
+
+
+def embedded(
+    index: Index, task: Task, kinds: Sequence[str], precision: str, note: Callable[[str], None]
+) -> Iterator[tuple[str, LabelledFeatures]]:
+    """Yield those types of features of a task that `eagleray embed` has written beside the shards."""
+    for kind in kinds:
+        wanted = {"digest": task.digest, "kind": kind, "size": task.size, "resize": task.resize}
+        found = embeddings.beside(index, wanted | {"precision": precision, "images": len(index)})
+        if not found or found[1].data != data_digest(index, np.arange(len(index))):
+            continue
+        note(f"{len(task.samples)} {kind} features from {found[0]}")
+        features, good = embeddings.read_features(*found, task.samples)
+        labels = torch.from_numpy(index.label[task.samples[good]])
+        yield kind, LabelledFeatures(torch.from_numpy(features[good]), labels)
 
 
 def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:

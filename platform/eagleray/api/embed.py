@@ -1,0 +1,59 @@
+"""Embed the samples of a data set."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagleray.api.run import Run
+from eagleray.base.console import out as console
+from eagleray.config import plugins as loading
+from eagleray.evaluation import embed as embedding
+from eagleray.evaluation.target import load_target
+from eagleray.storage.store import absolute
+
+
+def embed(
+    backbone: str | Path | Run,
+    data: str | Path,
+    out: str | Path | None = None,
+    *,
+    features: str = "pooled",
+    size: int | None = None,
+    resize: int | None = None,
+    architecture: str | None = None,
+    workers: int = 0,
+    gpus: bool = False,
+    plugins: Sequence[str | Path] = (),
+) -> str:
+    """Write the features of every sample of a data set as Parquet files, in the order of its index, and return their
+    folder. The same call continues after an interruption.
+
+    `backbone` is a run, a checkpoint, an export, `timm:NAME`, or a file of tensors with timm's name of its
+    `architecture`; `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `out` is a folder or
+    s3:// URL, by default one in `embeddings/` beside the shards. `features` are `pooled`, `last4` or `avgpool`, of
+    images whose short side is resized to `resize` pixels and whose centre of `size` pixels is cut out, by default as
+    the backbone's own evaluation does. `workers` are Ray tasks at once, 0 means this process; with `gpus=True` each has
+    a GPU. `plugins` are files and modules to load.
+
+    Raises UserError when something is wrong, also when `out` has the features of another backbone or of other images,
+    and Outage when a store does not answer.
+
+    Example:
+
+        folder = eagleray.embed("runs/a", "shards/", "features/")
+        table = pandas.read_parquet(folder)  # columns shard, key, label and feature
+        len(table)
+    """
+    loading.use(plugins)
+    folder, _ = embedding.embed(
+        load_target(backbone.out if isinstance(backbone, Run) else str(backbone), architecture),
+        absolute(str(data)),
+        absolute(str(out).rstrip("/")) if out else None,
+        kind=features,
+        size=size,
+        resize=resize,
+        architecture=architecture,
+        workers=workers,
+        gpus=gpus,
+        note=lambda line: console.print(line, markup=False),
+    )
+    return folder
