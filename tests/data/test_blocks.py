@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.pictures import write_shards
+from numpy.typing import NDArray
 
 from eagleray.config.view import View
 from eagleray.data import blocks as fetching
@@ -17,7 +18,6 @@ from eagleray.data import index_file
 from eagleray.data.blocks import Block, Fetcher, Pool, byte_range
 from eagleray.data.decode import BadImage
 from eagleray.data.index import Index, open_index
-from eagleray.data.order import Run
 from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.store import LocalStore
@@ -62,8 +62,8 @@ def reads(index: Index, monkeypatch: pytest.MonkeyPatch) -> Reads:
     return log
 
 
-def first_run(index: Index) -> Run:
-    return Run(0, 0, int(index.block_sizes[0]))
+def first_block(index: Index) -> NDArray[np.int64]:
+    return np.arange(index.block_sizes[0])
 
 
 def image(index: Index, sample: int) -> bytes:
@@ -110,7 +110,7 @@ def damage(index: Index, sample: int) -> None:
 
 def test_bytes_that_changed_in_the_store_are_refused_and_only_they(index: Index) -> None:
     damage(index, 3)
-    block = Block(Fetcher(index, cache=None), first_run(index))
+    block = Block(Fetcher(index, cache=None), first_block(index))
     for sample in range(10):
         if sample == 3:
             with pytest.raises(BadImage, match="its bytes have changed since it was indexed: checksum"):
@@ -130,21 +130,21 @@ def test_bytes_that_changed_on_the_way_are_read_again_once(index: Index, monkeyp
         return data
 
     monkeypatch.setattr(LocalStore, "read", read)
-    block = Block(Fetcher(index, cache=None), first_run(index))
+    block = Block(Fetcher(index, cache=None), first_block(index))
     assert all(bytes(block.bytes(s)) == image(index, s) for s in range(10))
     assert reads[1:] == [(int(index.offset[3]), int(index.size[3]))]
 
 
 def test_bytes_that_changed_in_the_cache_are_read_from_the_store(index: Index, tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", 10**7)
-    run = first_run(index)
-    Block(Fetcher(index, cache=cache), run).bytes(0)
+    samples = first_block(index)
+    Block(Fetcher(index, cache=cache), samples).bytes(0)
     [kept] = (tmp_path / "cache").glob("*.block")
     data = bytearray(kept.read_bytes())
     data[int(index.offset[3] - index.offset[0]) + 9] ^= 1
     kept.write_bytes(data)
-    block = Block(Fetcher(index, cache=cache), run)
-    assert all(bytes(block.bytes(s)) == image(index, s) for s in range(run.last))
+    block = Block(Fetcher(index, cache=cache), samples)
+    assert all(bytes(block.bytes(s)) == image(index, s) for s in samples.tolist())
     assert not kept.exists()  # and is fetched anew the next time
 
 

@@ -1,20 +1,26 @@
 """Fetches blocks with several ranged reads at a time, and checks the checksum of every sample."""
 
+import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from eagleray.data.checksum import crc32
 from eagleray.data.decode import BadImage
 from eagleray.data.index import Index, byte_range
-from eagleray.data.order import Run
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 
 T = TypeVar("T")
 THREADS = 8  # requests at a time
+PIECES = 32  # requests for pieces of blocks at a time
+WASTE = 0.05  # bytes between selected images that are read with them, as a share of theirs
 
 
 class Pool:
@@ -72,65 +78,128 @@ class Block:
     Checksums are compared at every read, so that a sample whose bytes have changed is rejected in every epoch.
     """
 
-    def __init__(self, fetcher: "Fetcher", run: Run, pool: Pool | None = None, through: Pass | None = None) -> None:
-        """`through` gets the block where several readers share it, in a thread of `pool`."""
-        self.fetcher, self.run = fetcher, run
-        self.first = int(fetcher.index.starts[run.block]) + run.first
-        last = self.first + run.last - run.first
-        rows = fetcher.index.rows(self.first, last)
-        self.spans = list(zip(rows.offset.tolist(), rows.size.tolist(), rows.crc.tolist(), strict=True))
-        self.labels = rows.label.tolist()
+    def __init__(
+        self, fetcher: "Fetcher", samples: NDArray[np.int64], pool: Pool | None = None, through: Pass | None = None
+    ) -> None:
+        """`samples` are some of one block, in their order there. `through` gets them where several readers share the
+        lane, in a thread of `pool`."""
+        self.fetcher, self.samples = fetcher, samples
+        first = int(samples[0])
+        rows, mine = fetcher.index.rows(first, int(samples[-1]) + 1), samples - first
+        offset, size = rows.offset[mine], rows.size[mine]
+        self.pieces = pieces(samples, offset, size) if fetcher.selects else [slice(0, len(samples))]
+        at = packed(self.pieces, offset, size) if fetcher.selects else offset
+        self.spans = list(zip(at.tolist(), size.tolist(), rows.crc[mine].tolist(), strict=True))
+        self.labels = rows.label[mine].tolist()
         self.future = (pool or fetcher.pool).submit(lambda: through(self._fetch) if through else self._fetch())
 
     def _fetch(self) -> Content:
         """Fetch the bytes and compare the checksums. Runs in the thread that fetches the block."""
-        f = self.fetcher
-        begin, data = f.read_through_cache(self.run) if f.cache else f.read(self.first, self.first + len(self.spans))
+        if self.fetcher.selects:
+            begin, data = 0, self.fetcher.read_pieces([self._ends(piece) for piece in self.pieces])
+        else:
+            begin, data = self.fetcher.read_block(*self._ends(self.pieces[0]))
         wrong = {at for at, size, crc in self.spans if crc32(data[at - begin : at - begin + size]) != crc}
         return Content(begin, data, wrong)
 
+    def _ends(self, piece: slice) -> tuple[int, int]:
+        """Return the first sample of a piece, and the one behind its last."""
+        return int(self.samples[piece.start]), int(self.samples[piece.stop - 1]) + 1
+
+    def _row(self, sample: int) -> int:
+        row = int(np.searchsorted(self.samples, sample))
+        assert self.samples[row] == sample
+        return row
+
     def label(self, sample: int) -> int:
         """Return the class of a sample, -1 where it has none."""
-        return self.labels[sample - self.first]  # type: ignore[no-any-return]
+        return self.labels[self._row(sample)]  # type: ignore[no-any-return]
 
     def bytes(self, sample: int) -> memoryview:
         """Return an image's bytes as they were indexed. Raises BadImage when they have changed in the store."""
-        offset, size, crc = self.spans[sample - self.first]
+        row = self._row(sample)
+        at, size, crc = self.spans[row]
         begin, data, wrong = self.future.result()
-        if offset not in wrong:
-            return data[offset - begin : offset - begin + size]
-        data = self.fetcher.read_again(self.run, sample)  # they may have changed in transit
+        if at not in wrong:
+            return data[at - begin : at - begin + size]
+        piece = next(p for p in self.pieces if row < p.stop)
+        data = self.fetcher.read_again(sample, *self._ends(piece))  # they may have changed in transit
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
 
 
+def pieces(samples: NDArray[np.int64], offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[slice]:
+    """Return the rows of samples (n,) that are read with one request each: neighbours in the shard, and others with
+    little between them, as long as what is read in vain is less than a twentieth of the images.
+
+    The images begin at `offset` in the shard and have `size` bytes."""
+    gap = offset[1:] - (offset + size)[:-1]
+    apart = np.diff(samples) > 1
+    smallest = np.flatnonzero(apart)[np.argsort(gap[apart], kind="stable")]
+    closed = smallest[np.cumsum(gap[smallest]) <= WASTE * size.sum()]
+    apart[closed] = False
+    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(samples)]
+    return [slice(*ends) for ends in itertools.pairwise(edges)]
+
+
+def packed(parts: Sequence[slice], offset: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each image (n,) lies in the bytes of all pieces, one after the other."""
+    at, end = np.empty_like(offset), 0
+    for part in parts:
+        at[part] = offset[part] - offset[part.start] + end
+        end += int(offset[part.stop - 1] + size[part.stop - 1] - offset[part.start])
+    return at
+
+
 class Fetcher:
-    """Fetches the blocks of an index from the store, by way of the node's cache if there is one."""
+    """Fetches the blocks of an index from the store, by way of the node's cache if there is one.
 
-    def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE) -> None:
-        self.index, self.cache, self.patience = index, cache, patience
+    One that `selects` reads little but the samples that it is asked for; else it keeps whole blocks in the cache, as
+    another lane may read the rest of a block."""
+
+    def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE, selects: bool = False) -> None:
+        self.index, self.cache, self.patience, self.selects = index, cache, patience, selects
         self.pool = Pool(THREADS)
+        if selects:
+            self.hands = Pool(PIECES)
 
-    def read(self, first: int, last: int) -> _Bytes:
-        """Read the samples `first` to `last` (excluded) of a shard; a tar is read with one request."""
-        begin, _ = byte_range(self.index.rows(first, last))
-        return _Bytes(begin, self.index.read(first, last, patience=self.patience))
-
-    def read_through_cache(self, run: Run) -> _Bytes:
-        """Return the whole block of a run through the cache, because another lane may read the rest of the block."""
-        assert self.cache is not None
-        first, last = self._block(run)
-        rows = self.index.rows(first, last)
-        begin, end = byte_range(rows)
-        return _Bytes(begin, self.cache.get(rows.blob, begin, end, lambda: self.read(first, last).data))
-
-    def _block(self, run: Run) -> tuple[int, int]:
-        return int(self.index.starts[run.block]), int(self.index.starts[run.block + 1])
-
-    def read_again(self, run: Run, sample: int) -> memoryview:
-        """Read one image from the store again, and delete its block from the cache."""
+    def read_block(self, first: int, last: int) -> _Bytes:
+        """Return the samples `first` to `last` (excluded) of a block, or the whole block if there is a cache. A tar is
+        read with one request."""
         if self.cache:
-            rows = self.index.rows(*self._block(run))
+            first, last = self._block(first)
+        return _Bytes(byte_range(self.index.rows(first, last))[0], self.read_piece(first, last))
+
+    def read_piece(self, first: int, last: int) -> memoryview:
+        """Return the bytes from the first to the last of the samples `first` to `last` (excluded) of a block."""
+        if not self.cache:
+            return self.index.read(first, last, patience=self.patience)
+        rows = self.index.rows(first, last)
+        return self.cache.get(
+            rows.blob, *byte_range(rows), lambda: self.index.read(first, last, patience=self.patience)
+        )
+
+    def read_pieces(self, ends: Sequence[tuple[int, int]]) -> memoryview:
+        """Return the bytes of several pieces, one after the other, several read at a time."""
+        parts = [self.hands.submit(functools.partial(self.read_piece, *each)) for each in ends]
+        return memoryview(b"".join(part.result() for part in parts))
+
+    def close(self) -> None:
+        """Drop the waiting requests."""
+        self.pool.close()
+        if self.selects:
+            self.hands.close()
+
+    def _block(self, sample: int) -> tuple[int, int]:
+        """Return the first sample of a sample's block, and the one behind its last."""
+        block = int(np.searchsorted(self.index.starts, sample, "right")) - 1
+        return int(self.index.starts[block]), int(self.index.starts[block + 1])
+
+    def read_again(self, sample: int, first: int, last: int) -> memoryview:
+        """Read one image from the store again, and delete from the cache what it was read with: its block, or the
+        piece from `first` to `last` (excluded)."""
+        if self.cache:
+            rows = self.index.rows(*((first, last) if self.selects else self._block(sample)))
             self.cache.drop(rows.blob, *byte_range(rows))
         return self.index.read(sample, sample + 1, patience=self.patience)

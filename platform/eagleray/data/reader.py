@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
-from eagleray.data.order import Epoch, Lane, Share, lane_length
+from eagleray.data.order import Epoch, Lane, Run, Share, lane_length
 from eagleray.data.quarantine import BadSample
+from eagleray.data.selection import Selection, Visits, visits_of
 from eagleray.data.shared_lane import Follower, Leader
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
@@ -83,6 +84,7 @@ class Stream:
     cache: Cache | None = None
     patience: float = PATIENCE  # seconds to retry a store that does not answer
     colours: bool = False  # whether the reader also applies the photometric operations, as no accelerator does
+    selection: Selection | None = None  # how often each sample is read in an epoch; None: as the index says
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,23 +94,24 @@ class Stream:
     def samples_per_lane(self) -> int:
         """The samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
         try:
-            return lane_length(int(self.sizes.sum()), lanes=self.lanes, batch=self.batch)
+            return lane_length(self.samples_per_epoch, lanes=self.lanes, batch=self.batch)
         except ValueError as e:
             raise UserError(f"optim.batch={self.batch} data.lanes={self.lanes}: {e}") from None
 
     @functools.cached_property
-    def visits(self) -> NDArray[np.int64]:
-        """The block that each of the M visits of an epoch reads, (M,), in the order of the blocks.
+    def samples_per_epoch(self) -> int:
+        """The readings of an epoch, before those that do not fill a batch are left out."""
+        return self.selection.total if self.selection else int(self.visits.sizes.sum())
+
+    @functools.cached_property
+    def visits(self) -> Visits:
+        """The visits of every epoch, without a selection.
 
         A visit is one reading of a block; a block with a repeat count has several visits.
         """
         shard = np.searchsorted(self.index.first, self.index.starts[:-1], "right") - 1
-        return np.repeat(np.arange(len(shard)), self.index.repeats[shard])
-
-    @functools.cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """The number of samples of each visit (M,)."""
-        return self.index.block_sizes[self.visits]
+        blocks = np.repeat(np.arange(len(shard)), self.index.repeats[shard])
+        return Visits(blocks, self.index.block_sizes[blocks])
 
     def share(self, lanes: range | None = None) -> Share:
         """Return the share of a reader that has these lanes, by default all, for itself."""
@@ -156,7 +159,8 @@ class Stream:
     def _steps(self, share: Share, start: int, stop: int | None, ends: Ends) -> Iterator[list["_NextSample"]]:
         """Yield the samples of every step. All blocks of a step are requested before the first one is waited for."""
         each, lanes = share.each, share.lanes
-        fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience)
+        selects = self.selection is not None
+        fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience, selects=selects)
         epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
         try:
             runs = {number: self._lane_runs(number, start, stop, epochs) for number in lanes}
@@ -169,31 +173,32 @@ class Stream:
                 for walk in walks:
                     walk.look_ahead()
         finally:
-            fetcher.pool.close()
+            fetcher.close()
 
-    def _epoch(self, epoch: int) -> Epoch:
-        return Epoch.of(self.sizes, seed=self.seed, epoch=epoch)
+    def _epoch(self, epoch: int) -> "_Epoch":
+        copies = self.selection.copies(seed=self.seed, epoch=epoch) if self.selection else None
+        visits = self.visits if copies is None else visits_of(copies, self.index.starts)
+        return _Epoch(epoch, Epoch.of(visits.sizes, seed=self.seed, epoch=epoch), visits, copies, self.index.starts)
 
     def _lane_runs(
-        self, number: int, start: int, stop: int | None, epochs: Callable[[int], Epoch]
+        self, number: int, start: int, stop: int | None, epochs: Callable[[int], "_Epoch"]
     ) -> Iterator["_LaneRun"]:
-        """Yield the runs, ranges of one block each, that the lane `number` reads from the step `start` on."""
+        """Yield the runs, parts of one visit each, that the lane `number` reads from the step `start` on."""
         epoch, step = divmod(start, self.steps_per_epoch)
         each = self.batch // self.lanes
         skip, left = step * each, math.inf if stop is None else (stop - start) * each
         while True:
-            visits = epochs(epoch).lane(number, lanes=self.lanes, batch=self.batch)
-            before = np.cumsum(visits.lasts - visits.firsts)
+            this = epochs(epoch)
+            lane = this.order.lane(number, lanes=self.lanes, batch=self.batch)
+            before = np.cumsum(lane.lasts - lane.firsts)
             first = int(np.searchsorted(before, skip, "right"))
             skip -= int(before[first - 1]) if first else 0
-            runs = replace(visits, blocks=self.visits[visits.blocks])
-            for i in range(first, len(runs)):
+            for i in range(first, len(lane)):
                 if left <= 0:
                     return
-                order = visits[i].order(seed=self.seed, epoch=epoch) + self.index.starts[runs[i].block]
-                copy = visits[i].block - int(np.searchsorted(self.visits, runs[i].block))
-                yield _LaneRun(epoch, runs, i, order, copy, skip)
-                left -= len(order) - skip
+                samples, positions = this.samples(lane[i]), lane[i].order(seed=self.seed, epoch=epoch) - lane[i].first
+                yield _LaneRun(this, lane, i, samples, samples[positions], skip)
+                left -= len(samples) - skip
                 skip = 0
             epoch += 1
 
@@ -213,17 +218,17 @@ class Stream:
         sample, block, image = self._decode(part, item)
         lane_run = item.lane_run
         # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
-        key = int(lane_run.order[item.at]) + lane_run.copy * len(self.index)
-        u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=lane_run.epoch, sample=key)
+        key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
+        u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=epoch, sample=key)
         boxes = sampling.crops(self.views, u, *image.shape[1:])
         crops = [view[row] for group in part.pixels for view in group]
         crop(image, boxes, self.views.views, crops)
-        more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=lane_run.epoch, sample=key)
+        more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=epoch, sample=key)
         for pixels, view, v in zip(crops, self.views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
         if self.views.operations:
-            seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=lane_run.epoch, sample=key)
+            seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=epoch, sample=key)
             for pixels, view, row_of_seeds in zip(crops, self.views.views, seeds.tolist(), strict=True):
                 for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
                     operate(name, pixels, operation_seed)
@@ -247,11 +252,11 @@ class Stream:
         lane_run = item.lane_run
         for i in range(len(lane_run.order)):
             yield int(lane_run.order[(item.at + i) % len(lane_run.order)]), item.block
-        for i in range(1, len(lane_run.runs)):
-            run = lane_run.runs[(lane_run.run + i) % len(lane_run.runs)]
-            block = Block(item.block.fetcher, run)
-            for sample in range(run.first, run.last):
-                yield int(self.index.starts[run.block]) + sample, block
+        for i in range(1, len(lane_run.lane)):
+            samples = lane_run.epoch.samples(lane_run.lane[(lane_run.at_run + i) % len(lane_run.lane)])
+            block = Block(item.block.fetcher, samples)
+            for sample in samples.tolist():
+                yield sample, block
 
 
 def _fail(ends: Ends | None, error: Exception) -> None:
@@ -260,16 +265,42 @@ def _fail(ends: Ends | None, error: Exception) -> None:
         end.fail(error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """What an epoch reads: its visits, their order, and which samples of its block each of them reads."""
+
+    number: int
+    order: Epoch
+    visits: Visits
+    copies: NDArray[np.uint16] | None  # (N,) how often each sample is read; None: as often as its block is visited
+    starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
+
+    def samples(self, run: Run) -> NDArray[np.int64]:
+        """Return the samples, in their order in the shard, that a lane reads of a visit. The `block` of the run is the
+        number of the visit."""
+        block = self.visits.blocks[run.block]
+        first, last = int(self.starts[block]), int(self.starts[block + 1])
+        if self.copies is None:
+            return np.arange(first + run.first, first + run.last)
+        mine = np.flatnonzero(self.copies[first:last] > self.visits.number(run.block))
+        return first + mine[run.first : run.last]
+
+
 @dataclass(slots=True)
 class _LaneRun:
-    """A run, the range of a block that a lane reads, with the lane's position in the run."""
+    """A run, the part of a visit that a lane reads, with the lane's position in the run."""
 
-    epoch: int
-    runs: Lane
-    run: int  # the position of this run in `runs`
-    order: NDArray[np.int64]  # its samples in reading order
-    copy: int  # how often these samples were read before in this epoch
+    epoch: _Epoch
+    lane: Lane
+    at_run: int  # the position of this run in `lane`
+    samples: NDArray[np.int64]  # in their order in the shard
+    order: NDArray[np.int64]  # the same in reading order
     at: int  # the position of the next sample in `order`
+
+    @property
+    def copy(self) -> int:
+        """How often these samples were read before in this epoch."""
+        return self.epoch.visits.number(self.lane[self.at_run].block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +335,7 @@ class _LaneReader:
         lane_run = next(self.lane_runs, None)
         if lane_run:
             through = functools.partial(self.end.get, self.requested) if self.end else None
-            block = Block(self.fetcher, lane_run.runs[lane_run.run], self.end.pool if self.end else None, through)
+            block = Block(self.fetcher, lane_run.samples, self.end.pool if self.end else None, through)
             self.open.append((lane_run, block))
             self.requested += 1
         return lane_run is not None

@@ -21,7 +21,6 @@ from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.data.loader import begin, ignore_signals
-from eagleray.data.order import Run
 from eagleray.data.reader import pixel_buffer
 from eagleray.protocols.feature_shards import BATCH
 from eagleray.storage.block_cache import Cache
@@ -110,7 +109,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         except (UserError, Outage) as e:
             yield e
         finally:
-            fetcher.pool.close()
+            fetcher.close()
 
     def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
         """Request the blocks of a batch now; its images are decoded when the pool comes to them."""
@@ -128,12 +127,11 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         """Request the parts of blocks that hold these samples, in order, and return each with its samples."""
         starts, out = self.index.starts, []
         number = np.searchsorted(starts, chunk, "right") - 1  # of the block of each sample
-        for block, samples in zip(np.unique(number), np.split(chunk, np.flatnonzero(np.diff(number)) + 1), strict=True):
+        for samples in np.split(chunk, np.flatnonzero(np.diff(number)) + 1):
             rows, at = self.index.rows(int(samples[0]), int(samples[-1]) + 1), samples - samples[0]
             gaps = rows.offset[at[1:]] - rows.offset[at[:-1]] - rows.size[at[:-1]]
             for part in np.split(samples, np.flatnonzero(gaps > GAP) + 1):
-                first, last = int(part[0] - starts[block]), int(part[-1] + 1 - starts[block])
-                out.append((Block(fetcher, Run(int(block), first, last)), part))
+                out.append((Block(fetcher, np.arange(part[0], part[-1] + 1)), part))
         return out
 
     def _decode(self, block: Block, samples: NDArray[np.int64], out: Tensor) -> list[bool]:

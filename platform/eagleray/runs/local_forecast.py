@@ -42,7 +42,7 @@ def local_target(recipe: Recipe) -> Target | None:
 def data_of(plan: Plan) -> Data:
     """Return what a forecast must know about the opened data of a run."""
     index = plan.index
-    return Data(int(plan.stream.sizes.sum()), float(sum(b.size or 0 for b in index.shards)) / max(len(index), 1))
+    return Data(plan.stream.samples_per_epoch, float(sum(b.size or 0 for b in index.shards)) / max(len(index), 1))
 
 
 def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -> None:

@@ -31,8 +31,9 @@ def shards_digest(index: Index) -> str:
 
 def order_digest(stream: Stream) -> str:
     """Return the digest of all that decides which sample is read when."""
-    blocks = hashlib.sha256(stream.sizes.tobytes()).hexdigest()
-    return digest(stream.seed, stream.lanes, stream.batch, blocks)
+    blocks = hashlib.sha256(stream.visits.sizes.tobytes()).hexdigest()
+    chosen = [stream.selection.digest] if stream.selection else []
+    return digest(stream.seed, stream.lanes, stream.batch, blocks, *chosen)
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_al
     check_start(recipe, method)
     plan = open_plan(recipe, note=note, scan_all=scan_all)
     index, test = plan.index, plan.test
-    if queue := fit.long_queue(recipe, int(plan.stream.sizes.sum())):
+    if queue := fit.long_queue(recipe, plan.stream.samples_per_epoch):
         note(queue)
     if method.classes is not None:
         labels.check_labels("data.train", index, method.classes, every=True)
@@ -152,7 +152,7 @@ def open_plan(
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views = Views.of(recipe.views)
     stream = Stream(index, views, recipe.seed, data.lanes, recipe.optim.batch, cache, 60 * data.patience)
-    if (images := int(stream.sizes.sum())) < recipe.optim.batch:
+    if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))

@@ -1,0 +1,109 @@
+"""Chooses how often each sample is read in an epoch, as a pure function of its weight, the seed and the epoch.
+
+A sample of weight 2.3 is read twice or three times in an epoch, 2.3 times in the mean; one of weight 0 never. Every
+epoch has the same number of readings. The readings of a sample lie in different visits of its block, which are shuffled
+apart, so that one batch seldom holds the same image twice.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray.base.errors import UserError
+
+MOST = 1000.0  # the largest weight: more would be a mistake, and readings are counted in 16 bits
+CHUNK = 2**20  # samples that are handled at a time, and so part of what is drawn
+STREAM = 3  # of the random numbers for one seed and epoch; the orders of blocks and samples have others
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The mean number of readings of each of N samples in an epoch."""
+
+    weight: NDArray[np.float32]  # (N,)
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The readings of an epoch."""
+        return round(sum(float(part.sum(dtype=np.float64)) for part in self._parts()))
+
+    @functools.cached_property
+    def kept(self) -> int:
+        """The number of samples that are read at all."""
+        return int(np.count_nonzero(self.weight))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of all weights."""
+        return hashlib.sha256(self.weight.tobytes()).hexdigest()[:16]
+
+    def copies(self, *, seed: int, epoch: int) -> NDArray[np.uint16]:
+        """Return how often each sample (N,) is read in an epoch: its weight, rounded down or up.
+
+        What is left of the weights after rounding down is laid out along a line, in a random order, and a sample is
+        read once more for a point u, 1 + u, 2 + u, ... in its stretch, where u is drawn for the epoch: systematic
+        sampling."""
+        u = float(np.random.default_rng((seed, epoch, STREAM)).random())
+        scale = self.total / max(sum(float(part.sum(dtype=np.float64)) for part in self._parts()), 1e-300)
+        out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
+        for number, part in enumerate(self._parts()):
+            rows = out[number * CHUNK : number * CHUNK + len(part)]
+            scaled = part * scale
+            rows[:] = scaled  # rounds down
+            order = np.random.default_rng((seed, epoch, STREAM, 1 + number)).permutation(len(part))
+            rest = (scaled - rows)[order]
+            ends = end + np.cumsum(rest, dtype=np.float64)
+            points = np.floor(ends + u).astype(np.int64)
+            left -= int(rows.sum())
+            if number * CHUNK + len(part) == len(out):  # not one more or less by rounding, nor one that is left out
+                may = np.flatnonzero(rest)
+                points = np.minimum(points, reached + left)
+                points[may[-1] if len(may) else len(rest) :] = reached + left
+            more = np.diff(points, prepend=reached)
+            rows[order] += more.astype(np.uint16)
+            left -= int(points[-1]) - reached
+            end, reached = float(ends[-1]), int(points[-1])
+        return out
+
+    def _parts(self) -> list[NDArray[np.float32]]:
+        return [self.weight[i : i + CHUNK] for i in range(0, len(self.weight), CHUNK)]
+
+
+class Visits(NamedTuple):
+    """The M visits of an epoch, sorted by block. Visit number c of a block, counted from 0, reads those of its samples
+    that have more than c readings in the epoch."""
+
+    blocks: NDArray[np.int64]  # (M,) the block that each reads
+    sizes: NDArray[np.int64]  # (M,) the samples that each reads
+
+    def number(self, visit: int) -> int:
+        """Return how many visits of the same block come before a visit."""
+        return visit - int(np.searchsorted(self.blocks, self.blocks[visit]))
+
+
+def visits_of(copies: NDArray[np.uint16], starts: NDArray[np.int64]) -> Visits:
+    """Return the visits of an epoch in which samples are read so often, in blocks that begin at `starts` (B + 1,)."""
+    most = np.maximum.reduceat(copies, starts[:-1]).astype(np.int64) if len(copies) else np.zeros(0, np.int64)
+    blocks = np.repeat(np.arange(len(most)), most)
+    number = np.arange(len(blocks)) - np.repeat(np.cumsum(most) - most, most)
+    sizes = np.empty(len(blocks), np.int64)
+    for c in range(int(most.max(initial=0))):
+        mine = number == c
+        sizes[mine] = np.add.reduceat(copies > c, starts[:-1], dtype=np.int64)[blocks[mine]]
+    return Visits(blocks, sizes)
+
+
+def check_weights(weight: NDArray[np.float64], name: str) -> None:
+    """Raises UserError for weights that cannot be used, or that leave nothing."""
+    wrong = ~np.isfinite(weight) | (weight < 0)
+    if wrong.any():
+        example = float(weight[np.argmax(wrong)])
+        raise UserError(f"{name}: {int(wrong.sum())} samples have a weight such as {example:g}; expected 0 or more")
+    if weight.max(initial=0) > MOST:
+        raise UserError(f"{name}: a sample has a weight of {weight.max():g}; expected at most {MOST:g}")
+    if not weight.any():
+        raise UserError(f"{name}: leaves none of {len(weight)} samples")
