@@ -74,7 +74,7 @@ class Index:
 
     shards: list[Blob]
     files: list[File]  # S: the index file of each shard
-    repeats: NDArray[np.int64]  # (S,) how often each shard is read in an epoch
+    sources: list[Source]  # S: the source that names each shard
     first: NDArray[np.int64]  # (S + 1,) first sample of each shard, and N
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
     bad: list[BadSample]
@@ -87,6 +87,15 @@ class Index:
     def block_sizes(self) -> NDArray[np.int64]:
         """The number of samples (B,) of each block."""
         return np.diff(self.starts)
+
+    @property
+    def repeats(self) -> NDArray[np.int64]:
+        """How often each shard (S,) is read in an epoch."""
+        return np.array([source.repeat for source in self.sources])
+
+    def column(self, shard: int, names: Sequence[str]) -> pa.Table:
+        """Return columns of the usable samples of a shard."""
+        return self.files[shard].read(self._group(shard), names).slice(0, int(np.diff(self.first)[shard]))
 
     def _shard_of(self, sample: int) -> int:
         """Return the position in `shards` of a sample's shard."""
@@ -186,7 +195,7 @@ def open_index(
     """
     listed = list_data(urls, patience)
     known = dict(itertools.chain.from_iterable(_folders(listed, spare, note=note, scan_all=scan_all)))
-    repeats = listed.repeats()
+    sources = listed.sources_of()
     blobs = sorted(known, key=lambda b: b.url)
     files = [known[b] for b in blobs]
     shards = [f.shards[f.groups[name(b)]] for b, f in zip(blobs, files, strict=True)]
@@ -198,7 +207,7 @@ def open_index(
     return Index(
         shards=blobs,
         files=files,
-        repeats=np.array([repeats[b.url] for b in blobs]),
+        sources=[sources[b.url] for b in blobs],
         first=np.r_[0, np.cumsum([s.usable for s in shards])].astype(np.int64),
         starts=np.r_[0, np.cumsum(sizes)].astype(np.int64),
         bad=bad,
@@ -236,15 +245,15 @@ class Listing:
     folders: list[str]
     blobs: list[Blob]  # of the tars
 
-    def repeats(self) -> dict[str, int]:
-        """Return how often each shard is read in an epoch.
+    def sources_of(self) -> dict[str, Source]:
+        """Return the source of each shard, by its URL.
 
-        Raises UserError when a shard is listed with two different repeat counts.
+        Raises UserError when a shard is listed twice, and what is said of it differs.
         """
         by_folder: dict[str, list[str]] = {}
         for blob in self.blobs:
             by_folder.setdefault(store.parent(blob.url), []).append(blob.url)
-        out: dict[str, int] = {}
+        out: dict[str, Source] = {}
         for source in self.sources:
             for pattern in store.patterns(source.url):
                 if not pattern.name and pattern.folder in self.folders:
@@ -254,9 +263,11 @@ class Listing:
                 else:
                     urls = [f"{pattern.folder}/{pattern.name}"]
                 for url in urls:
-                    if out.setdefault(url, source.repeat) != source.repeat:
+                    other = out.setdefault(url, source)
+                    if replace(other, url="") != replace(source, url=""):
                         raise UserError(
-                            f"{source.url}: repeat={source.repeat}, but {url} is also listed with another repeat count"
+                            f"{source.url}: repeat={source.repeat}, but {url} is also listed with another repeat "
+                            "count, or with another where, weight, exclude or share"
                         )
         return out
 

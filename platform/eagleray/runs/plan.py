@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from eagleray import config
+from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.source import Source
 from eagleray.data import labels
+from eagleray.data.columns import select
 from eagleray.data.index import Index, ScanAll, open_index, scan_here
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.data.order import rows
@@ -64,7 +66,15 @@ def resolve_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with absolute paths, as a worker's working folder is not the user's. Raises UserError."""
 
     def absolute(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
-        return sources and tuple(replace(s, url=store.absolute(s.url)) for s in sources)
+        return sources and tuple(
+            replace(
+                s,
+                url=store.absolute(s.url),
+                exclude=s.exclude and store.absolute(s.exclude),
+                columns=tuple(map(store.absolute, s.columns)),
+            )
+            for s in sources
+        )
 
     if "://" in recipe.out and not recipe.out.startswith("s3://"):
         raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
@@ -149,9 +159,14 @@ def open_plan(
     opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all)
     index = open_on_all(partial(opening, data.sources()))
     test = open_on_all(partial(opening, data.test)) if data.test else None
+    if any(source.selects for source in data.test or ()):
+        raise UserError("data.test: where, weight, exclude and share are for data.train")
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
-    views = Views.of(recipe.views)
-    stream = Stream(index, views, recipe.seed, data.lanes, recipe.optim.batch, cache, 60 * data.patience)
+    views, batch = Views.of(recipe.views), recipe.optim.batch
+    selection = dist.from_rank_zero(partial(select, index))
+    if selection:
+        note(f"data.train: {selection.kept:,} of {len(index):,} samples are read, {selection.total:,} times an epoch")
+    stream = Stream(index, views, recipe.seed, data.lanes, batch, cache, 60 * data.patience, selection=selection)
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)
     steps = recipe.optim.epochs * stream.steps_per_epoch

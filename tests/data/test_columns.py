@@ -1,0 +1,155 @@
+"""What a recipe's `where`, `weight`, `exclude` and `share` choose, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from helpers.pictures import write_shards
+
+from eagleray import config
+from eagleray.base.errors import UserError
+from eagleray.config.source import Source
+from eagleray.data import columns
+from eagleray.data.columns import select
+from eagleray.data.index import Index, open_index
+from eagleray.runs.recipe import Data
+
+SAMPLES = 160
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("data") / "s", SAMPLES, 3)
+
+
+@pytest.fixture(autouse=True, params=[2**20, 60])
+def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shards at once, or each alone."""
+    monkeypatch.setattr(columns, "ROWS", request.param)
+
+
+def opened(*sources: dict[str, Any]) -> Index:
+    return open_index([config.check(Source, s, "data.train") for s in sources], note=lambda _: None)
+
+
+def weights(*sources: dict[str, Any]) -> np.ndarray:
+    found = select(opened(*sources))
+    assert found is not None
+    return found.weight
+
+
+def table(path: Path, **rows: Any) -> str:
+    (pq.write_table if path.suffix == ".parquet" else pyarrow.csv.write_csv)(pa.table(rows), path)
+    return str(path)
+
+
+def test_nothing_is_chosen_where_nothing_is_said(data: Path):
+    assert select(opened({"url": str(data)})) is None
+    assert select(opened({"url": str(data), "repeat": 3})) is None
+
+
+def test_columns_of_the_index(data: Path):
+    index = opened({"url": str(data)})
+    assert (weights({"url": str(data), "where": "label = 3"}) == (index.label == 3)).all()
+    assert (weights({"url": str(data), "where": "bytes > 880"}) == (index.size > 880)).all()
+    second = weights({"url": str(data), "where": f"shard like '%-001.tar' and key >= '{index.key(80)}'"})
+    assert (second == ((index.shard == 1) & (np.arange(SAMPLES) >= 80))).all()
+    expected = np.where(index.label > 1, 2 / np.sqrt(index.label, where=index.label > 0, out=np.ones(SAMPLES)), 0)
+    found = weights({"url": str(data), "where": "label > 1", "weight": "1 / sqrt(label)", "repeat": 2})
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_columns_of_the_users(data: Path, tmp_path: Path, kind: str):
+    index = opened({"url": str(data)})
+    some = np.arange(0, SAMPLES, 3)
+    keys = [index.key(i) for i in some.tolist()][::-1]
+    nsfw = table(tmp_path / f"nsfw.{kind}", key=keys, nsfw=np.linspace(1, 0, len(some)))
+    group = table(tmp_path / f"group.{kind}", key=[*keys, "elsewhere"], size=[*range(1, len(some) + 1), 7])
+    expected = np.zeros(SAMPLES)
+    expected[some[:10]] = 1 / np.arange(len(some), 0, -1)[:10]
+    given = {"url": str(data), "columns": [nsfw, group], "where": f"nsfw < {9.5 / (len(some) - 1)}", "weight": "1/size"}
+    np.testing.assert_allclose(weights(given), expected, rtol=1e-6)
+    absent = weights({"url": str(data), "columns": nsfw, "where": "nsfw is null"})
+    assert (np.flatnonzero(absent == 0) == some).all()
+
+
+def test_excluded_samples(data: Path, tmp_path: Path):
+    index = opened({"url": str(data)})
+    gone = table(tmp_path / "gone.csv", key=[index.key(7), index.key(100)], why=["asked", "asked"])
+    assert np.flatnonzero(weights({"url": str(data), "exclude": gone}) == 0).tolist() == [7, 100]
+    name = index.shards[0].url.rpartition("/")[2]
+    of_shard = table(tmp_path / "of.parquet", key=[index.key(7), index.key(100)], shard=[name, name])
+    assert np.flatnonzero(weights({"url": str(data), "exclude": of_shard}) == 0).tolist() == [7]
+
+
+def test_sources_have_their_shares(data: Path, tmp_path: Path):
+    write_shards(tmp_path / "t", 40, 1)
+    one, two = {"url": str(data), "share": 0.75}, {"url": str(tmp_path / "t"), "share": 0.25, "where": "label > 2"}
+    index, chosen = opened(one, two), select(opened(one, two))
+    assert chosen is not None
+    first = np.repeat([source.url == str(data) for source in index.sources], np.diff(index.first))
+    assert chosen.weight[first].sum() == pytest.approx(3 * chosen.weight[~first].sum(), rel=1e-5)
+    assert chosen.total == SAMPLES + int((index.label[~first] > 2).sum())
+    with pytest.raises(UserError, match="some sources have a share and others none"):
+        select(opened(one, {"url": str(tmp_path / "t")}))
+    with pytest.raises(UserError, match=r"nothing of .*/t is left, but its share is 0\.25"):
+        select(opened(one, two | {"where": "label > 99"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"where": "nsfw < 1"}, 'data.train.where: nsfw < 1: .*"nsfw" not found.*; there are key, shard, label, bytes'),
+        ({"where": "label >"}, "data.train.where: label >: .*syntax error"),
+        ({"where": "label + 1"}, "data.train.where: .*: expected true or false, got int64"),
+        ({"where": "label > 99"}, "data.train: leaves none of 160 samples"),
+        ({"where": "count(*) > 1"}, "gives 1 values for"),
+        ({"where": "true) FROM samples; --"}, "data.train.where: .*: .*"),
+        ({"where": "key in (select column0 from read_csv('/etc/passwd'))"}, "data.train.where: .*Permission Error"),
+        ({"weight": "key"}, "data.train.weight: key: expected numbers, got string"),
+        ({"weight": "label - 3"}, "data.train.weight: label - 3: .* samples have a weight such as -"),
+        ({"weight": "1 / (label - 3)"}, "samples have a weight such as"),
+        ({"weight": "null"}, "data.train.weight: null: expected numbers, got"),
+        ({"weight": "100000"}, "a sample has a weight of 100000; expected at most 1000"),
+        ({"columns": ["nowhere.parquet"]} | {"where": "true"}, "nowhere.parquet: no such table"),
+    ],
+)
+def test_what_is_wrong_is_one_line(data: Path, given: dict[str, Any], line: str):
+    with pytest.raises(UserError, match=line) as e:
+        select(opened({"url": str(data), **given}))
+    assert "\n" not in str(e.value)
+
+
+def test_tables_that_cannot_be_used(data: Path, tmp_path: Path):
+    others = table(tmp_path / "others.csv", key=["x", "y"])
+    for given in {"exclude": others}, {"columns": others, "where": "true"}:
+        with pytest.raises(UserError, match=r"others\.csv: none of its 2 keys is in "):
+            select(opened({"url": str(data), **given}))
+    twice = table(tmp_path / "twice.csv", key=["000001", "000001"])
+    with pytest.raises(UserError, match=r"twice\.csv: has a key twice"):
+        select(opened({"url": str(data), "exclude": twice}))
+    without = table(tmp_path / "without.csv", name=["a"])
+    with pytest.raises(UserError, match=r"without\.csv: has no column key; it has name"):
+        select(opened({"url": str(data), "exclude": without}))
+    (tmp_path / "broken.parquet").write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"broken\.parquet: cannot be read"):
+        select(opened({"url": str(data), "exclude": str(tmp_path / "broken.parquet")}))
+
+
+def test_the_shortest_form_of_a_recipe(data: Path):
+    for given, short in (
+        ("a", "a"),
+        ({"url": "a"}, "a"),
+        ({"url": "a", "where": "label > 1"}, [{"url": "a", "where": "label > 1"}]),
+        (["a", {"url": "b", "repeat": 2, "columns": "c.csv"}], ["a", {"url": "b", "repeat": 2, "columns": ["c.csv"]}]),
+    ):
+        read = config.check(Data, {"train": given}, "data")
+        assert config.to_plain(read)["train"] == short
+        assert config.check(Data, config.to_plain(read), "data") == read
+    with pytest.raises(UserError, match="unknown key; did you mean 'where'"):
+        config.check(Data, {"train": {"url": "a", "were": "b"}}, "data")
