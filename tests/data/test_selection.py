@@ -1,5 +1,6 @@
 """Selections: how often a sample is read in an epoch is its weight, exactly."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from eagleray.data import index_file, selection
 from eagleray.data.index import Index, open_index
 from eagleray.data.order import lanes_of
 from eagleray.data.reader import Stream
+from eagleray.data.sample_uses import samples_with, steps_with
 from eagleray.data.selection import Selection, check_weights, visits_of
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.store import LocalStore
@@ -191,6 +193,21 @@ def test_little_is_fetched_but_what_is_kept(index: Index, tmp_path: Path, monkey
     first = read(cached, 0, 2 * given.steps_per_epoch)
     assert sum(fetched) <= 1.3 * kept  # pieces that a lane's boundary cuts are fetched by both lanes
     assert first == read(given, 0, 2 * given.steps_per_epoch)
+
+
+@pytest.mark.parametrize("kind", [*DRAWN, "all", "repeated"])
+def test_the_steps_of_a_sample_are_those_that_read_it(index: Index, kind: str):
+    weight = DRAWN[kind](np.random.default_rng(4)).astype(float) if kind in DRAWN else None
+    of = replace(index, sources=[replace(s, repeat=2) for s in index.sources]) if kind == "repeated" else index
+    given = stream(of, weight)
+    stop = 2 * given.steps_per_epoch + 1
+    read_in: dict[int, list[int]] = {sample: [] for sample in range(SAMPLES)}
+    for step, rows in enumerate(read(given, 0, stop)):
+        for sample, *_ in rows:
+            read_in[sample].append(step)
+    for sample, steps in read_in.items():
+        assert list(steps_with(given, sample, stop)) == steps
+    assert list(samples_with(index, index.key(90))) == [90]
 
 
 def test_broken_samples_are_replaced_by_kept_ones(index: Index, tmp_path: Path):

@@ -1,20 +1,28 @@
-"""Index data and prepare data sets."""
+"""Index data, prepare data sets, and say what a run has read."""
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from eagleray.api.run import Run
 from eagleray.base.console import out as console
+from eagleray.base.errors import UserError
+from eagleray.base.files import read_history
 from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.scan_shards import scanner
 from eagleray.config import plugins as loading
 from eagleray.data.index import write_index
 from eagleray.data.index_faults import faults_of
+from eagleray.data.sample_uses import samples_with, steps_with
 from eagleray.datasets import card
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.runs import layout
+from eagleray.runs import recipe as recipes
+from eagleray.runs.replay import open_data
 
 
 def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
@@ -108,6 +116,40 @@ def prepare(
             note=lambda line: console.print(line, markup=False),
             tick=ticks,
         )
+
+
+def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
+    """Return in which steps of a run the samples with a key were read, such as to answer a request to take an image
+    down: a dictionary for each sample, with its `shard`, `key` and `steps`, which are counted from 1.
+
+    The steps follow from the recipe and the data, whose images are not read. An image that does not decode was replaced
+    by another one of its block, as quarantine.jsonl of the run says. `plugins` are files and modules to load beside
+    those of the run.
+
+    Raises UserError when there is no such run or key, or the data is not there, and Outage when a store stays away.
+
+    Example:
+
+        [sample] = eagleray.which("runs/a", "000000_dark_circle")
+        sample["shard"], sample["steps"]
+    """
+    loading.use(plugins)
+    opened = Run(run)
+    recipe = recipes.load(str(opened.folder / layout.RECIPE))
+    with TemporaryDirectory(prefix="eagleray-which-") as scratch:
+        plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None)
+        found = list(samples_with(plan.index, key))
+        if not found:
+            raise UserError(f"--key {key}: no sample of the training data has this key")
+        stop = max((line["step"] for line in read_history(opened.folder / layout.METRICS)), default=0)
+        return [
+            {
+                "shard": plan.index.bad_sample(sample, "").shard,
+                "key": key,
+                "steps": [step + 1 for step in steps_with(plan.stream, sample, stop)],
+            }
+            for sample in found
+        ]
 
 
 def _options(options: PrepareOptions) -> list[str]:

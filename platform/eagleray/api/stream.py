@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base import dist, files
 from eagleray.base.errors import UserError
+from eagleray.config import STRICT
 from eagleray.config import plugins as loading
+from eagleray.config.source import Sources
 from eagleray.config.view import View
 from eagleray.data import loader as stream_loader
 from eagleray.data.batch import Batch
+from eagleray.data.columns import select
 from eagleray.data.index import open_index
 from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.data.reader import Stream
@@ -24,10 +28,18 @@ LANES = 64  # as in recipes, where the batch can be dealt so
 WORKERS = 4  # loader processes, where there are lanes for them
 
 
+@dataclass(frozen=True, config=STRICT)
+class _Given:
+    """The data as a user gives it."""
+
+    data: Sources
+
+
 class Loader:
     """The exact, resumable stream of batches for a training loop of your own: those of this rank.
 
-    `data` names shards, or a folder of images. `views` describe the crops of every image, as the `views` of a recipe
+    `data` names shards, or a folder of images, and may say which of them to read: `{"url": "shards/", "where": "label <
+    10"}`, as `data.train` of a recipe does. `views` describe the crops of every image, as the `views` of a recipe
     do. `batch` is the global batch over all ranks; under torchrun, or with torch.distributed, every rank gets its share
     of it. The batches depend on data, views, `batch`, `seed` and `lanes` alone: any number of ranks and `workers`
     (loader processes of each rank, 0 means this process) sees the same global batches. `start` is a step, counted over
@@ -53,7 +65,7 @@ class Loader:
 
     def __init__(
         self,
-        data: str | Path | Sequence[str],
+        data: str | Path | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
         *,
         views: Sequence[View | Mapping[str, Any]],
         batch: int,
@@ -77,10 +89,10 @@ class Loader:
         rank, ranks = rank_of()
         lanes = lanes or next(n for n in range(min(LANES, batch), 0, -1) if batch % n == 0)
         workers = min(WORKERS, max(batch // ranks, 1)) if workers is None else workers
-        urls = str(data) if isinstance(data, str | Path) else list(data)
-        index = open_index(urls, files.cache_folder("index"), note=lambda _: None)
+        given = config.check(_Given, {"data": str(data) if isinstance(data, Path) else data}, "")
+        index = open_index(given.data, files.cache_folder("index"), note=lambda _: None)
         disk = Cache(Path(cache), cache_size) if cache else None
-        self._stream = Stream(index, Views.of(described), seed, lanes, batch, disk)
+        self._stream = Stream(index, Views.of(described), seed, lanes, batch, disk, selection=select(index))
         self._loader = stream_loader.Loader(
             self._stream, rank=rank, ranks=ranks, workers=workers, device=torch.device(device)
         )

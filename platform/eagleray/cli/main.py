@@ -207,6 +207,25 @@ def bench_(
         print(json.dumps(report.json()))
 
 
+@data.command()
+def which(
+    run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run.")],
+    key: Annotated[str, typer.Option(help="Key of the sample in its shard.")],
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Say in which steps of a run a sample was read."""
+    from eagleray.api import data as api
+
+    found = api.which(run, key, plugins=plugin or ())
+    if as_json:
+        print(json.dumps(found))
+        return
+    for sample in found:
+        steps = ", ".join(map(str, sample["steps"])) or "none"
+        out.print(f"{sample['shard']}: {sample['key']}: read in {len(sample['steps'])} steps: {steps}", markup=False)
+
+
 class Library(StrEnum):
     timm = "timm"
     timm_hub = "timm-hub"

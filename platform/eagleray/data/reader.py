@@ -161,7 +161,7 @@ class Stream:
         each, lanes = share.each, share.lanes
         selects = self.selection is not None
         fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience, selects=selects)
-        epochs = functools.lru_cache(maxsize=2)(self._epoch)  # shared by the lanes
+        epochs = functools.lru_cache(maxsize=2)(self.epoch)  # shared by the lanes
         try:
             runs = {number: self._lane_runs(number, start, stop, epochs) for number in lanes}
             walks = [_LaneReader(fetcher, runs[number], each, ends.get(number)) for number in lanes]
@@ -175,7 +175,8 @@ class Stream:
         finally:
             fetcher.close()
 
-    def _epoch(self, epoch: int) -> "_Epoch":
+    def epoch(self, epoch: int) -> "_Epoch":
+        """Return what an epoch reads, in which order."""
         copies = self.selection.copies(seed=self.seed, epoch=epoch) if self.selection else None
         visits = self.visits if copies is None else visits_of(copies, self.index.starts)
         return _Epoch(epoch, Epoch.of(visits.sizes, seed=self.seed, epoch=epoch), visits, copies, self.index.starts)

@@ -1,0 +1,83 @@
+"""Runs that read a selection of their data: exact over a stop, recorded, and answerable for each sample."""
+
+from pathlib import Path
+
+import pytest
+from helpers.commands import refused
+from helpers.runs import FAST, arguments, assert_same, split, weights
+
+import eagleray
+from eagleray.api import pretrain as api
+from eagleray.base.files import read_lines
+from eagleray.cli import main
+from eagleray.config import yaml_text
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+CHOICE = '{url: "%s", where: "label < 8", weight: "1 + (label %% 3) / 2"}'
+
+
+def given(recipe: Path, shards: Path, out: Path, *more: str, choice: str = CHOICE) -> tuple[str, list[str]]:
+    name, keys = split(arguments(recipe, shards, out, *FAST, *more))
+    return name, [*keys, f"data.train={choice % (shards / 'train')}"]
+
+
+def test_a_stop_changes_nothing(small: Path, shards: Path, tmp_path: Path):
+    name, keys = given(small, shards, tmp_path / "whole", "max_steps=14", "optim.epochs=4")
+    whole = api.pretrain(name, keys)
+    for steps in 5, 14:
+        api.pretrain(*given(small, shards, tmp_path / "out", f"max_steps={steps}", "optim.epochs=4"))
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    [source] = yaml_text.parse((tmp_path / "whole" / "recipe.yaml").read_text())["data"]["train"]
+    assert source == {"url": str(shards / "train"), "where": "label < 8", "weight": "1 + (label % 3) / 2"}
+    log = (tmp_path / "whole" / "train.log").read_text()
+    assert "of 320 samples are read" in log
+    digests = [read_lines(tmp_path / name / "starts.jsonl")[0]["order"] for name in ("whole", "out")]
+    assert digests[0] == digests[1]
+    api.pretrain(*given(small, shards, tmp_path / "all", "max_steps=1", choice='{url: "%s"}'))
+    assert read_lines(tmp_path / "all" / "starts.jsonl")[0]["order"] != digests[0]
+    assert whole.summary["steps"] == 14
+
+
+def test_which_steps_have_read_a_sample(small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=9", "checkpoint.steps=3", "checkpoint.keep=9"))
+    keys = {step: eagleray.replay(tmp_path / "out", step, from_start=True).keys for step in (4, 8)}
+    for step, of_step in keys.items():
+        for key in of_step[:5]:
+            [found] = eagleray.which(tmp_path / "out", key)
+            assert found["steps"].count(step) == of_step.count(key)
+            assert all(other == step or key not in keys.get(other, ()) for other in found["steps"] if other in keys)
+    capsys.readouterr()
+    main.app(["data", "which", str(tmp_path / "out"), "--key", keys[4][0]], standalone_mode=False)
+    assert f"{keys[4][0]}: read in " in capsys.readouterr().out
+    line = refused(capsys, "data", "which", str(tmp_path / "out"), "--key", "nobody")
+    assert line == "error: --key nobody: no sample of the training data has this key"
+    assert "no run there" in refused(capsys, "data", "which", str(tmp_path / "none"), "--key", "nobody")
+
+
+def test_an_own_loop_reads_a_selection(shards: Path):
+    source = {"url": str(shards / "train"), "where": "label = 3"}
+    loader = eagleray.loader(source, views=[{"size": 16}], batch=8, workers=0)
+    assert {int(label) for batch in loader for label in batch.label} == {3}
+
+
+@pytest.mark.parametrize(
+    ("choice", "line"),
+    [
+        ('{url: "%s", where: "labels < 8"}', "data.train.where: labels < 8: "),
+        ('{url: "%s", were: "label < 8"}', "data.train.0.were: unknown key; did you mean 'where'?"),
+        ('{url: "%s", where: "label > 100"}', "data.train: leaves none of 320 samples"),
+        ('{url: "%s", where: "label = 3"}', "optim.batch=32"),
+        ('{url: "%s", share: 0}', "data.train.0.share"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_one_line(
+    choice: str, line: str, small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    name, keys = given(small, shards, tmp_path / "out", choice=choice)
+    assert line in refused(capsys, "pretrain", name, *keys)
+
+
+def test_a_test_set_is_not_chosen_from(small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    name, keys = given(small, shards, tmp_path / "out", choice='"%s"')
+    line = refused(capsys, "pretrain", name, *keys, f'data.test={{url: "{shards / "test"}", where: "label < 3"}}')
+    assert line == "error: data.test: where, weight, exclude and share are for data.train"
