@@ -183,7 +183,8 @@ def test_a_case_that_fails_leaves_the_others(environment: dict[str, str]) -> Non
     assert (right["case"], right["batch"]) == ("right", 4)
 
 
-@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_methods(environment: dict[str, str], ranks: str) -> None:
     out = result(environment, "methods.py", "--methods", "mocov3", "--ranks", ranks)
     assert out["methods"]["mocov3"]["status"] == "ok"
@@ -201,6 +202,7 @@ def test_big_index(environment: dict[str, str]) -> None:
     assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))
 
 
+@pytest.mark.slow
 def test_evaluate_scale(environment: dict[str, str], photographs: Path) -> None:
     sizes = ["--images", "900", "--queries", "300", "--dim", "16", "--classes", "5", "--ranks", "1", "2"]
     out = result(environment, "evaluate_scale.py", *sizes, "--photographs", "8", "--rounds", "1", "--data", photographs)
@@ -210,6 +212,7 @@ def test_evaluate_scale(environment: dict[str, str], photographs: Path) -> None:
     assert "imagenet-22k on 64" in out["extrapolated"]
 
 
+@pytest.mark.slow
 def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
     figure = tmp_path / "memory.png"
     out = result(environment, "loader_memory.py", "--images", "64", "--batch", "8", "--figure", figure)
@@ -223,6 +226,7 @@ def test_streaming_says_how_to_install_its_rival(environment: dict[str, str], tm
     assert "-m pip install mosaicml-streaming" in done.stderr
 
 
+@pytest.mark.slow
 def test_checkpoint_stall(environment: dict[str, str], tmp_path: Path) -> None:
     small = ("--batch", "4", "--saves", "1", "--every", "0.1", "--place", tmp_path / "checkpoints")
     out = result(environment, "checkpoint_stall.py", TINY, "method.hidden=16", "method.dim=8", *small)
@@ -242,6 +246,7 @@ def test_survive(shards: Path) -> None:
     assert 0 < out["goodput"] <= out["goodput_unharmed"]
 
 
+@pytest.mark.slow
 def test_plan(environment: dict[str, str]) -> None:
     small = ("method.hidden=16", "views=[{size: 16, count: 2}]", TINY)
     out = result(environment, "plan.py", "--only", "vit_xs", "--keys", *small)
@@ -258,6 +263,7 @@ def test_dispatch_counts_a_step_that_never_waits(environment: dict[str, str]) ->
     assert 1000 < counted["operations"] < 2280  # 3,257 before views shared a forward
 
 
+@pytest.mark.slow
 def test_peers_measures_ours_beside_an_installed_rival(environment: dict[str, str], tmp_path: Path) -> None:
     """A script takes the place of the rival: it answers every request with a second."""
     same = "-".join(f"{name}-{version(name).partition('+')[0]}" for name in ("torch", "torchvision", "timm"))
@@ -275,6 +281,7 @@ def test_peers_measures_ours_beside_an_installed_rival(environment: dict[str, st
     assert 0.4 < out["view_difference"] < 0.51
 
 
+@pytest.mark.slow
 def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str, str], tmp_path: Path) -> None:
     offline = {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": ""}
     done = run(environment | offline, BENCHMARKS / "peers.py", rc=2)
@@ -282,6 +289,7 @@ def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str
     assert last.startswith("error: lightly-train==0.18.0 cannot be installed: ERROR: No matching")
 
 
+@pytest.mark.slow
 def test_control_cost() -> None:
     out = result(dict(os.environ), "control_cost.py", "--ranks", "2", "4", "--seconds", "1", "--history", "0.1")
     assert out["messages_per_step"] == {"2": 1, "4": 1}
@@ -291,6 +299,7 @@ def test_control_cost() -> None:
     assert out["cpu_seconds_per_step"]["4"] > 0
 
 
+@pytest.mark.slow
 def test_trust_cost_compares_two_commits() -> None:
     if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("no git history")

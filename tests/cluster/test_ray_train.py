@@ -31,6 +31,7 @@ def test_a_killed_worker_costs_nothing_but_time(small: Path, shards: Path, tmp_p
     assert_same(weights(harmed), weights(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
