@@ -16,10 +16,11 @@ from helpers.commands import refused
 import eagleray
 from eagleray.base.errors import UserError
 from eagleray.cli.demo import pictures
+from eagleray.data import sample_table
 from eagleray.data.index import open_index
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.evaluation import embed as embedding
-from eagleray.evaluation import embeddings, extraction
+from eagleray.evaluation import extraction
 from eagleray.evaluation.embed import Part, embed_part
 from eagleray.storage import store
 
@@ -30,7 +31,7 @@ BROKEN = 70  # the number of the image that does not decode
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(embeddings, "ROWS", 64)
+    monkeypatch.setattr(sample_table, "ROWS", 64)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -55,15 +56,15 @@ def files(folder: Path | str) -> dict[str, bytes]:
 
 def test_a_row_for_each_sample_in_the_order_of_the_index(shards: Path, tmp_path: Path):
     folder = eagleray.embed(BACKBONE, shards, tmp_path / "out", **SIZES)
-    assert sorted(files(folder)) == ["_embedding.json", *(f"part-{n:06d}.parquet" for n in range(4))]
+    assert sorted(files(folder)) == sorted([sample_table.ABOUT, *(f"part-{n:06d}.parquet" for n in range(4))])
     table, index = pandas.read_parquet(folder), open_index(str(shards))
     assert len(index.shards) > 2
     assert table["key"].tolist() == [index.key(i) for i in range(200)]
     assert table["label"].tolist() == index.label.tolist()
     assert table["shard"].tolist() == [index.shards[s].url.rpartition("/")[2] for s in index.shard]
     assert np.flatnonzero(table["feature"].isna()).tolist() == [BROKEN]
-    backbone = eagleray.load(BACKBONE)
-    alone = embedding.features_of(backbone, index, np.arange(3, 9), embeddings.read_about(folder), "fp32")[0]  # type: ignore[arg-type]
+    backbone, settings = eagleray.load(BACKBONE), sample_table.read_about(folder).settings
+    alone = embedding.features_of(backbone, index, np.arange(3, 9), settings, "fp32")[0]
     np.testing.assert_allclose(np.stack(table["feature"][3:9]), alone, atol=1e-5)
 
 
@@ -102,7 +103,7 @@ def test_workers_write_the_same(shards: Path, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ray_tasks_write_the_same(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(embeddings, "ROWS", 16_384)  # in the workers it is not changed
+    monkeypatch.setattr(sample_table, "ROWS", 16_384)  # in the workers it is not changed
     whole = files(eagleray.embed(BACKBONE, shards, tmp_path / "whole", **SIZES))
     assert files(eagleray.embed(BACKBONE, shards, tmp_path / "out", workers=2, **SIZES)) == whole
 
@@ -110,7 +111,7 @@ def test_ray_tasks_write_the_same(shards: Path, tmp_path: Path, monkeypatch: pyt
 def test_in_a_store_as_in_a_folder(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     there = eagleray.embed(BACKBONE, "s3://shards", **SIZES)
-    assert there.startswith("s3://shards/embeddings/test_vit-")
+    assert there.startswith("s3://shards/embeddings/untrained-timm-test_vit-")
     here = eagleray.embed(BACKBONE, shards, tmp_path / "out", **SIZES)
     parts = files(tmp_path / there.removeprefix("s3://"))
     assert {n: b for n, b in parts.items() if "part" in n} == {n: b for n, b in files(here).items() if "part" in n}
@@ -130,8 +131,8 @@ def test_evaluations_use_it(shards: Path, tmp_path: Path, monkeypatch: pytest.Mo
     (place / "part-000002.parquet").unlink()
     assert scores("incomplete") == before  # it is not used
     eagleray.embed(BACKBONE, shards, **SIZES)
-    about = json.loads((place / embeddings.ABOUT).read_text())
-    (place / embeddings.ABOUT).write_text(json.dumps(about | {"data": "other"}))
+    about = json.loads((place / sample_table.ABOUT).read_text())
+    (place / sample_table.ABOUT).write_text(json.dumps(about | {"data": "other"}))
     assert scores("other data") == before
 
 
@@ -142,7 +143,7 @@ def test_a_damaged_part_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(UserError, match=r"part-000001\.parquet: missing or damaged; delete it"):
             eagleray.evaluate(BACKBONE, train=shards, protocols=["knn"], out=tmp_path, **SIZES)
     pq.write_table(pq.read_table(Path(folder) / "part-000000.parquet").slice(1), part)
-    with pytest.raises(UserError, match=r"63 rows of 64 numbers, not as _embedding\.json says"):
+    with pytest.raises(UserError, match=r"63 rows of feature, not as _table\.json says"):
         eagleray.evaluate(BACKBONE, train=shards, protocols=["knn"], out=tmp_path, **SIZES)
 
 
@@ -152,12 +153,13 @@ def test_what_is_there_is_never_replaced(shards: Path, tmp_path: Path, capsys: p
     before = files(out)
     common = ("--resize", "32", "--size", "32")
     line = refused(capsys, "embed", "untrained:vit_tiny_patch16_224", str(shards), f"out={out}")
-    assert "has the embedding of another backbone, untrained:test_vit; out=FOLDER names another place" in line
+    assert "has a table of digest=" in line
+    assert "(features of untrained:timm:test_vit); out=FOLDER names another place" in line
     line = refused(capsys, "embed", BACKBONE, str(shards), f"out={out}", "--resize", "40", "--size", "32")
-    assert "has an embedding with resize=32; out=FOLDER" in line
+    assert "has a table of resize=32 (features of untrained:timm:test_vit); out=FOLDER" in line
     write_shards(pictures(1, 10), str(tmp_path / "others"), size=60_000)
     line = refused(capsys, "embed", BACKBONE, str(tmp_path / "others"), f"out={out}", *common)
-    assert "has the embedding of other images (200, here 10)" in line
+    assert "has a table of other images (200, here 10)" in line
     assert files(out) == before
 
 

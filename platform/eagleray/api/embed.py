@@ -44,7 +44,7 @@ def embed(
         len(table)
     """
     loading.use(plugins)
-    folder, _ = embedding.embed(
+    return embedding.embed(
         load_target(backbone.out if isinstance(backbone, Run) else str(backbone), architecture),
         absolute(str(data)),
         absolute(str(out).rstrip("/")) if out else None,
@@ -55,5 +55,4 @@ def embed(
         workers=workers,
         gpus=gpus,
         note=lambda line: console.print(line, markup=False),
-    )
-    return folder
+    ).folder

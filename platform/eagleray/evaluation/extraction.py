@@ -97,12 +97,12 @@ def embedded(
 ) -> Iterator[tuple[str, LabelledFeatures]]:
     """Yield those types of features of a task that `eagleray embed` has written beside the shards."""
     for kind in kinds:
-        wanted = {"digest": task.digest, "kind": kind, "size": task.size, "resize": task.resize}
-        found = embeddings.beside(index, wanted | {"precision": precision, "images": len(index)})
-        if not found or found[1].data != data_digest(index, np.arange(len(index))):
+        wanted = {"digest": task.digest, "kind": kind, "size": task.size, "resize": task.resize, "precision": precision}
+        found = embeddings.beside(index, wanted)
+        if not found or found.about.data != data_digest(index, np.arange(len(index))):
             continue
-        note(f"{len(task.samples)} {kind} features from {found[0]}")
-        features, good = embeddings.read_features(*found, task.samples)
+        note(f"{len(task.samples)} {kind} features from {found.folder}")
+        features, good = embeddings.read_features(found, task.samples)
         labels = torch.from_numpy(index.label[task.samples[good]])
         yield kind, LabelledFeatures(torch.from_numpy(features[good]), labels)
 

@@ -1,0 +1,134 @@
+"""Tables with a row for each sample of a data set, in the order of its index: embeddings, measured columns.
+
+A table is a folder with `_table.json`, which is written first and says what all rows are, and the files
+`part-000000.parquet` and so on, each written as a whole. So what was interrupted continues, with the same bytes.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from eagleray.base.errors import UserError
+from eagleray.base.files import writing
+from eagleray.data.index import Index
+from eagleray.storage.store import parent, store
+
+ABOUT = "_table.json"  # which readers of a folder of Parquet files pass over
+FORMAT = 1
+ROWS = 16_384  # of a part
+
+
+@dataclass(frozen=True)
+class About:
+    """What the rows of a table are: those of two tables are equal if all of this but the note is."""
+
+    what: str  # such as embedding
+    settings: Mapping[str, Any]  # that the rows depend on, as values that JSON holds
+    data: str  # digest of the images
+    images: int
+    note: str = ""  # for people
+    format: int = FORMAT
+
+    def difference(self, other: "About") -> str:
+        """Return what of this another table has otherwise, such as `size=224`; empty if their rows are equal."""
+        if (self.data, self.images) != (other.data, other.images):
+            return f"other images ({other.images:,}, here {self.images:,})"
+        mine, theirs = ({"what": a.what, "format": a.format, **a.settings} for a in (self, other))
+        changed = [f"{k}={theirs.get(k)}" for k in (*mine, *theirs) if mine.get(k) != theirs.get(k)]
+        said = f" ({other.note})" if other.note else ""
+        return ", ".join(dict.fromkeys(changed)) + said if changed else ""
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """A table in a folder or an s3:// URL."""
+
+    folder: str
+    about: About
+
+    @classmethod
+    def create(cls, folder: str, about: About) -> "SampleTable":
+        """Return a table to write to or to continue. Raises UserError when the folder has another one."""
+        known = read_about(folder)
+        if known and (other := about.difference(known)):
+            raise UserError(f"{folder}: has a table of {other}; out=FOLDER names another place")
+        if not known:
+            place = f"{folder}/{ABOUT}"
+            with writing(f"out={folder}"):
+                store(place).write(place, json.dumps(asdict(about), indent=1).encode())
+        return cls(folder, about)
+
+    @property
+    def parts(self) -> range:
+        """Return the numbers of the parts."""
+        return range(-(-self.about.images // ROWS))
+
+    def samples(self, number: int) -> NDArray[np.int64]:
+        """Return the samples of a part."""
+        return np.arange(number * ROWS, min((number + 1) * ROWS, self.about.images), dtype=np.int64)
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parts that are not written."""
+        names = {blob.url.rpartition("/")[2] for blob in store(self.folder).list(f"{self.folder}/", "part-")}
+        return [number for number in self.parts if self._url(number).rpartition("/")[2] not in names]
+
+    def write(self, number: int, index: Index, columns: Mapping[str, Any]) -> None:
+        """Write a part: these columns, behind shard, key and label of its samples. Raises UserError when it cannot be
+        written."""
+        samples, buffer = self.samples(number), io.BytesIO()
+        names = [blob.url.rpartition("/")[2] for blob in index.shards]
+        shard = pa.DictionaryArray.from_arrays(pa.array(index.shard[samples]), names)
+        key = index.keys(int(samples[0]), int(samples[-1]) + 1)
+        rows = pa.table({"shard": shard, "key": key, "label": index.label[samples], **columns})
+        pq.write_table(rows, buffer, compression="zstd", use_dictionary=["shard", "label"])
+        with writing(f"out={self.folder}"):
+            store(self.folder).write(self._url(number), buffer.getvalue())
+
+    def read(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """Return columns of a part. Raises UserError when it is not as it was written."""
+        place = self._url(number)
+        try:
+            rows = pq.read_table(io.BytesIO(store(place).get(place)), columns=list(columns))
+        except (FileNotFoundError, pa.ArrowException):
+            raise UserError(f"{place}: missing or damaged; delete it, and the same command writes it again") from None
+        if len(rows) != len(self.samples(number)) or set(rows.column_names) != set(columns):
+            raise UserError(f"{place}: {len(rows)} rows of {', '.join(rows.column_names)}, not as {ABOUT} says")
+        return rows
+
+    def _url(self, number: int) -> str:
+        return f"{self.folder}/part-{number:06d}.parquet"
+
+
+def read_about(folder: str) -> About | None:
+    """Return what the rows of the table in a folder or URL are, or None where there is none. Raises UserError."""
+    place = f"{folder}/{ABOUT}"
+    try:
+        return About(**json.loads(store(place).get(place)))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        raise UserError(f"{place}: not the description of a table of samples") from None
+
+
+def home_of(index: Index) -> str:
+    """Return the folder of all shards. Raises UserError where they are in several."""
+    folders = {parent(blob.url) for blob in index.shards}
+    if len(folders) > 1:
+        raise UserError(f"out: missing; the shards are in {len(folders)} folders, such as {min(folders)}")
+    return folders.pop()
+
+
+def complete_tables(home: str, inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
+    """Yield the tables in the folder `inside` beside the shards of a folder that are wanted and complete."""
+    folders = {b.url.rpartition("/")[0] for b in store(home).walk(f"{home}/{inside}/") if b.url.endswith(f"/{ABOUT}")}
+    for folder in sorted(folders):
+        about = read_about(folder)
+        if about and wanted(about) and not (table := SampleTable(folder, about)).missing():
+            yield table
