@@ -1,6 +1,7 @@
 from eagleray.api.checks import MethodReport as MethodReport
 from eagleray.api.checks import check_method as check_method
 from eagleray.api.data import index as index
+from eagleray.api.data import measure as measure
 from eagleray.api.data import prepare as prepare
 from eagleray.api.data import which as which
 from eagleray.api.embed import embed as embed

@@ -83,6 +83,10 @@ class Job:
             assert time.monotonic() < end, f"no step {step} in {seconds:.0f} s: {self.said()}"
             time.sleep(0.05)
 
+    def took_steps(self) -> bool:
+        """Whether a rank of this command has been given samples."""
+        return any(line.attempt not in self.past for line in self.run.lines())
+
     def finish(self, seconds: float = 120) -> int:
         """The exit status."""
         try:

@@ -18,11 +18,13 @@ from eagleray.data.index import write_index
 from eagleray.data.index_faults import faults_of
 from eagleray.data.sample_uses import samples_with, steps_with
 from eagleray.datasets import card
+from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.replay import open_data
+from eagleray.storage.store import absolute
 
 
 def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
@@ -116,6 +118,40 @@ def prepare(
             note=lambda line: console.print(line, markup=False),
             tick=ticks,
         )
+
+
+def measure(
+    data: str | Path,
+    columns: str | Sequence[str] = "size,bytes_per_pixel,luma,sharpness,entropy,colour,phash",
+    out: str | Path | None = None,
+    *,
+    workers: int | None = None,
+) -> str:
+    """Write measures of every image of a data set as Parquet files beside the shards, where `data.train.where` finds
+    them, and return their folder. The same call continues after an interruption.
+
+    `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `columns` names measures, which
+    docs/select.md describes. `out` is a folder or s3:// URL for them instead. `workers` are Ray tasks at once, by
+    default as many as there are CPUs; 0 means this process.
+
+    Raises UserError and Outage.
+
+    Example:
+
+        folder = eagleray.measure("shards/", "size,luma", "measured/", workers=0)
+        pandas.read_parquet(folder)["min_side"].min()
+    """
+    names = columns.split(",") if isinstance(columns, str) else list(columns)
+    with progress_bar("images") as progress:
+        task = progress.add_task("measuring", total=None, rate="")
+        return measuring.measure(
+            absolute(str(data)),
+            [name.strip() for name in names],
+            absolute(str(out).rstrip("/")) if out else None,
+            run=map if workers == 0 else partial(ray_map, workers=workers),
+            note=lambda line: console.print(line, markup=False),
+            tick=lambda done, total: progress.update(task, completed=done, total=total),
+        ).folder
 
 
 def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()) -> list[dict[str, Any]]:

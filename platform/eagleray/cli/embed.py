@@ -1,4 +1,4 @@
-"""Define the command embed."""
+"""Define the commands embed and data measure, which write tables with a row for each sample."""
 
 from typing import Annotated
 
@@ -8,9 +8,30 @@ from eagleray.base.console import out as console
 from eagleray.base.errors import UserError
 from eagleray.cli.options import Plugins
 
+Out = Annotated[
+    str | None,
+    typer.Argument(
+        help="Folder or s3:// URL for the Parquet files. By default beside the shards.", metavar="[out=FOLDER]"
+    ),
+]
 
-def register(app: typer.Typer) -> None:
+
+def register(app: typer.Typer, data: typer.Typer) -> None:
     app.command()(embed)
+    data.command()(measure)
+
+
+def folder_of(out: str | None) -> str | None:
+    """Return the folder of an argument such as out=FOLDER. Raises UserError for another one."""
+    key, _, folder = (out or "").partition("=")
+    if out is not None and (key != "out" or not folder):
+        raise UserError(f"{out}: expected out=FOLDER")
+    return folder or None
+
+
+def show(folder: str) -> None:
+    """Print where a table is, and the line that reads it."""
+    console.print(f"{folder}\nto read it: pandas.read_parquet({folder!r})", markup=False, soft_wrap=True)
 
 
 def embed(
@@ -19,13 +40,7 @@ def embed(
         typer.Argument(help="A run, a checkpoint, an export, timm:NAME, or a file of tensors with --architecture."),
     ],
     data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
-    out: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder or s3:// URL for the Parquet files. By default one in embeddings/ beside the shards.",
-            metavar="[out=FOLDER]",
-        ),
-    ] = None,
+    out: Out = None,
     features: Annotated[str, typer.Option(help="Type of features: pooled, last4 or avgpool.")] = "pooled",
     size: Annotated[
         int | None,
@@ -45,19 +60,34 @@ def embed(
     interrupted one."""
     from eagleray.api import embed as api
 
-    key, _, folder = (out or "").partition("=")
-    if out is not None and (key != "out" or not folder):
-        raise UserError(f"{out}: expected out=FOLDER")
-    place = api.embed(
-        backbone,
-        data,
-        folder or None,
-        features=features,
-        size=size,
-        resize=resize,
-        architecture=architecture,
-        workers=workers,
-        gpus=gpus,
-        plugins=plugin or (),
+    show(
+        api.embed(
+            backbone,
+            data,
+            folder_of(out),
+            features=features,
+            size=size,
+            resize=resize,
+            architecture=architecture,
+            workers=workers,
+            gpus=gpus,
+            plugins=plugin or (),
+        )
     )
-    console.print(f"{place}\nto read them: pandas.read_parquet({place!r})", markup=False, soft_wrap=True)
+
+
+def measure(
+    data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
+    out: Out = None,
+    columns: Annotated[
+        str, typer.Option(help="What to measure: docs/select.md describes it.")
+    ] = "size,bytes_per_pixel,luma,sharpness,entropy,colour,phash",
+    workers: Annotated[
+        int | None, typer.Option(help="Ray tasks at once; by default one per CPU. 0: no Ray, this process.", min=0)
+    ] = None,
+) -> None:
+    """Measure size, brightness, sharpness and more of every image, for data.train.where to choose by. The same command
+    continues an interrupted one."""
+    from eagleray.api import data as api
+
+    show(api.measure(data, columns, folder_of(out), workers=workers))

@@ -274,7 +274,7 @@ def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) 
 
 
 catalogue.register(app)
-embed.register(app)
+embed.register(app, data)
 evaluate.register(app)
 finetune.register(app)
 init.register(app)

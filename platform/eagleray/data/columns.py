@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
+from eagleray.data import sample_table
 from eagleray.data.index import Index
+from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.data.selection import Selection, check_weights
-from eagleray.storage.store import store
+from eagleray.storage.store import parent, store
 
 KEY = "data.train"
 OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns of every index, and their names there
 ROWS = 2**20  # that pass through DuckDB at a time
+MEASURED = "columns"  # the folder of measured columns beside the shards, and what their tables are
 NAMES = re.compile(r'"([^"]+)"|([A-Za-z_]\w*)')
 
 
@@ -67,7 +70,7 @@ def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tupl
 
 def weights_of(index: Index, shards: NDArray[np.int64], source: Source) -> Iterator[NDArray[np.float64]]:
     """Yield the weights of the samples of each of some shards, all of one source. Raises UserError."""
-    tables = [Table(url) for url in source.columns]
+    tables: list[Table | Measured] = [*measured_beside(index, shards), *(Table(url) for url in source.columns)]
     excluded = Table(source.exclude) if source.exclude else None
     names = {m[1] or m[2] for text in (source.where, source.weight) if text for m in NAMES.finditer(text)}
     known = [*OWN, *(c for t in tables for c in t.names)]
@@ -77,7 +80,7 @@ def weights_of(index: Index, shards: NDArray[np.int64], source: Source) -> Itera
         weight = evaluate(pa.concat_tables(rows), source, known)
         yield from np.split(weight, np.cumsum([len(r) for r in rows])[:-1])
     for table in (*tables, *([excluded] if excluded else [])):
-        if not table.found:
+        if isinstance(table, Table) and not table.found:
             raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
 
 
@@ -89,18 +92,18 @@ def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
 
 
 def _table(
-    index: Index, shard: int, wanted: Sequence[str], tables: Sequence["Table"], excluded: "Table | None"
+    index: Index, shard: int, wanted: Sequence[str], tables: Sequence["Table | Measured"], excluded: "Table | None"
 ) -> pa.Table:
     """Return the wanted columns of the samples of a shard, and whether each is excluded."""
     name = index.shards[shard].url.rpartition("/")[2]
-    needs_keys = bool(tables) or excluded is not None or "key" in wanted
+    needs_keys = any(isinstance(t, Table) for t in tables) or excluded is not None or "key" in wanted
     own = {OWN[c] for c in wanted if OWN.get(c)} | ({"key"} if needs_keys else {"label"})
     read = index.column(shard, sorted(own))
     columns = {c: read[OWN[c]] for c in wanted if OWN.get(c)}
     if "shard" in wanted:
         columns["shard"] = pa.array([name]).take(pa.array(np.zeros(len(read), np.int64)))
     for table in tables:
-        columns |= table.columns_of(name, read["key"], [c for c in table.names if c in wanted])
+        columns |= table.columns_of(name, read, [c for c in table.names if c in wanted])
     gone = excluded.rows_of(name, read["key"]).is_valid() if excluded else pa.nulls(len(read), pa.bool_())
     return pa.table(columns | {" gone": gone})
 
@@ -131,15 +134,57 @@ class Table:
         self.found += len(rows) - rows.null_count
         return rows
 
-    def columns_of(self, shard: str, keys: pa.ChunkedArray, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """Return some columns for the samples of a shard with these keys; null where the table has no row."""
-        rows = self.rows_of(shard, keys)
+    def columns_of(self, shard: str, own: pa.Table, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """Return some columns for the samples of a shard, whose keys are in their `own` columns; null where the table
+        has no row."""
+        rows = self.rows_of(shard, own["key"])
         return {name: self.table[name].take(rows) for name in names}
 
     def _joined(self, keys: Any, shard: Any) -> Any:
         if shard is None:
             return keys
         return pc.binary_join_element_wise(shard.cast(pa.string()), keys, "/")
+
+
+class Measured:
+    """A table beside the shards with a row for every sample, as `eagleray data measure` writes it."""
+
+    def __init__(self, table: SampleTable) -> None:
+        self.table, self.names = table, table.columns()
+        self.last: tuple[int, Any] = (-1, None)  # the part that was read last
+        self.places: dict[str, tuple[int, int]] = {}  # of each shard: its first row, and the one behind its last
+        for number in table.parts:
+            first = int(table.samples(number)[0])
+            runs = pc.run_end_encode(table.read(number, ["shard"])["shard"].combine_chunks().dictionary_decode())
+            start = 0
+            for name, end in zip(runs.values.to_pylist(), runs.run_ends.to_pylist(), strict=True):
+                self.places[name] = self.places.get(name, (first + start, 0))[0], first + end
+                start = end
+
+    def columns_of(self, shard: str, own: pa.Table, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """Return some columns for the samples of a shard. Raises UserError when the shard had other samples."""
+        first, last = self.places.get(shard, (0, 0))
+        if last - first != len(own):
+            raise UserError(f"{self.table.folder}: was measured before {shard} changed; delete it, and measure again")
+        rows = range(sample_table.ROWS * (first // sample_table.ROWS), last, sample_table.ROWS)
+        parts = [self._part(start // sample_table.ROWS).select(names) for start in rows] if names else []
+        if not parts:
+            return {}
+        whole = pa.concat_tables(parts).slice(first - rows.start, last - first)
+        return {name: whole[name] for name in names}
+
+    def _part(self, number: int) -> pa.Table:
+        if self.last[0] != number:
+            self.last = number, self.table.read(number, self.names)
+        return self.last[1]
+
+
+def measured_beside(index: Index, shards: NDArray[np.int64]) -> list[Measured]:
+    """Return what was measured of the shards of a source, all in one folder; nothing where they are in several."""
+    homes = {parent(index.shards[shard].url) for shard in shards.tolist()}
+    if len(homes) > 1:
+        return []
+    return [Measured(table) for table in complete_tables(homes.pop(), MEASURED, lambda about: about.what == MEASURED)]
 
 
 def read_file(url: str) -> bytes:

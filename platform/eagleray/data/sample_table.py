@@ -102,6 +102,15 @@ class SampleTable:
             raise UserError(f"{place}: {len(rows)} rows of {', '.join(rows.column_names)}, not as {ABOUT} says")
         return rows
 
+    def columns(self) -> list[str]:
+        """Return the columns behind shard, key and label. Raises UserError when the first part is damaged."""
+        place = self._url(0)
+        try:
+            names = pq.read_schema(io.BytesIO(store(place).get(place))).names
+        except (FileNotFoundError, pa.ArrowException):
+            raise UserError(f"{place}: missing or damaged; delete it, and the same command writes it again") from None
+        return [name for name in names if name not in ("shard", "key", "label")]
+
     def _url(self, number: int) -> str:
         return f"{self.folder}/part-{number:06d}.parquet"
 

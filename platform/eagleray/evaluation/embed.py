@@ -14,6 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.config.types import Format
+from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of
 from eagleray.engine import world
@@ -22,7 +23,6 @@ from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
 from eagleray.evaluation.target import Target, load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
-from eagleray.protocols.digests import data_digest
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.image_batches import batches
 from eagleray.views.photometric import normalise

@@ -18,6 +18,7 @@ from eagleray import config
 from eagleray.base.console import out, print_error
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.config import plugins
+from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import results
@@ -26,7 +27,7 @@ from eagleray.evaluation.on_workers import FeatureJob, Job, measure_videos, run_
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, load_target
 from eagleray.protocols import feature_types
-from eagleray.protocols.digests import data_digest, digest, tree_digest
+from eagleray.protocols.digests import digest, tree_digest
 from eagleray.protocols.eval_mode import check_images, check_patches
 from eagleray.protocols.features import LabelledFeatures, labelled_samples
 from eagleray.protocols.outcome import Outcome

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from eagleray.base import devices
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
+from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation import embeddings, feature_cache
 from eagleray.evaluation.target import Target, load_in_worker
-from eagleray.protocols.digests import data_digest
 from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.features import LabelledFeatures, extract_features
 

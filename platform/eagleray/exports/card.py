@@ -11,13 +11,13 @@ import numpy as np
 
 from eagleray import config
 from eagleray.base.errors import Outage, UserError, hide_secrets
+from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
 from eagleray.datasets import card as dataset_card
 from eagleray.evaluation import results
 from eagleray.evaluation.target import Target
 from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
-from eagleray.protocols.digests import data_digest
 from eagleray.runs import layout, recipe
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 

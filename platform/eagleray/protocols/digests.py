@@ -1,17 +1,13 @@
-"""Compute short digests of backbones, data and settings, by which equal evaluations are recognised."""
+"""Compute short digests of backbones and settings, by which equal evaluations are recognised."""
 
 import hashlib
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from eagleray.data.index import Index
-
-LENGTH = 16  # hexadecimal digits
+from eagleray.data.digests import LENGTH
 
 
 def digest(*parts: object) -> str:
@@ -25,15 +21,6 @@ def weights_digest(net: nn.Module, *about: object) -> str:
     for name, tensor in sorted(net.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()[:LENGTH]
-
-
-def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
-    """Return the digest of the images and labels of these samples; the folder of the shards does not change it."""
-    total = hashlib.sha256(json.dumps([(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]).encode())
-    total.update(samples.tobytes())
-    total.update(index.crc[samples].tobytes())
-    total.update(index.label[samples].tobytes())
     return total.hexdigest()[:LENGTH]
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from eagleray.base import dist
 from eagleray.base.errors import one_line
 from eagleray.base.files import cache_folder, write_atomic
+from eagleray.data.digests import data_digest
 from eagleray.data.loader import processes
 from eagleray.methods.method import Classifier
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.classifier import classifier
-from eagleray.protocols.digests import data_digest, digest, weights_digest
+from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.image_batches import Reading
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs.build import build_method

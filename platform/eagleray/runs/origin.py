@@ -14,9 +14,10 @@ import torch
 import eagleray
 from eagleray.base import devices
 from eagleray.config.plugins import Copy
+from eagleray.data.digests import LENGTH
 from eagleray.data.index import Index
 from eagleray.data.reader import Stream
-from eagleray.protocols.digests import LENGTH, digest
+from eagleray.protocols.digests import digest
 from eagleray.runs.recipe import Recipe
 
 DIGESTS = ("recipe", "data", "order", "code")

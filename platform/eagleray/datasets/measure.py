@@ -1,0 +1,184 @@
+"""Measure every image of a data set: size, brightness, sharpness and other columns to choose samples by.
+
+The columns are a table beside the shards, which `data.train.where` reads by itself. The pixels of an image are measured
+after its short side was shrunk to 256, where it is longer, so that the numbers of large and small images can be
+compared.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eagleray import config
+from eagleray.base import devices
+from eagleray.base.errors import UserError
+from eagleray.data.blocks import Block, Fetcher
+from eagleray.data.columns import MEASURED
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.digests import data_digest
+from eagleray.data.index import Index, open_index
+from eagleray.data.sample_table import About, SampleTable, home_of
+
+SIDE = 256  # pixels of the short side that sharpness and others are measured at
+AHEAD = 4  # blocks that are fetched while one is measured
+Tick = Callable[[int, int], None]  # images done, images in all
+
+
+class Image(NamedTuple):
+    """A decoded image."""
+
+    rgb: NDArray[np.uint8]  # (H, W, 3), as it is
+    small: NDArray[np.uint8]  # (h, w, 3), with a short side of SIDE at most
+    grey: NDArray[np.uint8]  # (h, w), of `small`
+    size: int  # bytes of the file
+
+
+def _sides(image: Image) -> dict[str, float]:
+    h, w = image.rgb.shape[:2]
+    return {"width": w, "height": h, "min_side": min(h, w), "aspect": max(h, w) / min(h, w)}
+
+
+def _luma(image: Image) -> dict[str, float]:
+    dark, bright = np.percentile(image.grey, [99, 5])
+    return {"luma": float(image.grey.mean()), "luma_p99": float(dark), "luma_p05": float(bright)}
+
+
+def _entropy(image: Image) -> dict[str, float]:
+    p = np.bincount(image.grey.ravel(), minlength=256) / image.grey.size
+    return {"entropy": float(-(p[p > 0] * np.log2(p[p > 0])).sum())}
+
+
+def _phash(image: Image) -> dict[str, str]:
+    small = cv2.resize(image.grey, (32, 32), interpolation=cv2.INTER_AREA).astype(np.float32)
+    low = cv2.dct(small)[:8, :8].ravel()[1:]
+    return {"phash": f"{int(''.join('01'[bit] for bit in (low > np.median(low)).astype(int)), 2):016x}"}
+
+
+# By name: what computes the columns, and what they mean.
+MEASURES: dict[str, tuple[Callable[[Image], dict[str, Any]], dict[str, str]]] = {
+    "size": (
+        _sides,
+        {
+            "width": "pixels",
+            "height": "pixels",
+            "min_side": "pixels of the short side",
+            "aspect": "long side divided by the short one",
+        },
+    ),
+    "bytes_per_pixel": (
+        lambda image: {"bytes_per_pixel": image.size / (image.rgb.shape[0] * image.rgb.shape[1])},
+        {"bytes_per_pixel": "bytes of the file for each pixel: few where there is little to see"},
+    ),
+    "luma": (
+        _luma,
+        {
+            "luma": "mean brightness, 0 to 255",
+            "luma_p99": "brightness that 99 % of the pixels stay below: low in dark images",
+            "luma_p05": "brightness that 5 % of the pixels stay below: high in bright images",
+        },
+    ),
+    "sharpness": (
+        lambda image: {"sharpness": float(cv2.Laplacian(image.grey, cv2.CV_32F).var())},
+        {"sharpness": "variance of the Laplacian of the brightness: low in blurred images"},
+    ),
+    "entropy": (_entropy, {"entropy": "bits of the histogram of brightness, 0 to 8: low where there is little to see"}),
+    "colour": (
+        lambda image: {"colour": float(np.ptp(image.small, 2).mean())},
+        {"colour": "mean distance of the largest from the smallest of red, green and blue: 0 in grey images"},
+    ),
+    "phash": (_phash, {"phash": "hash of what is seen, 16 digits: equal for copies of other size and compression"}),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the table, for the process that computes it."""
+
+    number: int
+    table: SampleTable
+    url: str
+
+
+def measure(
+    url: str,
+    names: Sequence[str],
+    out: str | None,
+    *,
+    run: Callable[[Callable[[Part], int], Iterable[Part]], Iterator[int]],
+    note: Callable[[str], None],
+    tick: Tick,
+) -> SampleTable:
+    """Write measures of all images into the folder or URL `out`, by default beside the shards. Parts that are there
+    already stay as they are.
+
+    Raises UserError for an unknown measure, and when `out` has another table; Outage when a store does not answer."""
+    for name in names:
+        if name not in MEASURES:
+            raise UserError(f"--columns {name}: unknown{config.nearest(name, list(MEASURES))}")
+    index = open_index(url, note=note)
+    folder = out or f"{home_of(index)}/{MEASURED}/{'-'.join(names)}"
+    about = About(MEASURED, {"measures": list(names)}, data_digest(index, np.arange(len(index))), len(index))
+    table = SampleTable.create(folder, about)
+    missing = table.missing()
+    done = len(index) - sum(len(table.samples(number)) for number in missing)
+    tick(done, len(index))
+    for number in run(measure_part, [Part(number, table, url) for number in missing]):
+        done += len(table.samples(number))
+        tick(done, len(index))
+    return table
+
+
+def measure_part(part: Part) -> int:
+    """Measure the images of a part and write it, and return its number."""
+    index = open_index(part.url, note=lambda _: None)
+    if data_digest(index, np.arange(len(index))) != part.table.about.data:
+        raise UserError(f"{part.url}: the data changed while it was measured")
+    samples = part.table.samples(part.number)
+    names = part.table.about.settings["measures"]
+    rows = list(_measured(index, samples, names))
+    columns = {column: pa.array([row.get(column) for row in rows]) for name in names for column in MEASURES[name][1]}
+    part.table.write(part.number, index, columns)
+    return part.number
+
+
+def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each sample in order; none of an image that does not decode."""
+    fetcher = Fetcher(index, cache=None)
+    cuts = np.searchsorted(samples, index.starts[(index.starts > samples[0]) & (index.starts <= samples[-1])])
+    ahead: deque[Block] = deque()
+    try:
+        with ThreadPoolExecutor(max(int(devices.cpus()), 1)) as pool:
+            for chunk in [*np.split(samples, cuts), *[None] * AHEAD]:
+                if chunk is not None:
+                    ahead.append(Block(fetcher, chunk))
+                if ahead and (chunk is None or len(ahead) > AHEAD):
+                    block = ahead.popleft()
+                    yield from pool.map(lambda sample, block=block: _of(block, sample, names), block.samples.tolist())
+    finally:
+        fetcher.close()
+
+
+def _of(block: Block, sample: int, names: Sequence[str]) -> dict[str, Any]:
+    try:
+        data = block.bytes(sample)
+        image = of_pixels(np.ascontiguousarray(decode(data).permute(1, 2, 0).numpy()), len(data))
+    except BadImage:
+        return {}
+    return {column: value for name in names for column, value in MEASURES[name][0](image).items()}
+
+
+def of_pixels(rgb: NDArray[np.uint8], size: int) -> Image:
+    """Return an image (H, W, 3) of a file of so many bytes with its smaller copies."""
+    h, w = rgb.shape[:2]
+    scale = min(SIDE / min(h, w), 1)
+    shape = max(round(w * scale), 1), max(round(h * scale), 1)
+    small: Any = cv2.resize(rgb, shape, interpolation=cv2.INTER_AREA) if scale < 1 else rgb
+    grey: Any = cv2.cvtColor(small, cv2.COLOR_RGB2GRAY)
+    return Image(rgb, small, grey, size)
