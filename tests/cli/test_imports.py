@@ -19,7 +19,7 @@ from eagleray.runs import recipe
 
 NEVER = {"torch", "torchvision", "timm", "ray", "mlflow"}
 SELDOM = {"PIL", "boto3", "jinja2", "matplotlib", "numpy", "optuna", "pyarrow", "requests", "scipy", "sklearn"}
-SELDOM |= {"pandas", "webdataset"}
+SELDOM |= {"duckdb", "pandas", "webdataset"}
 
 # What each command may import of SELDOM; the words in capitals are filled in below.
 RECIPE = "dino_vits16_in1k_ep100"

@@ -20,6 +20,7 @@ MODULES = {
     "pillow": "PIL",
     "opencv-python-headless": "cv2",
     "pyarrow": "pyarrow",
+    "duckdb": "duckdb",
     "scipy": "scipy",
     "scikit-learn": "sklearn",
     "isal": "isal",
