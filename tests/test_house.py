@@ -38,6 +38,7 @@ OWNERS = {
     },
     "jinja2": {"reports/page.py"},
     "optuna": {"sweeps/sweep.py"},
+    "duckdb": {"data/columns.py"},
     "faster_coco_eval": {"protocols/detection/scores.py"},
     "sklearn": {"protocols/"},
     "scipy": {
