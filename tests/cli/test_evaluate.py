@@ -21,6 +21,7 @@ from eagleray.api import pretrain as api
 from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.config import bundled
+from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
 from eagleray.datasets.shapes import image
 from eagleray.datasets.shards import Sample, encode, write_shards
@@ -31,7 +32,6 @@ from eagleray.evaluation.target import Target, expect, load_target
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.protocols import feature_types
-from eagleray.protocols.digests import data_digest
 from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled, labelled_samples
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
