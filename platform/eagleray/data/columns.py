@@ -4,6 +4,7 @@ DuckDB evaluates the expressions; it can read no files meanwhile. Rows pass thro
 grow with the data.
 """
 
+import functools
 import io
 import itertools
 import re
@@ -70,17 +71,22 @@ def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tupl
 
 def weights_of(index: Index, shards: NDArray[np.int64], source: Source) -> Iterator[NDArray[np.float64]]:
     """Yield the weights of the samples of each of some shards, all of one source. Raises UserError."""
-    tables: list[Table | Measured] = [*measured_beside(index, shards), *(Table(url) for url in source.columns)]
-    excluded = Table(source.exclude) if source.exclude else None
     names = {m[1] or m[2] for text in (source.where, source.weight) if text for m in NAMES.finditer(text)}
-    known = [*OWN, *(c for t in tables for c in t.names)]
-    wanted = [c for c in known if c in names]
+    measured = measured_beside(index, shards) if names else []
+    given = [Table(url) for url in source.columns]
+    excluded = Table(source.exclude) if source.exclude else None
+    known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
+    wanted = [name for name in known if name in names]
+    keyed = wanted + (["key", "shard"] if given or excluded else [])
     for chunk in in_chunks(index, shards):
-        rows = [_table(index, shard, wanted, tables, excluded) for shard in chunk]
-        weight = evaluate(pa.concat_tables(rows), source, known)
-        yield from np.split(weight, np.cumsum([len(r) for r in rows])[:-1])
-    for table in (*tables, *([excluded] if excluded else [])):
-        if isinstance(table, Table) and not table.found:
+        rows = [own_columns(index, shard, keyed, measured) for shard in chunk]
+        lengths, table = [len(r) for r in rows], pa.concat_tables(rows)
+        for other in given:
+            table = other.join(table, wanted)
+        gone = excluded.rows_of(table).is_valid().to_numpy() if excluded else np.zeros(len(table), bool)
+        yield from np.split(evaluate(table, ~gone, source, known), np.cumsum(lengths)[:-1])
+    for table in (*given, *([excluded] if excluded else [])):
+        if not table.found:
             raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
 
 
@@ -91,21 +97,16 @@ def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
         yield [shard for shard, _ in group]
 
 
-def _table(
-    index: Index, shard: int, wanted: Sequence[str], tables: Sequence["Table | Measured"], excluded: "Table | None"
-) -> pa.Table:
-    """Return the wanted columns of the samples of a shard, and whether each is excluded."""
+def own_columns(index: Index, shard: int, wanted: Sequence[str], measured: Sequence["Measured"]) -> pa.Table:
+    """Return those of the wanted columns that the index or what was measured has of the samples of a shard."""
     name = index.shards[shard].url.rpartition("/")[2]
-    needs_keys = any(isinstance(t, Table) for t in tables) or excluded is not None or "key" in wanted
-    own = {OWN[c] for c in wanted if OWN.get(c)} | ({"key"} if needs_keys else {"label"})
-    read = index.column(shard, sorted(own))
-    columns = {c: read[OWN[c]] for c in wanted if OWN.get(c)}
+    read = index.column(shard, sorted({OWN[c] for c in wanted if OWN.get(c)} | {"label"}))
+    columns = {c: read[OWN[c]] for c in wanted if OWN.get(c)} | {" row": read["label"]}  # a table needs a column
     if "shard" in wanted:
         columns["shard"] = pa.array([name]).take(pa.array(np.zeros(len(read), np.int64)))
-    for table in tables:
-        columns |= table.columns_of(name, read, [c for c in table.names if c in wanted])
-    gone = excluded.rows_of(name, read["key"]).is_valid() if excluded else pa.nulls(len(read), pa.bool_())
-    return pa.table(columns | {" gone": gone})
+    for table in measured:
+        columns |= table.columns_of(name, len(read), [c for c in table.names if c in wanted])
+    return pa.table(columns)
 
 
 class Table:
@@ -128,22 +129,24 @@ class Table:
             raise UserError(f"{url}: has a key twice; a column shard tells samples of one key apart")
         self.names = [c for c in self.table.column_names if c not in ("key", "shard")]
 
-    def rows_of(self, shard: str, keys: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Return the row of each key of a shard, null where the table has none."""
-        rows = pc.index_in(self._joined(keys, pa.scalar(shard) if self.by_shard else None), value_set=self.keys)
+    def rows_of(self, samples: pa.Table) -> pa.ChunkedArray:
+        """Return the row of each sample, by its columns key and shard; null where the table has none."""
+        rows = pc.index_in(self._joined(samples["key"], samples["shard"]), value_set=self.keys)
         self.found += len(rows) - rows.null_count
         return rows
 
-    def columns_of(self, shard: str, own: pa.Table, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """Return some columns for the samples of a shard, whose keys are in their `own` columns; null where the table
-        has no row."""
-        rows = self.rows_of(shard, own["key"])
-        return {name: self.table[name].take(rows) for name in names}
+    def join(self, samples: pa.Table, wanted: Sequence[str]) -> pa.Table:
+        """Return samples with those columns of this table that are wanted, null where it has no row."""
+        rows = self.rows_of(samples)
+        for name in self.names:
+            if name in wanted:
+                column = self.table[name].take(rows)
+                at = samples.schema.get_field_index(name)
+                samples = samples.append_column(name, column) if at < 0 else samples.set_column(at, name, column)
+        return samples
 
     def _joined(self, keys: Any, shard: Any) -> Any:
-        if shard is None:
-            return keys
-        return pc.binary_join_element_wise(shard.cast(pa.string()), keys, "/")
+        return pc.binary_join_element_wise(shard.cast(pa.string()), keys, "/") if self.by_shard else keys
 
 
 class Measured:
@@ -152,25 +155,30 @@ class Measured:
     def __init__(self, table: SampleTable) -> None:
         self.table, self.names = table, table.columns()
         self.last: tuple[int, Any] = (-1, None)  # the part that was read last
-        self.places: dict[str, tuple[int, int]] = {}  # of each shard: its first row, and the one behind its last
-        for number in table.parts:
-            first = int(table.samples(number)[0])
-            runs = pc.run_end_encode(table.read(number, ["shard"])["shard"].combine_chunks().dictionary_decode())
-            start = 0
-            for name, end in zip(runs.values.to_pylist(), runs.run_ends.to_pylist(), strict=True):
-                self.places[name] = self.places.get(name, (first + start, 0))[0], first + end
-                start = end
 
-    def columns_of(self, shard: str, own: pa.Table, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """Return some columns for the samples of a shard. Raises UserError when the shard had other samples."""
-        first, last = self.places.get(shard, (0, 0))
-        if last - first != len(own):
-            raise UserError(f"{self.table.folder}: was measured before {shard} changed; delete it, and measure again")
-        rows = range(sample_table.ROWS * (first // sample_table.ROWS), last, sample_table.ROWS)
-        parts = [self._part(start // sample_table.ROWS).select(names) for start in rows] if names else []
-        if not parts:
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """The first row of each shard, and the one behind its last."""
+        places: dict[str, tuple[int, int]] = {}
+        for number in self.table.parts:
+            first = start = int(self.table.samples(number)[0])
+            column = self.table.read(number, ["shard"])["shard"].combine_chunks()
+            runs = pc.run_end_encode(column.dictionary_decode())
+            for name, end in zip(runs.values.to_pylist(), runs.run_ends.to_pylist(), strict=True):
+                places[name] = places.get(name, (start, 0))[0], first + end
+                start = first + end
+        return places
+
+    def columns_of(self, shard: str, samples: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """Return some columns for the samples of a shard. Raises UserError when the shard had another number."""
+        if not names:
             return {}
-        whole = pa.concat_tables(parts).slice(first - rows.start, last - first)
+        first, last = self.places.get(shard, (0, 0))
+        if last - first != samples:
+            raise UserError(f"{self.table.folder}: was measured before {shard} changed; delete it, and measure again")
+        size = sample_table.ROWS
+        parts = [self._part(number).select(names) for number in range(first // size, -(-last // size))]
+        whole = pa.concat_tables(parts).slice(first % size, samples)
         return {name: whole[name] for name in names}
 
     def _part(self, number: int) -> pa.Table:
@@ -195,19 +203,16 @@ def read_file(url: str) -> bytes:
         raise UserError(f"{url}: no such table") from None
 
 
-def evaluate(table: pa.Table, source: Source, known: Sequence[str]) -> NDArray[np.float64]:
-    """Return the weights (n,) of rows by the expressions of a source. Raises UserError for one that is wrong; `known`
-    are the names that it may use."""
+def evaluate(table: pa.Table, kept: NDArray[np.bool_], source: Source, known: Sequence[str]) -> NDArray[np.float64]:
+    """Return the weights (n,) of rows by the expressions of a source; 0 of those that are not `kept` (n,). Raises
+    UserError for an expression that is wrong; `known` are the names that it may use."""
     where = f"{KEY}.where: {source.where}"
     weight = f"{KEY}.weight: {source.weight}"
-    kept = np.ones(len(table), bool)
-    if source.exclude:
-        kept &= ~table[" gone"].to_numpy()
     if source.where:
         found = _run(table, source.where, where, known)
         if not (pa.types.is_boolean(found.type) or pa.types.is_null(found.type)):
             raise UserError(f"{where}: expected true or false, got {found.type}")
-        kept &= found.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
+        kept = kept & found.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
     out = np.zeros(len(table))
     out[kept] = source.repeat
     if source.weight:

@@ -4,6 +4,7 @@ A table is a folder with `_table.json`, which is written first and says what all
 `part-000000.parquet` and so on, each written as a whole. So what was interrupted continues, with the same bytes.
 """
 
+import functools
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import writing
-from eagleray.data.index import Index
+from eagleray.data.digests import data_digest
+from eagleray.data.index import Index, open_index
 from eagleray.storage.store import parent, store
 
 ABOUT = "_table.json"  # which readers of a folder of Parquet files pass over
@@ -113,6 +115,16 @@ class SampleTable:
 
     def _url(self, number: int) -> str:
         return f"{self.folder}/part-{number:06d}.parquet"
+
+
+@functools.lru_cache(maxsize=1)
+def index_of(url: str, data: str) -> Index:
+    """Open the index of the data of a table, once for tasks that follow each other. Raises UserError when the data has
+    another digest."""
+    index = open_index(url, note=lambda _: None)
+    if data_digest(index, np.arange(len(index))) != data:
+        raise UserError(f"{url}: the data changed meanwhile; the same command begins anew in another folder")
+    return index
 
 
 def read_about(folder: str) -> About | None:

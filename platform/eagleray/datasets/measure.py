@@ -24,7 +24,7 @@ from eagleray.data.columns import MEASURED
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
-from eagleray.data.sample_table import About, SampleTable, home_of
+from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 
 SIDE = 256  # pixels of the short side that sharpness and others are measured at
 AHEAD = 4  # blocks that are fetched while one is measured
@@ -137,9 +137,7 @@ def measure(
 
 def measure_part(part: Part) -> int:
     """Measure the images of a part and write it, and return its number."""
-    index = open_index(part.url, note=lambda _: None)
-    if data_digest(index, np.arange(len(index))) != part.table.about.data:
-        raise UserError(f"{part.url}: the data changed while it was measured")
+    index = index_of(part.url, part.table.about.data)
     samples = part.table.samples(part.number)
     names = part.table.about.settings["measures"]
     rows = list(_measured(index, samples, names))

@@ -1,6 +1,5 @@
 """Embed all samples of a data set: features from a backbone into Parquet files, continued where it was killed."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from eagleray.base import devices
-from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.config.types import Format
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
-from eagleray.data.sample_table import About, SampleTable, home_of
+from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.engine.precision import autocast, format_name
 from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
@@ -131,15 +129,5 @@ def embed_in_worker(part: Part) -> int:
     """Compute a part in a Ray task."""
     about = part.table.about
     backbone = load_in_worker(part.backbone, part.architecture, about.settings["digest"], part.gpus)
-    index = _opened(part.url, about.data)
+    index = index_of(part.url, about.data)
     return embed_part(index, backbone, part, precision="bf16" if part.gpus else "auto")
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(url: str, digest: str) -> Index:
-    """Open an index once for tasks that follow each other. Raises UserError when the data has changed since the command
-    began."""
-    index = open_index(url, note=lambda _: None)
-    if data_digest(index, np.arange(len(index))) != digest:
-        raise UserError(f"{url}: the data changed during the embedding")
-    return index
