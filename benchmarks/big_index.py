@@ -8,10 +8,14 @@ open_s          from a folder's name to an index
 open_rss_mib    memory that this adds
 resume_s        from an index to the first image at the middle of an epoch, for a reader of all lanes
 reader_rss_mib  memory that the index and its first images add to a reader of one lane; two blocks of 16 MiB are of it
+select_s        from a folder's name to a selection, with an expression for `where` and one for `weight`
+select_rss_mib  memory that this adds in the end, and select_peak_mib at its highest
+chosen_rss_mib  as reader_rss_mib, of a reader that gets the selection, with the draws of two epochs
 """
 
 import itertools
 import multiprocessing
+import resource
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,11 +28,14 @@ import memory
 import numpy as np
 import pyarrow as pa
 
+from eagleray.config.source import Source
 from eagleray.config.view import View
 from eagleray.data import index as indexing
+from eagleray.data.columns import select
 from eagleray.data.index import open_index
 from eagleray.data.index_file import SCHEMA
 from eagleray.data.reader import Stream
+from eagleray.data.selection import Selection
 from eagleray.storage.blob import Blob
 from eagleray.views.sampling import Views
 
@@ -50,9 +57,13 @@ def main() -> None:
         open_s, open_rss = alone(opened, folder)
         resume_s, _ = alone(resumed, folder, args.lanes, args.batch, args.lanes)
         _, reader_rss = alone(resumed, folder, args.lanes, args.batch, 1)
+        select_s, select_rss, select_peak, weight = alone(selected, folder)
+        _, chosen_rss = alone(resumed, folder, args.lanes, args.batch, 1, weight)
+    chosen = {"select_s": select_s, "select_rss_mib": select_rss, "select_peak_mib": select_peak}
+    chosen["chosen_rss_mib"] = chosen_rss
     keys = {"open_s": open_s, "open_rss_mib": open_rss, "resume_s": resume_s, "reader_rss_mib": reader_rss}
     sizes = {name: getattr(args, name) for name in ("images", "shards", "lanes", "batch")}
-    common.show(keys | made | sizes, as_json=args.json)
+    common.show(keys | chosen | made | sizes, as_json=args.json)
 
 
 def alone(function: Callable[..., T], *given: object) -> T:
@@ -70,12 +81,26 @@ def opened(folder: str) -> tuple[float, float]:
     return seconds, after.rss - before.rss
 
 
-def resumed(folder: str, lanes: int, batch: int, owned: int) -> tuple[float, float]:
+def selected(folder: str) -> tuple[float, float, float, bytes]:
+    """Seconds, MiB in the end and at most, and the weights."""
+    import duckdb  # noqa: F401  # as everything else, before the clock starts
+
+    before, begin = memory.of(), time.perf_counter()
+    source = Source(url=folder, where="bytes > 60000 and label % 3 <> 1", weight="1 / sqrt(1 + label % 7)")
+    selection = select(open_index([source], note=common.note))
+    seconds, after = time.perf_counter() - begin, memory.of()
+    assert selection
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return seconds, after.rss - before.rss, peak - before.rss, selection.weight.tobytes()
+
+
+def resumed(folder: str, lanes: int, batch: int, owned: int, weight: bytes = b"") -> tuple[float, float]:
     """Seconds from the index on, and MiB with it, for a reader of the first `owned` lanes."""
     before = memory.of()
     index = open_index(folder, note=common.note)
     begin = time.perf_counter()
-    stream = Stream(index, Views.of([View()]), seed=0, lanes=lanes, batch=batch)
+    selection = Selection(np.frombuffer(weight, np.float32)) if weight else None
+    stream = Stream(index, Views.of([View()]), seed=0, lanes=lanes, batch=batch, selection=selection)
     samples = stream.samples(range(owned), start=stream.steps_per_epoch // 2)
     next(samples)
     seconds = time.perf_counter() - begin

@@ -200,6 +200,7 @@ def test_methods_names_the_error_of_each(environment: dict[str, str]) -> None:
 def test_big_index(environment: dict[str, str]) -> None:
     out = result(environment, "big_index.py", "--images", "8192", "--shards", "4", "--lanes", "8", "--batch", "64")
     assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))
+    assert out["select_s"] > 0
 
 
 @pytest.mark.slow
