@@ -138,6 +138,8 @@ def measure(
 
     Example:
 
+        import pandas
+
         folder = eagleray.measure("shards/", "size,luma", "measured/", workers=0)
         pandas.read_parquet(folder)["min_side"].min()
     """
@@ -166,8 +168,9 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
 
     Example:
 
-        [sample] = eagleray.which("runs/a", "000000_dark_circle")
-        sample["shard"], sample["steps"]
+        key = eagleray.replay("runs/a", 2, from_start=True).keys[0]
+        [sample] = eagleray.which("runs/a", key)
+        assert 2 in sample["steps"]
     """
     loading.use(plugins)
     opened = Run(run)

@@ -39,6 +39,8 @@ def embed(
 
     Example:
 
+        import pandas
+
         folder = eagleray.embed("runs/a", "shards/", "features/")
         table = pandas.read_parquet(folder)  # columns shard, key, label and feature
         len(table)
