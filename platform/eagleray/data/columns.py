@@ -237,7 +237,7 @@ def _run(table: pa.Table, expression: str, name: str, known: Sequence[str]) -> p
             found = connection.sql(sql).to_arrow_table()
         except (duckdb.Error, RuntimeError, AttributeError) as e:
             line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            names = f"; there are {', '.join(known)}" if isinstance(e, duckdb.BinderException) else ""
+            names = f"; there are {', '.join(known)}" if "not found in FROM" in line else ""
             raise UserError(f"{name}: {line}{names}") from None
     if found.column_names != ["value"] or len(found) != len(table):
         raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")
