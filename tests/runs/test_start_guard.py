@@ -152,6 +152,10 @@ def test_without_labels_the_likeness_decides(source: Path, shards: Path, tmp_pat
     guard.seen = 8, {"start/cka": 0.4}
     assert [f.step for f in guard.findings()] == [8]
     assert not guard.findings()  # once
+    again = watched("start.stop_below=0.6")
+    again.load_state_dict(guard.state_dict() | {"scores": guard.scores})
+    again.labelled, again.seen = False, (9, {"start/cka": 0.4})
+    assert not again.findings()  # also after a restart
     assert not watched().lost()
 
 
@@ -174,12 +178,12 @@ def test_a_frozen_backbone_stays_while_heads_are_warmed(source: Path, shards: Pa
 def measured(name: str, overrides: list[str]) -> dict[str, Any]:
     plan = open_plan(resolve_paths(recipes.load(name, overrides)))
     guard, method = StartGuard(plan), build_method(plan.recipe)
-    guard.measure(0, method.export(), "fp32", THREADS)
+    guard.measure(0, method.export, "fp32", THREADS)
     [(_, online)] = momentum_copies(method)
     with torch.no_grad():
         for p in online.parameters():  # the student; what is exported is the teacher
             p.mul_(1.5)
-    return guard.measure(1, online.backbone, "fp32", THREADS) | {"first": guard.first}  # type: ignore[union-attr,operator]
+    return guard.measure(1, lambda: online.backbone, "fp32", THREADS) | {"first": guard.first}  # type: ignore[union-attr,operator]
 
 
 def test_ranks_measure_what_one_process_measures(source: Path, shards: Path, tmp_path: Path):

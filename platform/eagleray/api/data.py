@@ -14,6 +14,7 @@ from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.scan_shards import scanner
 from eagleray.config import plugins as loading
+from eagleray.data.image_folder import address
 from eagleray.data.index import write_index
 from eagleray.data.index_faults import faults_of
 from eagleray.data.sample_uses import samples_with, steps_with
@@ -122,7 +123,7 @@ def prepare(
 
 def measure(
     data: str | Path,
-    columns: str | Sequence[str] = "size,bytes_per_pixel,luma,sharpness,entropy,colour,phash",
+    columns: str | Sequence[str] | None = None,
     out: str | Path | None = None,
     *,
     workers: int | None = None,
@@ -131,8 +132,8 @@ def measure(
     them, and return their folder. The same call continues after an interruption.
 
     `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `columns` names measures, which
-    docs/select.md describes. `out` is a folder or s3:// URL for them instead. `workers` are Ray tasks at once, by
-    default as many as there are CPUs; 0 means this process.
+    docs/select.md describes, by default all. `out` is a folder or s3:// URL for them instead. `workers` are Ray tasks
+    at once, by default as many as there are CPUs; 0 means this process.
 
     Raises UserError and Outage.
 
@@ -143,13 +144,13 @@ def measure(
         folder = eagleray.measure("shards/", "size,luma", "measured/", workers=0)
         pandas.read_parquet(folder)["min_side"].min()
     """
-    names = columns.split(",") if isinstance(columns, str) else list(columns)
+    names = columns.split(",") if isinstance(columns, str) else columns or ()
     with progress_bar("images") as progress:
         task = progress.add_task("measuring", total=None, rate="")
         return measuring.measure(
             absolute(str(data)),
-            [name.strip() for name in names],
             absolute(str(out).rstrip("/")) if out else None,
+            [name.strip() for name in names],
             run=map if workers == 0 else partial(ray_map, workers=workers),
             note=lambda line: console.print(line, markup=False),
             tick=lambda done, total: progress.update(task, completed=done, total=total),
@@ -183,7 +184,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
         stop = max((line["step"] for line in read_history(opened.folder / layout.METRICS)), default=0)
         return [
             {
-                "shard": plan.index.bad_sample(sample, "").shard,
+                "shard": address(plan.index.rows(sample, sample + 1).blob),
                 "key": key,
                 "steps": [step + 1 for step in steps_with(plan.stream, sample, stop)],
             }

@@ -80,8 +80,9 @@ def measure(
     data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
     out: Out = None,
     columns: Annotated[
-        str, typer.Option(help="What to measure: docs/select.md describes it.")
-    ] = "size,bytes_per_pixel,luma,sharpness,entropy,colour,phash",
+        str | None,
+        typer.Option(help="What to measure, separated by commas; docs/select.md describes it. By default everything."),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Ray tasks at once; by default one per CPU. 0: no Ray, this process.", min=0)
     ] = None,

@@ -1,7 +1,6 @@
 """Parses the datasets of a recipe: one URL or mapping, or a list of them."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -42,11 +41,9 @@ def _shortest_form(sources: tuple[Source, ...]) -> Any:
 
 def _short(source: Source) -> Any:
     """Return the URL of a source or, where more is said of it, a mapping without what is not."""
-    given = {f.name: getattr(source, f.name) for f in fields(source)}  # type: ignore[arg-type]
-    given = {f.name: v for f in fields(source) if (v := given[f.name]) != f.default or f.default is MISSING}  # type: ignore[arg-type]
-    if "columns" in given:
-        given["columns"] = list(source.columns)
-    return source.url if given.keys() == {"url"} else given
+    bare, given = vars(Source(url=source.url)), vars(source)
+    more = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if k in bare and v != bare[k]}
+    return {"url": source.url, **more} if more else source.url
 
 
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_list), PlainSerializer(_shortest_form)]

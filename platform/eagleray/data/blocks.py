@@ -91,6 +91,7 @@ class Block:
         at = packed(self.pieces, offset, size) if fetcher.selects else offset
         self.spans = list(zip(at.tolist(), size.tolist(), rows.crc[mine].tolist(), strict=True))
         self.labels = rows.label[mine].tolist()
+        self.rows = {sample: row for row, sample in enumerate(samples.tolist())}
         self.future = (pool or fetcher.pool).submit(lambda: through(self._fetch) if through else self._fetch())
 
     def _fetch(self) -> Content:
@@ -106,18 +107,13 @@ class Block:
         """Return the first sample of a piece, and the one behind its last."""
         return int(self.samples[piece.start]), int(self.samples[piece.stop - 1]) + 1
 
-    def _row(self, sample: int) -> int:
-        row = int(np.searchsorted(self.samples, sample))
-        assert self.samples[row] == sample
-        return row
-
     def label(self, sample: int) -> int:
         """Return the class of a sample, -1 where it has none."""
-        return self.labels[self._row(sample)]  # type: ignore[no-any-return]
+        return self.labels[self.rows[sample]]  # type: ignore[no-any-return]
 
     def bytes(self, sample: int) -> memoryview:
         """Return an image's bytes as they were indexed. Raises BadImage when they have changed in the store."""
-        row = self._row(sample)
+        row = self.rows[sample]
         at, size, crc = self.spans[row]
         begin, data, wrong = self.future.result()
         if at not in wrong:

@@ -24,7 +24,7 @@ from eagleray.data import sample_table
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.data.selection import Selection, check_weights
-from eagleray.storage.store import parent, store
+from eagleray.storage.store import store
 
 KEY = "data.train"
 OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns of every index, and their names there
@@ -72,7 +72,8 @@ def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tupl
 def weights_of(index: Index, shards: NDArray[np.int64], source: Source) -> Iterator[NDArray[np.float64]]:
     """Yield the weights of the samples of each of some shards, all of one source. Raises UserError."""
     names = {m[1] or m[2] for text in (source.where, source.weight) if text for m in NAMES.finditer(text)}
-    measured = measured_beside(index, shards) if names else []
+    tables = complete_tables([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
+    measured = [Measured(table) for table in tables] if names else []
     given = [Table(url) for url in source.columns]
     excluded = Table(source.exclude) if source.exclude else None
     known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
@@ -185,14 +186,6 @@ class Measured:
         if self.last[0] != number:
             self.last = number, self.table.read(number, self.names)
         return self.last[1]
-
-
-def measured_beside(index: Index, shards: NDArray[np.int64]) -> list[Measured]:
-    """Return what was measured of the shards of a source, all in one folder; nothing where they are in several."""
-    homes = {parent(index.shards[shard].url) for shard in shards.tolist()}
-    if len(homes) > 1:
-        return []
-    return [Measured(table) for table in complete_tables(homes.pop(), MEASURED, lambda about: about.what == MEASURED)]
 
 
 def read_file(url: str) -> bytes:

@@ -90,12 +90,13 @@ class Index:
 
     @property
     def repeats(self) -> NDArray[np.int64]:
-        """How often each shard (S,) is read in an epoch."""
+        """Return the number of readings of each shard (S,) in an epoch."""
         return np.array([source.repeat for source in self.sources])
 
     def column(self, shard: int, names: Sequence[str]) -> pa.Table:
         """Return columns of the usable samples of a shard."""
-        return self.files[shard].read(self._group(shard), names).slice(0, int(np.diff(self.first)[shard]))
+        usable = int(self.first[shard + 1] - self.first[shard])
+        return self.files[shard].read(self._group(shard), names).slice(0, usable)
 
     def _shard_of(self, sample: int) -> int:
         """Return the position in `shards` of a sample's shard."""
@@ -168,9 +169,7 @@ class Index:
         return self.files[shard].groups[name(self.shards[shard])]
 
     def _column(self, name: str) -> pa.ChunkedArray:
-        parts = [self.files[s].read(self._group(s), [name])[name] for s in range(len(self.shards))]
-        used = np.diff(self.first)
-        chunks = [c for part, n in zip(parts, used, strict=True) for c in part.slice(0, int(n)).chunks]
+        chunks = [chunk for s in range(len(self.shards)) for chunk in self.column(s, [name])[name].chunks]
         return pa.chunked_array(chunks, SCHEMA.field(name).type)
 
 

@@ -198,7 +198,7 @@ class Stream:
                 if left <= 0:
                     return
                 samples, positions = this.samples(lane[i]), lane[i].order(seed=self.seed, epoch=epoch) - lane[i].first
-                yield _LaneRun(this, lane, i, samples, samples[positions], skip)
+                yield _LaneRun(this, lane, i, samples, samples[positions], this.visits.number(lane[i].block), skip)
                 left -= len(samples) - skip
                 skip = 0
             epoch += 1
@@ -268,7 +268,7 @@ def _fail(ends: Ends | None, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """What an epoch reads: its visits, their order, and which samples of its block each of them reads."""
+    """The visits of an epoch, their order, and the samples of its block that each of them reads."""
 
     number: int
     order: Epoch
@@ -296,12 +296,8 @@ class _LaneRun:
     at_run: int  # the position of this run in `lane`
     samples: NDArray[np.int64]  # in their order in the shard
     order: NDArray[np.int64]  # the same in reading order
+    copy: int  # how often these samples were read before in this epoch
     at: int  # the position of the next sample in `order`
-
-    @property
-    def copy(self) -> int:
-        """How often these samples were read before in this epoch."""
-        return self.epoch.visits.number(self.lane[self.at_run].block)
 
 
 @dataclass(frozen=True, slots=True)

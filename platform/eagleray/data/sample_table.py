@@ -7,7 +7,7 @@ A table is a folder with `_table.json`, which is written first and says what all
 import functools
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import writing
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
+from eagleray.storage.blob import Blob
 from eagleray.storage.store import parent, store
 
 ABOUT = "_table.json"  # which readers of a folder of Parquet files pass over
@@ -29,7 +30,7 @@ ROWS = 16_384  # of a part
 
 @dataclass(frozen=True)
 class About:
-    """What the rows of a table are: those of two tables are equal if all of this but the note is."""
+    """Describes the rows of a table: those of two tables are equal if all of this but the note is."""
 
     what: str  # such as embedding
     settings: Mapping[str, Any]  # that the rows depend on, as values that JSON holds
@@ -78,8 +79,8 @@ class SampleTable:
 
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are not written."""
-        names = {blob.url.rpartition("/")[2] for blob in store(self.folder).list(f"{self.folder}/", "part-")}
-        return [number for number in self.parts if self._url(number).rpartition("/")[2] not in names]
+        there = {blob.url.rpartition("/")[2] for blob in store(self.folder).list(f"{self.folder}/", "part-")}
+        return [number for number in self.parts if file_name(number) not in there]
 
     def write(self, number: int, index: Index, columns: Mapping[str, Any]) -> None:
         """Write a part: these columns, behind shard, key and label of its samples. Raises UserError when it cannot be
@@ -91,30 +92,32 @@ class SampleTable:
         rows = pa.table({"shard": shard, "key": key, "label": index.label[samples], **columns})
         pq.write_table(rows, buffer, compression="zstd", use_dictionary=["shard", "label"])
         with writing(f"out={self.folder}"):
-            store(self.folder).write(self._url(number), buffer.getvalue())
+            store(self.folder).write(f"{self.folder}/{file_name(number)}", buffer.getvalue())
 
     def read(self, number: int, columns: Sequence[str]) -> pa.Table:
         """Return columns of a part. Raises UserError when it is not as it was written."""
-        place = self._url(number)
-        try:
-            rows = pq.read_table(io.BytesIO(store(place).get(place)), columns=list(columns))
-        except (FileNotFoundError, pa.ArrowException):
-            raise UserError(f"{place}: missing or damaged; delete it, and the same command writes it again") from None
+        rows = self._load(number, lambda file: pq.read_table(file, columns=list(columns)))
+        place = f"{self.folder}/{file_name(number)}"
         if len(rows) != len(self.samples(number)) or set(rows.column_names) != set(columns):
             raise UserError(f"{place}: {len(rows)} rows of {', '.join(rows.column_names)}, not as {ABOUT} says")
         return rows
 
     def columns(self) -> list[str]:
         """Return the columns behind shard, key and label. Raises UserError when the first part is damaged."""
-        place = self._url(0)
+        return [name for name in self._load(0, pq.read_schema).names if name not in ("shard", "key", "label")]
+
+    def _load(self, number: int, read: Callable[[io.BytesIO], Any]) -> Any:
+        """Return what a function reads in the file of a part. Raises UserError when it is missing or damaged."""
+        place = f"{self.folder}/{file_name(number)}"
         try:
-            names = pq.read_schema(io.BytesIO(store(place).get(place))).names
+            return read(io.BytesIO(store(place).get(place)))
         except (FileNotFoundError, pa.ArrowException):
             raise UserError(f"{place}: missing or damaged; delete it, and the same command writes it again") from None
-        return [name for name in names if name not in ("shard", "key", "label")]
 
-    def _url(self, number: int) -> str:
-        return f"{self.folder}/part-{number:06d}.parquet"
+
+def file_name(number: int) -> str:
+    """Return the name of the file of a part."""
+    return f"part-{number:06d}.parquet"
 
 
 @functools.lru_cache(maxsize=1)
@@ -140,14 +143,23 @@ def read_about(folder: str) -> About | None:
 
 def home_of(index: Index) -> str:
     """Return the folder of all shards. Raises UserError where they are in several."""
-    folders = {parent(blob.url) for blob in index.shards}
+    folders = homes(index.shards)
     if len(folders) > 1:
         raise UserError(f"out: missing; the shards are in {len(folders)} folders, such as {min(folders)}")
     return folders.pop()
 
 
-def complete_tables(home: str, inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
-    """Yield the tables in the folder `inside` beside the shards of a folder that are wanted and complete."""
+def homes(shards: Iterable[Blob]) -> set[str]:
+    """Return the folders of some shards."""
+    return {parent(blob.url) for blob in shards}
+
+
+def complete_tables(shards: Iterable[Blob], inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
+    """Yield the tables in the folder `inside` beside some shards that are wanted and complete; none where the shards
+    are in several folders."""
+    home, *others = homes(shards)
+    if others:
+        return
     folders = {b.url.rpartition("/")[0] for b in store(home).walk(f"{home}/{inside}/") if b.url.endswith(f"/{ABOUT}")}
     for folder in sorted(folders):
         about = read_about(folder)

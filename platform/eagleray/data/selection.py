@@ -27,9 +27,14 @@ class Selection:
     weight: NDArray[np.float32]  # (N,)
 
     @functools.cached_property
+    def sum(self) -> float:
+        """The sum of all weights."""
+        return sum(float(part.sum(dtype=np.float64)) for part in self._parts())
+
+    @property
     def total(self) -> int:
-        """The readings of an epoch."""
-        return round(sum(float(part.sum(dtype=np.float64)) for part in self._parts()))
+        """Return the readings of an epoch."""
+        return round(self.sum)
 
     @functools.cached_property
     def kept(self) -> int:
@@ -48,7 +53,7 @@ class Selection:
         read once more for a point u, 1 + u, 2 + u, ... in its stretch, where u is drawn for the epoch: systematic
         sampling."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
-        scale = self.total / max(sum(float(part.sum(dtype=np.float64)) for part in self._parts()), 1e-300)
+        scale = self.total / max(self.sum, 1e-300)
         out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
         for number, part in enumerate(self._parts()):
             rows = out[number * CHUNK : number * CHUNK + len(part)]

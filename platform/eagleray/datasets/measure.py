@@ -5,9 +5,7 @@ after its short side was shrunk to 256, where it is longer, so that the numbers 
 compared.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +23,9 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
+from eagleray.storage.ordered_map import ordered_map
 
 SIDE = 256  # pixels of the short side that sharpness and others are measured at
-AHEAD = 4  # blocks that are fetched while one is measured
 Tick = Callable[[int, int], None]  # images done, images in all
 
 
@@ -108,17 +106,18 @@ class Part:
 
 def measure(
     url: str,
-    names: Sequence[str],
     out: str | None,
+    names: Sequence[str] = (),
     *,
     run: Callable[[Callable[[Part], int], Iterable[Part]], Iterator[int]],
     note: Callable[[str], None],
     tick: Tick,
 ) -> SampleTable:
-    """Write measures of all images into the folder or URL `out`, by default beside the shards. Parts that are there
-    already stay as they are.
+    """Write measures of all images into the folder or URL `out`, by default beside the shards. Without `names` these
+    are all measures. Parts that are there already stay as they are.
 
     Raises UserError for an unknown measure, and when `out` has another table; Outage when a store does not answer."""
+    names = names or list(MEASURES)
     for name in names:
         if name not in MEASURES:
             raise UserError(f"--columns {name}: unknown{config.nearest(name, list(MEASURES))}")
@@ -150,15 +149,14 @@ def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) ->
     """Yield the numbers of each sample in order; none of an image that does not decode."""
     fetcher = Fetcher(index, cache=None)
     cuts = np.searchsorted(samples, index.starts[(index.starts > samples[0]) & (index.starts <= samples[-1])])
-    ahead: deque[Block] = deque()
+
+    def of_block(chunk: NDArray[np.int64]) -> list[dict[str, Any]]:
+        block = Block(fetcher, chunk)
+        return [_of(block, sample, names) for sample in chunk.tolist()]
+
     try:
-        with ThreadPoolExecutor(max(int(devices.cpus()), 1)) as pool:
-            for chunk in [*np.split(samples, cuts), *[None] * AHEAD]:
-                if chunk is not None:
-                    ahead.append(Block(fetcher, chunk))
-                if ahead and (chunk is None or len(ahead) > AHEAD):
-                    block = ahead.popleft()
-                    yield from pool.map(lambda sample, block=block: _of(block, sample, names), block.samples.tolist())
+        for rows in ordered_map(of_block, np.split(samples, cuts), width=2 * max(int(devices.cpus()), 1)):
+            yield from rows
     finally:
         fetcher.close()
 

@@ -16,14 +16,13 @@ from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
-from eagleray.engine.precision import autocast, format_name
+from eagleray.engine.precision import format_name
 from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
 from eagleray.evaluation.target import Target, load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.image_batches import batches
-from eagleray.views.photometric import normalise
+from eagleray.protocols.features import embedded
 
 Note = Callable[[str], None]
 
@@ -116,12 +115,10 @@ def features_of(
     """Return the features (n, D) of neighbouring samples, and which of their images decode. `settings` are those of an
     embedding."""
     features, good = np.zeros((len(samples), settings["dim"]), np.float32), np.zeros(len(samples), bool)
-    device = next(backbone.parameters()).device
-    for rows, images in batches(index, samples, settings["size"], settings["resize"], device=device):
-        x, at = normalise(images, device), np.asarray(rows) - samples[0]
-        with autocast(device, precision):
-            values = feature_types.read(backbone, x, [settings["kind"]])[settings["kind"]]
-        features[at], good[at] = values.float().cpu().numpy(), True
+    size, resize, kind = settings["size"], settings["resize"], settings["kind"]
+    for rows, values in embedded(backbone, index, samples, size, resize, [kind], precision):
+        at = np.asarray(rows) - samples[0]
+        features[at], good[at] = values[kind].numpy(), True
     return features, good
 
 

@@ -11,7 +11,6 @@ from eagleray.base.errors import UserError
 from eagleray.data import sample_table
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
-from eagleray.storage.store import parent
 
 WHAT, FOLDER, COLUMN = "embedding", "embeddings", "feature"
 
@@ -49,11 +48,8 @@ def _read_part(table: SampleTable, number: int) -> tuple[NDArray[np.float32], ND
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:
     """Return a complete embedding beside the shards of an index that was made with these settings, or None."""
-    homes = {parent(blob.url) for blob in index.shards}
-    if len(homes) > 1:
-        return None
     tables = complete_tables(
-        homes.pop(),
+        index.shards,
         FOLDER,
         lambda about: about.what == WHAT and about.images == len(index) and about.settings.items() >= settings.items(),
     )

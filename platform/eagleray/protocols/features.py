@@ -1,6 +1,6 @@
 """Extract the features of a frozen backbone for the images in shards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,6 @@ def extract_features(
     with the number of its images.
 
     Raises UserError when the backbone lacks one of the types, or when the device does not compute in this precision."""
-    device = next(backbone.parameters()).device
     mine = own_samples(samples)
     xs: dict[str, Tensor] = {}  # (n, D), of which the first `done` rows are known
     y = torch.empty(len(mine), dtype=torch.long)
@@ -78,14 +77,12 @@ def extract_features(
     @torch.inference_mode()
     def extract() -> None:
         nonlocal done
-        for rows, images in batches(index, mine, size, resize, reading=reading, device=device):
-            x = normalise(images, device)
+        for rows, values in embedded(backbone, index, mine, size, resize, kinds, precision, reading):
             new = slice(done, done + len(rows))
-            with autocast(device, precision):
-                for kind, value in read(backbone, x, kinds).items():
-                    if kind not in xs:
-                        xs[kind] = torch.empty(len(mine), value.shape[1], dtype=FORMATS[bank])
-                    xs[kind][new] = value.float().cpu()
+            for kind, value in values.items():
+                if kind not in xs:
+                    xs[kind] = torch.empty(len(mine), value.shape[1], dtype=FORMATS[bank])
+                xs[kind][new] = value
             y[new] = torch.from_numpy(index.label[rows])
             done += len(rows)
             tick(len(rows))
@@ -96,6 +93,26 @@ def extract_features(
         widths |= part
     nothing = {kind: torch.empty(0, widths.get(kind, backbone.dim), dtype=FORMATS[bank]) for kind in kinds}
     return {kind: LabelledFeatures(xs.get(kind, nothing[kind])[:done], y[:done]) for kind in kinds}
+
+
+def embedded(
+    backbone: Backbone,
+    index: Index,
+    samples: NDArray[np.int64],
+    size: int,
+    resize: int,
+    kinds: Sequence[str],
+    precision: Format,
+    reading: Reading = THREADS,
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """Yield the numbers of the samples in a batch that decode, and their features (b, D) by type, float32 on the host.
+    The caller sets the backbone's mode, and that no gradients are computed."""
+    device = next(backbone.parameters()).device
+    for rows, images in batches(index, samples, size, resize, reading=reading, device=device):
+        x = normalise(images, device)
+        with autocast(device, precision):
+            values = read(backbone, x, kinds)
+        yield rows, {kind: value.float().cpu() for kind, value in values.items()}
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:

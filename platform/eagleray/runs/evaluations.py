@@ -28,7 +28,7 @@ from eagleray.runs.metrics import AT_START, KNN_TOP1, LINEAR_TOP1, START_KNN, ST
 from eagleray.runs.rank_run import RankRun
 
 log = logging.getLogger(__name__)
-STARTS = 2  # of the evaluation at the end that may die with their process before the run ends without its numbers
+STARTS = 2  # of an evaluation that may die with their process before the run goes on without its numbers
 
 ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
 SAID = (KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK)  # of the numbers at the start
@@ -76,19 +76,19 @@ def online_sets(run: RankRun, step: int) -> ProbeSets | None:
     return part
 
 
-def at_start(run: RankRun) -> None:
-    """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores."""
+def at_start(run: RankRun, step: int) -> None:
+    """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores. `step` is
+    the one before the first."""
     guard, recipe = run.stateful.guard, run.plan.recipe
     sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
     starts = dist.from_rank_zero(run.folder.starts_in_vain)
 
     def measure() -> Scores:
-        if starts > STARTS:
-            raise RuntimeError(f"the process died in it {starts - 1} times")
+        give_up_after_deaths(starts)
         return evaluate(run.export(), sets, recipe.evaluate, **how(run)) if sets else {}
 
-    scores = attempt(run, 0, measure)
-    guard.scores = scores | compare_with_start(run, 0)
+    scores = attempt(run, step, measure)
+    guard.scores = scores | compare_with_start(run, step)
     run.folder.log_start(guard.scores)
     if run.world.rank == 0:
         texts = [f"{name} {value:.4g}" for name, value in guard.scores.items() if name in SAID]
@@ -97,7 +97,7 @@ def at_start(run: RankRun) -> None:
 
 def compare_with_start(run: RankRun, step: int) -> Scores:
     """Return the numbers of the guard of the start, whose images are read as those of evaluations are."""
-    return run.stateful.guard.measure(step, run.export(), **how(run))
+    return run.stateful.guard.measure(step, run.export, **how(run))
 
 
 def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
@@ -108,8 +108,7 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
     sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
 
     def measure() -> Scores:
-        if starts > STARTS:
-            raise RuntimeError(f"the process died in it {starts - 1} times")
+        give_up_after_deaths(starts)
         if isinstance(run.method, Classifier):
             return evaluate_classifier(run, run.method)
         return evaluate(backbone, sets, recipe.evaluate, **how(run))
@@ -123,6 +122,12 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
     if run.world.rank == 0:
         log_scores(run, sets, scores)
     return announced(run, scores)
+
+
+def give_up_after_deaths(starts: int) -> None:
+    """Raise RuntimeError when an evaluation that begins for the time `starts` has ended its process too often."""
+    if starts > STARTS:
+        raise RuntimeError(f"the process died in it {starts - 1} times")
 
 
 def log_scores(run: RankRun, sets: ProbeSets | None, scores: Scores) -> None:

@@ -156,11 +156,11 @@ def open_plan(
     Raises UserError when the data is missing or does not fill a batch, and Outage when it cannot be read for `patience`
     seconds."""
     data, folder = recipe.data, remote.work_dir(recipe.out)
+    if any(source.selects for source in data.test or ()):
+        raise UserError("data.test: where, weight, exclude and share are for data.train")
     opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all)
     index = open_on_all(partial(opening, data.sources()))
     test = open_on_all(partial(opening, data.test)) if data.test else None
-    if any(source.selects for source in data.test or ()):
-        raise UserError("data.test: where, weight, exclude and share are for data.train")
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch
     selection = dist.from_rank_zero(partial(select, index))

@@ -49,6 +49,7 @@ from eagleray.runs.tracking import Tracking
 from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
+ADDED = ("precision", "guard")  # parts that older checkpoints lack
 
 
 def pretrain(
@@ -83,7 +84,7 @@ def pretrain(
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
         if recipe.start and not resumes:
-            evaluations.at_start(run)
+            evaluations.at_start(run, step)
             save_checkpoint(run, step)
         if step < plan.steps:
             with explain_exhaustion(recipe, run.method, world.size):
@@ -263,7 +264,7 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
         sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
     for name, part in parts.items():
-        part.load_state_dict(state.get(name, {}) if name in ("precision", "guard") else state[name])  # older lack it
+        part.load_state_dict(state.get(name, {}) if name in ADDED else state[name])
     return state
 
 

@@ -186,17 +186,19 @@ class RunDir:
     def log(self, record: Mapping[str, Any]) -> None:
         if self.rank == 0:
             self.metrics.log(record)
-            assert self.mlflow is not None
-            self.mlflow.log(record)
-            self.sinks.log(record)
+            self._send(record)
 
     def log_start(self, scores: Mapping[str, float]) -> None:
         """Write down the numbers of the backbone that the run starts from."""
         if self.rank == 0:
             files.write_atomic(self.path / layout.START_SCORES, json.dumps(scores, indent=1))
-            assert self.mlflow is not None
-            self.mlflow.log({"step": 0, **scores})
-            self.sinks.log({"step": 0, **scores})
+            self._send({"step": 0, **scores})
+
+    def _send(self, record: Mapping[str, Any]) -> None:
+        """Send a record to MLflow and to the recipe's other sinks."""
+        assert self.mlflow is not None
+        self.mlflow.log(record)
+        self.sinks.log(record)
 
     def log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Log the loss and the gradient norm of each step, in full precision."""
@@ -280,14 +282,12 @@ class RunDir:
         summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
         log.info("health: %s", words(found))
         files.write_atomic(self.path / layout.SUMMARY, json.dumps(summary, indent=1))
-        assert self.mlflow is not None
-        last = {"step": summary["steps"] + 1} | summary
-        self.mlflow.log(last)
-        self.sinks.log(last)
+        self._send({"step": summary["steps"] + 1} | summary)
         try:
             draw(self.path)
         except Exception as e:  # no picture is worth a run, and matplotlib may be missing
             log.warning("health.png was not drawn: %s", one_line(e))
+        assert self.mlflow is not None
         self.mlflow.close("FINISHED", self._results())
         self.mlflow = None
 

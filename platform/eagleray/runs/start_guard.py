@@ -4,7 +4,7 @@ A few training images are embedded at the start and again from time to time, mor
 most starts that are lost are lost.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -65,14 +65,14 @@ class StartGuard:
     def state_dict(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        return {"first": self.first, "scores": self.scores, "best": list(self.best or ())}
+        return {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint. One that was made without a guard has none, and the run goes on without."""
         if not state:
             self.settings = None
             return
-        self.first, self.scores = state["first"], dict(state["scores"])
+        self.first, self.scores, self.told = state["first"], dict(state["scores"]), state.get("told", False)
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
 
     @property
@@ -85,13 +85,16 @@ class StartGuard:
         early = step < self.every and step & (step - 1) == 0
         return self.settings is not None and (early or step % self.every == 0)
 
-    def measure(self, step: int, backbone: Backbone, precision: Format, reading: Reading) -> dict[str, float]:
-        """Return rank, CKA and, with labels, kNN accuracy of the backbone's features. The first call says what the
-        start is. Called by all ranks together. Raises UserError and Outage when the images cannot be read."""
+    def measure(
+        self, step: int, export: Callable[[], Backbone], precision: Format, reading: Reading
+    ) -> dict[str, float]:
+        """Return rank, CKA and, with labels, kNN accuracy of the features of the backbone that `export` returns after a
+        step; it is not called again for the same step. The first call says what the start is. Called by all ranks
+        together. Raises UserError and Outage when the images cannot be read."""
         if self.seen[0] != step:
             if not self.images:
                 dist.together(partial(self._read, reading))
-            features = F.normalize(self._embed(backbone, precision).nan_to_num(0, 0, 0), dim=1)  # of ruined weights
+            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=1)  # of ruined weights
             fresh = self.first is None
             if fresh:
                 self.first = features.half().cpu()
