@@ -75,6 +75,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def of_this_thread(nap: Callable[[float], None]) -> Callable[[float], None]:
+    """Return a sleep that calls `nap` here; a thread that an earlier test has left sleeps in earnest."""
+    own = threading.get_ident()
+    return lambda seconds: nap(seconds) if threading.get_ident() == own else time.sleep(seconds)
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name in [n for n in os.environ if n.startswith("AWS_")]:
@@ -88,12 +94,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             monkeypatch.setenv(name, value)
         monkeypatch.setitem(store.STORES, "s3", S3Store())
         naps: list[float] = []
-        own = threading.get_ident()  # a thread that an earlier test has left sleeps in earnest
-
-        def sleep(seconds: float) -> None:
-            naps.append(seconds) if threading.get_ident() == own else time.sleep(seconds)
-
-        clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(naps))
+        clock = SimpleNamespace(sleep=of_this_thread(naps.append), monotonic=lambda: sum(naps))
         monkeypatch.setattr(retry, "time", clock)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
@@ -126,9 +127,25 @@ def test_an_expired_token_is_renewed(
 ) -> None:
     assert read() == b"234"
     server.answers = [(status, code), (status, code)]
-    monkeypatch.setattr(retry.time, "sleep", lambda _: keys("second"))
+    monkeypatch.setattr(retry.time, "sleep", of_this_thread(lambda _: keys("second")))
     assert read() == b"234"
     assert server.keys == ["first", "first", "second", "second"]
+
+
+def test_keys_that_are_just_being_written_anew_do_not_make_anyone_anonymous(
+    server: Server, keys: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read() == b"234"
+    server.answers = [(400, "ExpiredToken")]
+    states = iter(["half", "second"])
+    file = Path(os.environ["AWS_SHARED_CREDENTIALS_FILE"])
+
+    def write(_: float) -> None:
+        file.write_text("") if next(states) == "half" else keys("second")
+
+    monkeypatch.setattr(retry.time, "sleep", of_this_thread(write))
+    assert read() == b"234"
+    assert server.keys == ["first", "first", "second"]
 
 
 def test_what_was_allowed_before_is_waited_for_and_ends_as_an_outage(server: Server, keys: object) -> None:

@@ -29,6 +29,7 @@ PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
 MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
 UPLOADS = 4  # parts uploaded at once
 CHANGED = "has changed since it was indexed"
+VANISHED = "the AWS credentials that were found before are gone"
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
@@ -41,14 +42,20 @@ class S3Store:
 
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
+        self._signs = False  # whether a client had credentials
         self._lock = threading.Lock()
         self._allowed: set[tuple[Right, str]] = set()  # what a store has allowed, and in which folder
 
     def client(self) -> Any:
-        """Return the boto3 client of this process."""
+        """Return the boto3 client of this process.
+
+        Raises Transient where credentials were found before and none are now: their file may be half written."""
         with self._lock:
             if self._client[0] != os.getpid():
-                self._client = (os.getpid(), make_client())
+                client = make_client()
+                if self._signs and not signs(client):
+                    raise Transient(VANISHED)
+                self._client, self._signs = (os.getpid(), client), signs(client)
             return self._client[1]
 
     def _renew(self, client: Any) -> None:
@@ -60,10 +67,8 @@ class S3Store:
     @property
     def anonymous(self) -> bool:
         """Return whether requests are sent without credentials."""
-        from botocore import UNSIGNED
-
         client = self._client[1]
-        return client is not None and client.meta.config.signature_version is UNSIGNED
+        return client is not None and not signs(client)
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         bucket, key = bucket_and_key(url)
@@ -293,6 +298,13 @@ def make_client() -> Any:
         return session.client("s3", config=config, region_name=region)
     except ValueError as e:  # an endpoint without http://, say
         raise UserError(f"s3://: {e}") from None
+
+
+def signs(client: Any) -> bool:
+    """Return whether a client has credentials to sign its requests with."""
+    from botocore import UNSIGNED
+
+    return client.meta.config.signature_version is not UNSIGNED
 
 
 def read_body(body: Any, length: int) -> memoryview:
