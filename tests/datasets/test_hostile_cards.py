@@ -25,3 +25,13 @@ def test_a_changed_card_is_shown_or_refused(count: int | None, tmp_path: Path):
 
     trees = generators(count).map(lambda rng: json.dumps(change_tree(rng, json.loads(text))).encode())
     examples(trees | generators(count).map(lambda rng: change_bytes(rng, text)), check, count, many=400)
+
+
+def test_a_text_that_nobody_reads_to_its_end_is_cut(tmp_path: Path):
+    fill(tmp_path / "in", ["a/0.jpg", "b/0.jpg"])
+    run_prepare("folder", tmp_path / "in", tmp_path / "out")
+    known = card.read(str(tmp_path / "out"))
+    line = next(line for line in card.lines(known | {"licence": "x" * 10**6}) if "licence" in line)
+    assert line.startswith("source   folder")
+    assert line.endswith("xxx ...")
+    assert len(line) < 20_000

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[Callable[[Content], None], str]] = {
     "a row more": (add_rows, "4 rows of 3 samples"),
     "rows in another order": (swap, "images that overlap"),
     "an image before the shard": (cell("offset", 0, -5), "images that overlap, or lie outside"),
+    "an image 2^63 bytes before the shard": (cell("offset", 1, -(2**63)), "images that overlap, or lie outside"),
     "an image behind the shard": (cell("offset", 2, 2**40), "images that overlap, or lie outside"),
     "an image of 2^60 bytes": (cell("size", 2, 2**60), "images of .* to 1152921504606846976 bytes"),
     "an image of no bytes": (cell("size", 0, 0), "images of 0 to"),

@@ -105,7 +105,8 @@ def _check_positions(offset: NDArray[np.int64], size: NDArray[np.int64], shard: 
     """Check that the usable images of a shard (n,) follow each other inside it. Raises ValueError."""
     if not len(offset):
         return
-    if offset[0] < 0 or offset[-1] > shard.size - size[-1] or (offset[:-1] > offset[1:] - size[:-1]).any():
+    inside = offset.min() >= 0 and offset.max() <= shard.size  # so that no sum below is more than 64 bits
+    if not inside or offset[-1] > shard.size - size[-1] or (offset[:-1] + size[:-1] > offset[1:]).any():
         raise ValueError(f"images that overlap, or lie outside of {shard.size} bytes")
     last = np.cumsum(shard.blocks) - 1
     end = offset + size

@@ -18,6 +18,7 @@ from eagleray.storage import store
 
 NAME = "dataset.json"
 SAMPLE = 1000  # images that are decoded where there is no card
+LONGEST = 10_000  # characters of a line
 SHEET = 64  # images on a contact sheet
 MIB, GIB = 2**20, 2**30
 
@@ -86,7 +87,12 @@ def image_stats(card: dict[str, Any]) -> ImageStats:
 
 
 def lines(card: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines that show a card to a person."""
+    """Yield the lines that show a card to a person, each cut where it is longer than anybody reads."""
+    for line in _lines(card):
+        yield line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
+
+
+def _lines(card: dict[str, Any]) -> Iterator[str]:
     stats = image_stats(card)
     classes = f" of {card['classes']:,} classes" if card["classes"] else ", no labels"
     yield f"{stats.images:,} images{classes}, {format_bytes(stats.bytes)} in {card['shards']:,} shard(s)"
