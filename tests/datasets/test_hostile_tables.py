@@ -173,3 +173,12 @@ def test_changed_labels_and_captions_in_shards(count: int | None, tmp_path: Path
         assert -1 <= item.label < 10**18
 
     examples(generators(count), check, count, many=400)
+
+
+def test_a_matlab_file_that_crashes_its_reader_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader is not safe in memory: now and then changed bytes end its process."""
+    SETS["cars"](tmp_path / "in", "train")
+    assert list(find_source("cars", tmp_path / "in", split="train").listing().items)
+    monkeypatch.setattr(matlab, "CHILD", "import os; os.abort()")
+    line = source_error("cars", tmp_path / "in", split="train")
+    assert line.endswith("(SciPy crashes on it)")

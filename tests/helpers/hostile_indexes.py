@@ -60,6 +60,7 @@ def swap(content: Content) -> None:
 # A change and a pattern for the reason; the first shard has three samples in one block.
 CASES: dict[str, tuple[Callable[[Content], None], str]] = {
     "a shard of 2^60 bytes": (entry("size", 2**60), "changed since it was indexed"),
+    "a shard of 2^63 bytes": (entry("size", 2**63), "3 and 0 samples in 9223372036854775808 bytes"),
     "a shard of -10 bytes": (entry("size", -10), "3 and 0 samples in -10 bytes"),
     "a size that is a text": (entry("size", "10"), "of another type"),
     "a size that is a fraction": (entry("size", 1e99), "of another type"),
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[Callable[[Content], None], str]] = {
     "no checksum": (cell("crc", 1, None), "a sample without crc"),
     "no label": (cell("label", 1, None), "a sample without label"),
     "a label of -7": (cell("label", 1, -7), "a label below -1"),
+    "no reason": (lambda c: c.rows[1]["reason"].__setitem__(3, ""), "a bad sample without reason"),
     "no key": (cell("key", 1, None), "a sample without key"),
 }
 

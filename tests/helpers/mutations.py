@@ -59,7 +59,8 @@ def change_tree(rng: Random, tree: Any) -> Any:
             case 1:
                 node.append(copy.deepcopy(node[key]))
             case 2 if isinstance(node[key], int | float) and not isinstance(node[key], bool):
-                node[key] = rng.choice([-node[key], node[key] + 1, node[key] * 10**6, str(node[key]), node[key] / 3])
+                number = node[key]
+                node[key] = rng.choice([-number, number + 1, number * 10**6, str(number), min(number, 2**99) / 3])
             case _:
                 node[key] = _value(rng)
     return tree

@@ -10,6 +10,7 @@ from helpers.mutations import change_bytes, change_tree
 from helpers.recipes import METHODS, small_recipe
 
 from eagleray import config
+from eagleray.base.errors import UserError
 from eagleray.runs import recipe
 from eagleray.runs.recipe import Recipe
 
@@ -36,3 +37,13 @@ def test_mutated_recipes_end_in_a_recipe_or_a_line(count: int | None, tmp_path: 
         assert loaded is None or config.check(Recipe, config.to_plain(loaded), "again") == loaded
 
     examples(generators(count).map(changed), check, count, many=2000)
+
+
+@pytest.mark.parametrize("value", [".nan", "-.inf"])
+def test_options_are_finite(value: str, tmp_path: Path):
+    """They have no type of their own, and nan would make a recipe differ from itself."""
+    (path := tmp_path / "small.yaml").write_text(small_recipe("mocov3"))
+    with pytest.raises(UserError, match=r"backbone.options.num_heads: expected a finite number"):
+        recipe.load(str(path), [f"backbone.options.num_heads={value}"])
+    with pytest.raises(UserError, match=r"optim.clip: input should be a finite number"):
+        recipe.load(str(path), [f"optim.clip={value}"])

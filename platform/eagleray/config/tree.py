@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,14 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
     if path := yaml_text.find(tree, yaml_text.is_huge):
         raise RecipeError(f"{source}: {path}: expected a number that fits into 64 bits")
     try:
-        return TypeAdapter(kind).validate_python(tree)
+        checked: T = TypeAdapter(kind).validate_python(tree)
     except ValidationError as e:
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]} ..." for line in explain(e, kind)]
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         raise RecipeError(f"{source}: " + "; ".join(lines[:MOST] + more)) from None
+    if path := yaml_text.find(tree, lambda value: isinstance(value, float) and not math.isfinite(value)):
+        raise RecipeError(f"{source}: {path}: expected a finite number")  # nan does not even equal itself
+    return checked
 
 
 def to_plain(recipe: object) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
         rows = s.usable + s.bad
         # A sample of a tar takes a header; a fault of the shard itself has a row too. A folder of images is named ".".
         most = MOST_ROWS if s.name == "." else min(s.size // HEADER + 1, MOST_ROWS)
-        if min(s.size, s.usable, s.bad) < 0 or s.usable > s.size or rows > most:
+        if not 0 <= s.size < 2**62 or min(s.usable, s.bad) < 0 or s.usable > s.size or rows > most:
             raise ValueError(f"{s.name}: {s.usable} and {s.bad} samples in {s.size} bytes")
         if sum(s.blocks) != s.usable:
             raise ValueError(f"{s.name}: blocks of {sum(s.blocks)} samples, of {s.usable}")
@@ -91,6 +91,8 @@ def check_rows(table: pa.Table, shard: Shard) -> None:
         usable["reason"].null_count != shard.usable or table["reason"].null_count != shard.usable
     ):
         raise ValueError("usable samples do not come first")
+    if "reason" in table.column_names and pc.any(pc.equal(table["reason"], "")).as_py():
+        raise ValueError("a bad sample without reason")
     if "label" in table.column_names and shard.usable and pc.min(usable["label"]).as_py() < -1:
         raise ValueError("a label below -1")
     if "size" in table.column_names and shard.usable:

@@ -1,8 +1,10 @@
 """Read variables from MATLAB files."""
 
-import io
-import math
+import json
+import pickle
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +18,21 @@ from eagleray.storage import store
 LARGEST = 2**30  # bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
 HEADER, COMPRESSED = 128, 15  # bytes before the first element of a file, and the type of a compressed one
 PIECE = 2**20  # bytes that are unpacked at once to learn how many there are
+
+# SciPy's reader is not safe in memory: bytes that were changed may crash it, so it runs in a process of its own.
+CHILD = """
+import io, json, math, pickle, sys
+from scipy.io import loadmat, whosmat
+largest, names, squeeze = json.loads(sys.argv[1])
+data = sys.stdin.buffer.read()
+try:
+    if any(math.prod(shape) > largest for _, shape, _ in whosmat(io.BytesIO(data))):
+        sys.exit(f"more than {largest} bytes")
+    found = loadmat(io.BytesIO(data), variable_names=names, squeeze_me=squeeze)
+except Exception as e:
+    sys.exit(type(e).__name__)
+sys.stdout.buffer.write(pickle.dumps({name: found[name] for name in names if name in found}, 5))
+"""
 
 
 def read_numbers(url: str, names: Sequence[str], expected: range) -> list[NDArray[np.int64]]:
@@ -54,16 +71,18 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
 
     Raises UserError, beginning with `message`, when the bytes cannot be parsed or unpack to more than LARGEST bytes.
     """
-    from scipy.io import loadmat, whosmat
-
     try:
-        if _unpacked(data) > LARGEST or any(math.prod(shape) > LARGEST for _, shape, _ in whosmat(io.BytesIO(data))):
-            raise UserError(f"{message} (more than {LARGEST} bytes)")
-        return dict(loadmat(io.BytesIO(data), variable_names=variable_names, squeeze_me=squeeze_me))
-    except UserError:
-        raise
-    except Exception as e:  # SciPy's readers raise errors of any type on bytes that they do not expect
+        unpacked = _unpacked(data)
+    except (struct.error, zlib.error) as e:
         raise UserError(f"{message} ({type(e).__name__})") from None
+    if unpacked > LARGEST:
+        raise UserError(f"{message} (more than {LARGEST} bytes)")
+    asked = json.dumps([LARGEST, list(variable_names), squeeze_me])
+    done = subprocess.run([sys.executable, "-c", CHILD, asked], input=data, capture_output=True)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"{message} ({said[-1][:200] if said and done.returncode > 0 else 'SciPy crashes on it'})")
+    return dict(pickle.loads(done.stdout))  # of our own child, which made it of arrays
 
 
 def _unpacked(data: bytes) -> int:
