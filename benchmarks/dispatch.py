@@ -37,6 +37,7 @@ RECIPES = {
     "byol": "byol_resnet50_in1k_ep1000",
     "byol_regions": "byol_regions_swint_in1k_ep50",
     "densecl": "densecl_resnet50_in1k_ep200",
+    "distill": "distill_vits16_in1k_ep100",
     "dino": "dino_vits16_in1k_ep100",
     "drloc": "drloc_swint_in100_ep100",
     "esvit": "esvit_swint_in1k_ep300",

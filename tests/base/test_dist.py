@@ -19,7 +19,10 @@ from eagleray.runs.recipe import Recipe
 
 BATCH = 24
 SPLITS = [(12, 12), (15, 9)]
-PARTS = "mocov3 in micro-batches"
+MORE = {
+    "mocov3 in micro-batches": ["optim.micro_batch=4"],
+    "mocov3 with an anchor": ["start={from: x, anchor: 100}"],
+}
 OWN = {"health/input_mean", "health/input_std", "health/same_views"}  # of this rank's images alone
 
 
@@ -28,10 +31,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Any]
     """What one process and two computed, by the rows of each rank and by method."""
     path = tmp_path_factory.mktemp("recipes") / "small.yaml"
     recipes: dict[str, Recipe] = {}
-    for name in (*METHODS, PARTS):
+    for name in (*METHODS, *MORE):
         path.write_text(small_recipe(name.partition(" ")[0]))
-        parts = ["optim.micro_batch=4"] if name == PARTS else []
-        recipes[name] = config.load(Recipe, path, ["data.train=none", *parts])
+        recipes[name] = config.load(Recipe, path, ["data.train=none", *MORE.get(name, [])])
     out: dict[tuple[int, ...], Any] = {(BATCH,): {name: rehearse(r, (BATCH,)) for name, r in recipes.items()}}
     for (name, rows), rehearsal in rehearse_on_ranks(recipes, SPLITS).items():
         out.setdefault(rows, {})[name] = rehearsal
@@ -40,13 +42,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Any]
 
 @pytest.mark.parametrize("rows", SPLITS, ids=["even", "uneven"])
 def test_micro_batches_of_two_processes_are_the_batch_of_one(rows: tuple[int, ...], runs: dict[tuple[int, ...], Any]):
-    one, two = runs[(BATCH,)]["mocov3"], runs[rows][PARTS]
+    one, two = runs[(BATCH,)]["mocov3"], runs[rows]["mocov3 in micro-batches"]
     assert difference(two.gradient, one.gradient) < 1e-5
     np.testing.assert_allclose(two.losses, one.losses, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", SPLITS, ids=["even", "uneven"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "mocov3 with an anchor"])
 def test_two_processes_equal_one(method: str, rows: tuple[int, ...], runs: dict[tuple[int, ...], Any], table: Table):
     one, two = runs[(BATCH,)][method], runs[rows][method]
     error = difference(two.gradient, one.gradient)

@@ -70,6 +70,35 @@ def test_a_started_run_is_resumed_as_if_it_had_not_stopped(dino: Path, shards: P
     assert losses[0] == losses[1]
 
 
+def test_an_anchor_keeps_the_similarities_of_patches(dino: Path, shards: Path, tmp_path: Path):
+    """At the start they are those of the start; a large weight holds them there, whatever the method wants."""
+    far = {}
+    for weight in (1e-9, 100):
+        out = tmp_path / str(weight)
+        keys = [f"start={{from: {dino}, anchor: {weight}}}", "optim.lr={value: 0.01}", *FAST]
+        run(*arguments(recipe(tmp_path, "dino"), shards, out, "max_steps=12", *keys))
+        lines = read_lines(out / "metrics.jsonl")
+        assert lines[0]["anchor"] < 1e-10
+        far[weight] = lines[-1]["anchor"]
+        assert "anchor" not in lines[0] or all("anchor" in line for line in lines)
+    assert far[1e-9] > 1e-3
+    assert far[100] < far[1e-9] / 3
+
+
+def test_an_anchored_run_is_resumed_without_its_source(dino: Path, shards: Path, tmp_path: Path):
+    copy, once, twice = tmp_path / "copy", tmp_path / "once", tmp_path / "twice"
+    shutil.copytree(dino, copy)
+    given = [f"start={{from: {copy}, what: method, anchor: 2}}", "optim.lr={value: 0.01}", *FAST]
+    run(*arguments(recipe(tmp_path, "dino"), shards, once, "max_steps=4", *given))
+    run(*arguments(recipe(tmp_path, "dino"), shards, twice, "max_steps=2", *given))
+    shutil.rmtree(copy)
+    run(*arguments(recipe(tmp_path, "dino"), shards, twice, "max_steps=4", *given))
+    assert_same(weights(once), weights(twice))
+    assert [r["anchor"] for r in read_lines(once / "metrics.jsonl")] == [
+        r["anchor"] for r in read_lines(twice / "metrics.jsonl")
+    ]
+
+
 def test_all_goes_on_at_the_step_of_the_source(dino: Path, shards: Path, tmp_path: Path):
     """With the same recipe it is the run that the source would have become."""
     whole, out = tmp_path / "whole", tmp_path / "out"
@@ -85,6 +114,29 @@ def test_all_goes_on_at_the_step_of_the_source(dino: Path, shards: Path, tmp_pat
     assert state["step"] == 4
 
 
+def test_heads_are_exported_and_taken_over(
+    dino: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from eagleray.api.export import export
+
+    out, folder = tmp_path / "out", tmp_path / "exported"
+    export(dino, folder, heads=True)
+    keys = (f"start.from={folder}", "start.what=method", *FAST)
+    still = ("max_steps=1", "optim.lr.value=0", "optim.lr.end=0", "method.momentum.value=1", "method.center_momentum=1")
+    assert "an export with heads" in run(*arguments(recipe(tmp_path, "dino"), shards, out, *keys, *still))
+    theirs, ours = weights(dino), weights(out)
+    kept = {k: v for k, v in theirs.items() if not k.startswith("student.backbone.")}
+    assert_same(kept, {k: ours[k] for k in kept})
+    assert torch.equal(ours["student.backbone.model.cls_token"], theirs["teacher.backbone.model.cls_token"])
+    card = (folder / "README.md").read_text()
+    [start, *_] = read_lines(dino / "starts.jsonl")
+    assert all(f"{name}: digest {start[name]}" in card for name in ("data", "order", "code"))
+    export(dino, folder, what="student")
+    line = refused(capsys, "pretrain", *arguments(recipe(tmp_path, "dino"), shards, tmp_path / "other", *keys))
+    assert "an export whose heads.safetensors is of other weights, which has no heads" in line
+    assert "--heads: not with --to onnx" in refused(capsys, "export", str(dino), "--to", "onnx", "--heads")
+
+
 def test_sources_that_do_not_fit_are_refused_before_anything_begins(
     dino: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -97,6 +149,9 @@ def test_sources_that_do_not_fit_are_refused_before_anything_begins(
     given = (f"start.from={dino}", "start.what=all")
     assert "has taken 3 steps, and this run takes 2 in all; give more optim.epochs" in line(*given, "max_steps=2")
     assert "its moments are of optim.name=adamw, not sgd" in line(*given, "optim.name=sgd")
+    sharded = (f"start.from={dino}", "start.anchor=1", "parallel=fsdp")
+    assert "start.anchor: does not work with parallel=fsdp" in line(*sharded)
+    assert "start.anchor: input should be greater than or equal to 0, got -1" in line("start.anchor=-1", given[0])
     torch.save({"epoch": 3}, tmp_path / "none.pth")
     assert line(f"start.from={tmp_path}/none.pth") == f"error: start.from={tmp_path}/none.pth: holds no tensors by name"
     assert not (out / "recipe.yaml").exists()

@@ -29,13 +29,13 @@ def test_a_chosen_micro_batch_fits(method: str, tmp_path: Path, monkeypatch: pyt
     with simulated():
         ours = build_method(recipe).to(DEVICE)
         precision, batch = Precision.of("auto", DEVICE), auto.blank_batch(recipe, ROWS, DEVICE)
-        whole = auto.step_peak(ours, batch, AT, precision, 10_000)
+        whole = auto.step_peak(ours, batch, AT, precision, 10_000, ours)
         chosen = []
         for share in (1.6, 1.2, 1.0, 0.9, 0.8):
             with monkeypatch.context() as patched:
                 patched.setattr(MEMORY, "size", int(share * whole))
                 chosen.append(auto.choose_micro_batch(recipe, ours, precision, AT, ROWS))
-                assert auto.step_peak(ours, batch, AT, precision, chosen[-1] or 10_000) <= MEMORY.size
+                assert auto.step_peak(ours, batch, AT, precision, chosen[-1] or 10_000, ours) <= MEMORY.size
     assert chosen[0] is None
     sizes = [size for size in chosen if size]
     assert len(sizes) > 2

@@ -1,5 +1,14 @@
 """Recipes that train in seconds, one for every method."""
 
+import atexit
+import functools
+import shutil
+import tempfile
+
+import timm
+import torch
+from safetensors.torch import save_file
+
 SMALL = """
 method: {name: mocov3, dim: 16, hidden: 32}
 backbone: {name: vit_tiny_patch16_224, options: {img_size: 16, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 3}}
@@ -20,6 +29,10 @@ METHODS = {
     "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
+    "distill": (
+        "hidden: 32, teacher: {name: vit_tiny_patch16_224, weights: WEIGHTS, "
+        "options: {img_size: 16, patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}"
+    ),
     "drloc": "classes: 20, mixup: 0.0, cutmix: 0.0, pairs: 8, weight: {value: 0.5}, ema: 0.9",
     "esvit": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1, region_from: 0.15",
     "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
@@ -36,7 +49,20 @@ METHODS = {
 }
 VIEWS = dict.fromkeys(("dino", "esvit", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
-VIEWS |= {"instdisc": "[{size: 16, scale: [0.3, 1.0]}]"}
+VIEWS |= dict.fromkeys(("distill", "instdisc"), "[{size: 16, scale: [0.3, 1.0]}]")
+
+
+@functools.cache
+def teacher_file() -> str:
+    """A file with weights of the teacher of `distill`."""
+    folder = tempfile.mkdtemp(prefix="eagleray-teacher-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **size)
+    save_file(model.state_dict(), path := f"{folder}/teacher.safetensors")
+    return path
 
 
 def small_recipe(method: str) -> str:
@@ -44,4 +70,5 @@ def small_recipe(method: str) -> str:
     text = SMALL.replace(
         "method: {name: mocov3, dim: 16, hidden: 32}", f"method: {{name: {method}, {METHODS[method]}}}"
     )
+    text = text.replace("WEIGHTS", teacher_file()) if "WEIGHTS" in text else text
     return text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text

@@ -41,7 +41,7 @@ def test_a_trial_leaves_no_trace(method: str, tmp_path: Path, monkeypatch: pytes
     before = {n: t.clone() for n, t in ours.state_dict().items()}
     torch.manual_seed(3)
     batch = auto.blank_batch(recipe, (16,), CPU)
-    assert auto.step_peak(ours, batch, AT, Precision.of("fp32", CPU), 4) == 7
+    assert auto.step_peak(ours, batch, AT, Precision.of("fp32", CPU), 4, ours) == 7
     assert seen == [4]
     assert ours.export().micro_batch is None
     assert_same(before, ours.state_dict())

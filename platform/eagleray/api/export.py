@@ -56,6 +56,7 @@ def export(
     *,
     to: Literal["timm", "timm-hub", "transformers", "onnx", "torch.export"] = "timm",
     what: str | None = None,
+    heads: bool = False,
     plugins: Sequence[str | Path] = (),
 ) -> Path:
     """Write a run's or a checkpoint's backbone as files that the library `to` loads, and return what it loads: the file
@@ -64,6 +65,7 @@ def export(
     They are written into the folder `destination`, by default the run's `export/`, or `export/TO` for any library but
     timm. They count only after a fresh process, with that library alone, has loaded them and got the same features of
     ten photographs. `what` names an encoder of the method, such as `student`, instead of the one that is evaluated.
+    With `heads` another file, for `start.from` alone, has what else the method holds: heads, centres, queues.
 
     Raises UserError when the outputs differ, or the library cannot build this network.
 
@@ -73,7 +75,7 @@ def export(
         backbone = eagleray.load(file)
     """
     files = {"timm": FILE, "onnx": "backbone.onnx", "torch.export": "backbone.pt2"}
-    folder = write(source, destination, to=to, what=what, plugins=plugins).folder
+    folder = write(source, destination, to=to, what=what, heads=heads, plugins=plugins).folder
     return folder / files[to] if to in files else folder
 
 
@@ -83,6 +85,7 @@ def write(
     *,
     to: str = "timm",
     what: str | None = None,
+    heads: bool = False,
     plugins: Sequence[str | Path] = (),
 ) -> "Written":
     """Export as `export` does, and return what was written."""
@@ -91,7 +94,9 @@ def write(
     from eagleray.exports.write import write as write_export
 
     check_target(to)
+    if heads and to != "timm":
+        raise UserError(f"--heads: not with --to {to}; start.from reads them from an export for timm")
     loading.use(plugins)
     found = load_source(absolute(os.fspath(source).rstrip("/")), what)
     own = found.folder / "export" if to == "timm" else found.folder / "export" / to
-    return write_export(found, to, Path(destination or own))
+    return write_export(found, to, Path(destination or own), with_heads=heads)

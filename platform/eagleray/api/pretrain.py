@@ -21,7 +21,9 @@ from eagleray.engine import world
 from eagleray.engine.compiling import compiles
 from eagleray.engine.precision import compute_dtype
 from eagleray.models import weights as pretrained_weights
-from eagleray.runs import layout, profile, remote
+from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
+from eagleray.runs import layout, profile, remote, teacher
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_backbone
@@ -153,6 +155,8 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
             check_weights(recipe, recipe.backbone.weights)
         if recipe.start and not begun:
             check_source(plan)
+        if recipe.teacher and not begun:
+            check_teacher(recipe, recipe.teacher)
         write_beginning(recipe, line)
         stop = StopRequest(out, command)
         with (
@@ -201,6 +205,15 @@ def check_source(plan: Plan) -> None:
     remote.write_note(out, layout.START, "\n".join(started.lines()) + "\n")
     console.print("\n".join(started.table()), markup=False, highlight=False, soft_wrap=True)
     console.print(f"every tensor of the backbone: {out}/{layout.START}", markup=False)
+
+
+def check_teacher(recipe: Recipe, network: Network) -> None:
+    """Check that the weights of a frozen teacher fit it, print it and write it into the run folder. Raises
+    UserError."""
+    assert network.weights is not None
+    report = teacher.fill(Backbone(**network.arguments), network.weights)
+    remote.write_note(recipe.out, layout.TEACHER, "\n".join(report.lines()) + "\n")
+    console.print(f"teacher: {report}: {recipe.out}/{layout.TEACHER}", markup=False)
 
 
 def check_device(recipe: Recipe) -> None:

@@ -251,6 +251,9 @@ def export(
         str | None,
         typer.Option(help="Encoder of the method, such as student. By default the one that the run evaluates."),
     ] = None,
+    heads: Annotated[
+        bool, typer.Option("--heads", help="Also write heads, centres and queues, for start.from of another run.")
+    ] = False,
     plugin: Plugins = None,
 ) -> None:
     """Write the backbone of a checkpoint as files that another library loads, with a card.
@@ -258,7 +261,7 @@ def export(
     They are kept only after that library has loaded them in a new process and computed the same features."""
     from eagleray.api.export import write
 
-    written = write(checkpoint, destination, to=to.value, what=what, plugins=plugin or ())
+    written = write(checkpoint, destination, to=to.value, what=what, heads=heads, plugins=plugin or ())
     for file in written.files:
         out.print(str(file), markup=False)
     out.print(f"differs   {written.difference}\nload it   {written.line}", markup=False)

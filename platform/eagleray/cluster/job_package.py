@@ -149,8 +149,8 @@ def check_data_places(recipe: Recipe) -> None:
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             check_place(key, source.url)
-    if recipe.start and not recipe.start.is_public:
-        check_place("start.from", recipe.start.source)
+    for key, place in recipe.weight_files.items():
+        check_place(key, place)
     if recipe.data.cache:
         check_place("data.cache", recipe.data.cache)
 

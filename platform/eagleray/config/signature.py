@@ -20,7 +20,7 @@ from eagleray.config.schedule import Schedule
 Fields = dict[str, tuple[Any, Any]]  # annotation and default of each parameter; `...` is the default of a required one
 
 # Packages whose names mean what they mean when imported: none of these loads PyTorch.
-LIGHT = ("annotated_types", "collections", "eagleray.config", "numbers", "pydantic", "typing")
+LIGHT = ("annotated_types", "collections", "dataclasses", "eagleray.config", "numbers", "pydantic", "typing")
 CALLS = (Field, Schedule)  # what a default or an annotation may call
 BUILTINS = {kind.__name__: kind for kind in (bool, dict, float, frozenset, int, list, str, tuple)}
 
@@ -164,20 +164,34 @@ class _Source:
                     return call(*map(self.value, args), **{str(k.arg): self.value(k.value) for k in keywords})
         raise Unreadable(f"{self.module}:{node.lineno}: {ast.unparse(node)}")
 
+    @property
+    def light(self) -> bool:
+        """Return whether this module imports nothing but light ones, so that it may be imported itself."""
+        return all(_light(module) for module, _ in self.imported.values())
+
     def name(self, name: str) -> Any:
         """Return the value that a name has in this module. Raises Unreadable."""
         if name in self.assigned:
             return self.value(self.assigned[name])
         if name in self.imported:
             module, attribute = self.imported[name]
-            if any(module == light or module.startswith(light + ".") for light in LIGHT):
+            if _light(module) or (attribute is not None and _ours(module, self.module) and _source(module).light):
                 found = importlib.import_module(module)
                 return found if attribute is None else getattr(found, attribute)
-            if attribute is not None and module.partition(".")[0] == self.module.partition(".")[0]:
+            if attribute is not None and _ours(module, self.module):
                 return _source(module).name(attribute)
         elif name in BUILTINS:
             return BUILTINS[name]
         raise Unreadable(f"{self.module}: {name}")
+
+
+def _light(module: str) -> bool:
+    return any(module == light or module.startswith(light + ".") for light in LIGHT)
+
+
+def _ours(module: str, beside: str) -> bool:
+    """Return whether two modules are of one package."""
+    return module.partition(".")[0] == beside.partition(".")[0]
 
 
 def _bound(alias: ast.alias) -> str:

@@ -30,6 +30,7 @@ from eagleray.views.preprocessing import Preprocessing
 
 TOLERANCE = 1e-4  # relative to the largest output
 FILE = "backbone.safetensors"
+HEADS = "heads.safetensors"  # what else the method has, beside FILE
 
 # Runs in a new process. What describes the model comes as JSON and is never run as code.
 CHECK = """

@@ -11,6 +11,7 @@ import numpy as np
 
 from eagleray import config
 from eagleray.base.errors import Outage, UserError, hide_secrets
+from eagleray.base.files import read_lines
 from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
 from eagleray.datasets import card as dataset_card
@@ -20,6 +21,7 @@ from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
 from eagleray.runs import layout, recipe
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
+from eagleray.runs.origin import DIGESTS
 
 LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
 
@@ -60,6 +62,7 @@ def origin(source: Source) -> Iterator[str]:
         yield f"step: {source.step}"
     elif summary := final(source):
         yield f"training: {summary['steps']} steps, {summary['images']} images, {summary['epochs']} epochs"
+    yield from digests(source)
     try:
         environment = json.loads((source.folder / layout.ENVIRONMENT).read_text())
         packages = environment["packages"]
@@ -68,6 +71,14 @@ def origin(source: Source) -> Iterator[str]:
         yield "trained with: unknown"
     names = ("eagleray", "torch", "timm")
     yield f"exported with: {', '.join(f'{n} {importlib.metadata.version(n)}' for n in names)}"
+
+
+def digests(source: Source) -> Iterator[str]:
+    """Yield what every start of the run has recorded of its data, its order and its code."""
+    starts = read_lines(source.folder / layout.STARTS)
+    for name in DIGESTS[1:]:
+        if values := list(dict.fromkeys(str(line[name]) for line in starts if name in line)):
+            yield f"{name}: digest {', then '.join(values)}"
 
 
 def training_set(source: Source) -> tuple[str, str]:

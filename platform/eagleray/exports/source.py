@@ -1,8 +1,8 @@
 """Restore what is exported: a backbone of a run, its images' preprocessing, and where both come from."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from eagleray.engine.export import keys_of
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
-from eagleray.runs import remote
+from eagleray.runs import remote, start
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import restore
 from eagleray.storage.store import is_remote
@@ -34,6 +34,8 @@ class Source:
     step: int | None  # None: of the newest checkpoint
     what: str | None  # which encoder of the method; None: the one that the method exports
     evaluated: bool  # whether the run evaluates this backbone
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # of the method beside its backbones, by common names
+    role: str = ""  # student or teacher, where the backbone is that of one of them
 
     def features(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
@@ -71,6 +73,8 @@ def load_source(path: str, what: str | None = None) -> Source:
         int(step[1]) if step else None,
         what,
         evaluated,
+        start.parts_of(method),
+        next((role for role, e in start.encoders(method).items() if e.backbone is trained), ""),
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import writing
-from eagleray.exports import hugging_face, plain_timm, timm_hub, traced
+from eagleray.exports import heads, hugging_face, plain_timm, timm_hub, traced
 from eagleray.exports.card import card
 from eagleray.exports.compare import Difference, compare
 from eagleray.exports.source import Program, Source
@@ -53,7 +53,7 @@ def check_target(to: str) -> None:
         raise UserError(f"--to {to}: needs {', '.join(missing)}: pip install 'eagleray[export]'")
 
 
-def write(source: Source, to: str, folder: Path) -> Written:
+def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) -> Written:
     """Write an export into a folder, after a new process has loaded it. Files of an earlier one are replaced. Raises
     UserError, and leaves the folder as it was."""
     target = TARGETS[to]
@@ -61,6 +61,8 @@ def write(source: Source, to: str, folder: Path) -> Written:
         program = target.write(source, stage)
         ours = to == "timm" and plain_timm.needs_ours(source)
         difference = compare(source, stage, program.text, sizes=program.probes, ours=ours)
+        if with_heads:
+            heads.write(source, stage)
         (stage / "README.md").write_text(card(source, to, program.text, difference))
         names = sorted(p.name for p in stage.iterdir())
     return Written(folder, [folder / n for n in names], target.line(folder), difference, program.step)

@@ -1,6 +1,6 @@
 """The `backbone` section of a recipe names a timm model and the changes to it."""
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
@@ -23,6 +23,11 @@ TESTED = (
 TIMM, HF = "timm:", "hf:"  # before the names of weights that timm and the Hugging Face Hub have
 
 
+def is_public(source: str) -> bool:
+    """Return whether a source of weights is a name that timm or the Hugging Face Hub knows."""
+    return source.startswith((TIMM, HF))
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Network:
     """The backbone of a run: a timm model and the changes to it."""
@@ -41,3 +46,8 @@ class Network:
     stem: Literal["timm", "conv"] = "timm"  # conv: four 3x3 convolutions instead of the projection of 16-pixel patches
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
     options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments with which `Backbone` builds the network, without weights."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weights"}  # type: ignore[arg-type]

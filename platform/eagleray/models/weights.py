@@ -20,7 +20,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.models import hub, transformers_names
 from eagleray.models.backbone import Backbone
-from eagleray.models.network import HF, TIMM
+from eagleray.models.network import HF, TIMM, is_public
 from eagleray.models.resample import has_any_size, shaped, without_class_position
 from eagleray.storage import store
 
@@ -79,7 +79,7 @@ class Report:
 
 def absolute(source: str) -> str:
     """Return a source of weights that means the same in any working folder: a name, a URL or an absolute path."""
-    if source.startswith((TIMM, HF)) or "://" in source:
+    if is_public(source) or "://" in source:
         return source
     if not Path(source).exists() and timm.is_model(source.partition(".")[0]):
         return TIMM + source

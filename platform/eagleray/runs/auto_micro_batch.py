@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagleray.base import devices, dist
 from eagleray.config.schedule import Progress
@@ -27,11 +27,17 @@ MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "sgd": 1}  # floats per weight, whi
 
 
 def choose_micro_batch(
-    recipe: Recipe, method: Method, precision: Precision, at: Progress, rows: tuple[int, ...]
+    recipe: Recipe,
+    method: Method,
+    precision: Precision,
+    at: Progress,
+    rows: tuple[int, ...],
+    model: nn.Module | None = None,
 ) -> int | None:
     """Return the images that pass through the backbone at once, the same on all ranks; None: all of them.
 
-    `rows` has the number of images of every rank. Weights, buffers and random numbers are as before. Called by all
+    `rows` has the number of images of every rank, and `model` is what a step calls where that is more than the method.
+    Weights, buffers and random numbers are as before. Called by all
     ranks together.
     """
     device = next(method.parameters()).device
@@ -39,7 +45,7 @@ def choose_micro_batch(
         log.info("optim.micro_batch=auto: no micro-batches, because %s", why)
         return None
     batch = blank_batch(recipe, rows, device)
-    steps = [step_peak(method, batch, at, precision, size) for size in SIZES]
+    steps = [step_peak(method, batch, at, precision, size, model or method) for size in SIZES]
     alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
     later = trained * (MOMENTS[recipe.optim.name] + (len(rows) > 1))  # and DDP's buckets
@@ -102,12 +108,12 @@ def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> 
     return Batch(views, index, torch.zeros_like(index), rows)
 
 
-def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int) -> int:
+def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int, model: nn.Module) -> int:
     """Return the peak memory in bytes of the loss and its gradients in micro-batches of `size` images."""
 
     def loss() -> Tensor:
         set_micro_batch(method, size)
-        return method(batch, at)["loss"]  # type: ignore[no-any-return]
+        return model(batch, at)["loss"]  # type: ignore[no-any-return]
 
     return trial_peak(method, loss, precision)
 

@@ -1,7 +1,7 @@
 """Build the method, the backbone, the optimiser and the training loop of a recipe, the same in every process."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ def build_method(recipe: Recipe, start: Weights | None = None) -> Method:
 
 def build_backbone(recipe: Recipe) -> Backbone:
     """Return the backbone with fresh weights. Raises UserError."""
-    network = Backbone(**{k: v for k, v in asdict(recipe.backbone).items() if k != "weights"})
+    network = Backbone(**recipe.backbone.arguments)
     chosen = recipe.optim.micro_batch
     network.micro_batch = size = None if chosen == "auto" else chosen  # which train() chooses: runs/auto_micro_batch.py
     if size and network.batch_norm:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +24,7 @@ from eagleray.engine.loop import fit
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
+from eagleray.runs.anchor import Anchor
 from eagleray.runs.build import build_method, build_optimizer, check_method
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe, Watch
@@ -163,8 +164,12 @@ def rehearse(
     method.before_step = before_step  # type: ignore[method-assign]
     monitor = Monitor(method, optimizer, Watch(every=len(steps)))
     rate = 1e-2 if own_optimizer else 0.02
-    losses = []
-    for taken in fit(method, batches, optimizer, lr=lambda _: rate, weight_decay=lambda _: 0.1, wrap=world.wrap):
+    losses, anchor = [], Anchor(recipe, method)
+
+    def wrap(method: Method) -> nn.Module:
+        return world.wrap(anchor.joined(method))
+
+    for taken in fit(method, batches, optimizer, lr=lambda _: rate, weight_decay=lambda _: 0.1, wrap=wrap):
         monitor.watch(taken)
         losses.append(world.agree(float(taken.values["loss"]) * rows[rank] / sum(rows))[0])
     seen = monitor.flush()[0]

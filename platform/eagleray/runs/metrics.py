@@ -71,6 +71,8 @@ METRICS = {
                "higher", "look", compared=True),
         Metric(START_CKA, "likeness to the start, CKA", "Likeness of features to those at the start, from 0 to 1",
                "higher", "look", compared=True),
+        Metric("anchor", "loss of the anchor", "How far the similarities of patches are from those at the start",
+               "lower", compared=True),
         Metric(START_RANK, "rank of these features", "", "higher", "look"),
         Metric(IMAGES_PER_S, "images/s", "Images per second over all workers", "higher", compared=True,
                gauge="images_per_second"),

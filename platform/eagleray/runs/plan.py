@@ -24,7 +24,7 @@ from eagleray.models import weights
 from eagleray.models.shuffle_bn import check_groups
 from eagleray.runs import fit, origin, remote
 from eagleray.runs.build import check_method, scaled_lr
-from eagleray.runs.recipe import Recipe, digest
+from eagleray.runs.recipe import TEACHER, Recipe, digest
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
@@ -83,7 +83,13 @@ def resolve_paths(recipe: Recipe) -> Recipe:
     source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)
     network = replace(recipe.backbone, weights=source)
     start = recipe.start and recipe.start.at(weights.absolute(recipe.start.source))
-    return replace(recipe, out=store.absolute(recipe.out.rstrip("/")), data=data, backbone=network, start=start)
+    out, method = store.absolute(recipe.out.rstrip("/")), recipe.method
+    if teacher := recipe.teacher:
+        if teacher.weights is None:
+            raise UserError(f"{TEACHER}: missing; expected what start.from may name: a run, an export, timm:NAME, ...")
+        named = replace(teacher, weights=weights.absolute(teacher.weights))
+        method = replace(method, args=method.args | {"teacher": named})
+    return replace(recipe, out=out, data=data, backbone=network, start=start, method=method)
 
 
 def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_all: ScanAll = scan_here) -> Plan:
@@ -133,6 +139,8 @@ def check_start(recipe: Recipe, method: Method) -> None:
             f"start.freeze={recipe.start.freeze:g}: the backbone would never be trained, with "
             f"optim.epochs={recipe.optim.epochs}"
         )
+    if recipe.start.anchor and recipe.parallel == "fsdp":
+        raise UserError("start.anchor: does not work with parallel=fsdp, which divides the weights; use parallel=ddp")
     if recipe.start.what == "all" and recipe.parallel == "fsdp":
         raise UserError("start.what=all: does not work with parallel=fsdp, which divides the moments; use method")
 

@@ -3,11 +3,13 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from eagleray import config
 from eagleray.base import dist, shards
@@ -28,6 +30,7 @@ from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.runs import evaluations, layout
 from eagleray.runs import recipe as recipes
+from eagleray.runs.anchor import Anchor
 from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
 from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.cadence import Cadence
@@ -45,11 +48,12 @@ from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start import build_started, take_progress
 from eagleray.runs.start_guard import StartGuard
 from eagleray.runs.step_log import StepLog
+from eagleray.runs.teacher import teach
 from eagleray.runs.tracking import Tracking
 from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
-ADDED = ("precision", "guard")  # parts that older checkpoints lack
+ADDED = ("precision", "guard", "anchor")  # parts that older checkpoints lack
 
 
 def pretrain(
@@ -97,7 +101,7 @@ def pretrain(
 
 def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: bool) -> tuple[Stateful, int]:
     """Build method, optimiser and monitor on the rank's device, and return them with the first step. A `fresh` run
-    takes over what `start` or `backbone.weights` name."""
+    takes over what `start`, `backbone.weights` or `method.teacher.weights` name."""
     recipe, started = plan.recipe, None
     if fresh and recipe.start:
         started = build_started(recipe, len(plan.index))
@@ -107,12 +111,14 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
         weights = recipe.backbone.weights if fresh else None
         method = build_method(recipe, pretrained(weights) if weights else None)
         method.allocate(len(plan.index))
+    if fresh:
+        teach(recipe, method)
     place(method, recipe, world)
     optimizer = build_optimizer(recipe, method)
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
     monitor = Monitor(method, optimizer, recipe.monitor, images=len(plan.index), labelled=labelled)
     first = take_progress(plan, method, optimizer, started.source) if started else 0
-    return Stateful(method, optimizer, monitor, precision, StartGuard(plan)), first
+    return Stateful(method, optimizer, monitor, precision, StartGuard(plan), Anchor(recipe, method)), first
 
 
 def place(method: Method, recipe: Recipe, world: World) -> None:
@@ -143,9 +149,9 @@ def train(run: RankRun, start: int) -> int:
     batches = step_log.feed(loader, start)
     if plan.recipe.profile and world.rank == 0:
         batches = profiled(batches, plan.recipe.profile, folder.path, world.device)
-    method, optimizer, _, precision, guard = stateful
+    method, optimizer, _, precision, guard, _ = stateful
     lost = ""
-    wrap = partial(world.wrap, reduce=plan.recipe.optim.reduce)
+    wrap = wrapper(plan.recipe, world, stateful)
     for taken in optimizer_steps(plan.recipe, method, optimizer, batches, precision, wrap):
         step = taken.at.step + 1
         step_log.add(taken)
@@ -181,10 +187,17 @@ def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
     return guard.lost()
 
 
+def wrapper(recipe: Recipe, world: World, stateful: Stateful) -> Callable[[Method], nn.Module]:
+    """Return a function that wraps a method into the module that the loop calls: with the anchor's loss, if there is
+    one, and with gradients that are averaged over ranks."""
+    return lambda method: world.wrap(stateful.anchor.joined(method), reduce=recipe.optim.reduce)
+
+
 def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
     """Let the backbones take as many images at once as fit into memory, where the recipe leaves that to the run."""
     if plan.recipe.optim.micro_batch == "auto":
-        size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), rows)
+        model = stateful.anchor.joined(stateful.method)
+        size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), rows, model)
         set_micro_batch(stateful.method, size)
         stateful.monitor.forget()
 

@@ -11,6 +11,7 @@ from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
+from eagleray.runs.anchor import Anchor
 from eagleray.runs.build import build_method
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
@@ -27,6 +28,7 @@ class Stateful(NamedTuple):
     monitor: Monitor
     precision: Precision
     guard: StartGuard
+    anchor: Anchor
 
 
 class RankRun(NamedTuple):

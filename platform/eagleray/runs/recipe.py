@@ -21,7 +21,7 @@ from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, ModelName, Share
 from eagleray.config.view import View
-from eagleray.models.network import HF, TIMM, Network
+from eagleray.models.network import Network, is_public
 from eagleray.protocols.settings import Evaluate
 
 if TYPE_CHECKING:
@@ -136,13 +136,10 @@ class Start:
     what: Literal["backbone", "method", "all"] = "backbone"
     # Epochs in which only heads are trained, and the backbone stays as it is.
     freeze: Annotated[float, Field(ge=0, exclude_if=lambda epochs: epochs == 0)] = 0.0
+    # Weight of the loss that keeps patches as similar to each other as at the start (Gram anchoring); 0: none.
+    anchor: Annotated[float, Field(ge=0, allow_inf_nan=False, exclude_if=lambda weight: weight == 0)] = 0.0
     # Share of the start's kNN accuracy, or without labels the likeness to its features, below which the run ends.
     stop_below: Annotated[Share | None, Field(exclude_if=lambda share: share is None)] = None
-
-    @property
-    def is_public(self) -> bool:
-        """Return whether the source is a name that timm or the Hugging Face Hub knows."""
-        return self.source.startswith((TIMM, HF))
 
     def at(self, source: str) -> "Start":
         """Return the same with another source."""
@@ -190,11 +187,26 @@ class Recipe:
     plugins: Annotated[tuple[Plugin, ...], Field(exclude_if=lambda plugins: not plugins)] = ()
 
     @property
+    def teacher(self) -> Network | None:
+        """Return the network of the method's frozen teacher; None for a method that has none."""
+        teacher = self.method.args.get("teacher")
+        return teacher if isinstance(teacher, Network) else None
+
+    @property
+    def weight_files(self) -> dict[str, str]:
+        """Return the places that the run reads weights from before its first step, by key; names of timm and the Hub
+        are none."""
+        named = {"start.from": self.start and self.start.source, TEACHER: self.teacher and self.teacher.weights}
+        return {key: source for key, source in named.items() if source and not is_public(source)}
+
+    @property
     def ranks(self) -> tuple[int, int]:
         """Return the fewest and the most processes that may train. Without Ray it is this one."""
         least, most = span(self.workers)
         return max(least, 1), max(most, 1)
 
+
+TEACHER = "method.teacher.weights"  # which errors name
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")

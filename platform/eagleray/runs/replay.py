@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from eagleray.runs.build import optimizer_steps
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.origin import arithmetic
 from eagleray.runs.plan import Plan, open_plan
-from eagleray.runs.pretrain import build_stateful, checkpoint_below, fit_micro_batch, load_checkpoint
+from eagleray.runs.pretrain import build_stateful, checkpoint_below, fit_micro_batch, load_checkpoint, wrapper
 from eagleray.runs.rank_run import Stateful
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_log import REPEATED, StepTable
@@ -110,13 +109,13 @@ def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
 
 def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: int) -> Taken:
     """Take the steps from `begin` to the last one of the task, and return what came out."""
-    method, optimizer, monitor, precision, _ = stateful
+    method, optimizer, monitor, precision, _, _ = stateful
     workers = processes(plan.recipe.data.workers, world.cpus)
     loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
     fit_micro_batch(plan, stateful, begin, loader.rows)
     bad: list[BadSample] = []
     values: deque[dict[str, Tensor]] = deque(maxlen=task.last + 1 - task.first)
-    wrap = partial(world.wrap, reduce=plan.recipe.optim.reduce)
+    wrap = wrapper(plan.recipe, world, stateful)
     of_steps = batches(plan, loader, begin, task.last, bad)
     steps = optimizer_steps(plan.recipe, method, optimizer, of_steps, precision, wrap)
     for taken in progress_over("steps", "replay", steps, task.last - begin):

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, one_line
 from eagleray.base.text import aligned
-from eagleray.engine.export import export_in, read_export
+from eagleray.engine.export import FILE, HEADS, export_in, read_export
+from eagleray.engine.serialise import sha256
 from eagleray.methods.method import Method
 from eagleray.models import layouts, weights
 from eagleray.models.backbone import Encoder, encoder_with
@@ -74,6 +76,15 @@ class Started(NamedTuple):
 HEAD = PartOrigin("part", "from", "what was taken over")
 
 
+def weights_of(name: str, key: str) -> Weights:
+    """Return the backbone's weights of anything that a run may start from, which a key of the recipe names. Raises
+    UserError."""
+    try:
+        return _read(name).weights._replace(key=key)
+    except UserError as e:
+        raise UserError(str(e).replace(f"{KEY}=", f"{key}=")) from None
+
+
 def read(start: Start) -> Source:
     """Return what `start.from` names. Raises UserError when it cannot be read, or holds less than `start.what`."""
     source = _read(start.source)
@@ -90,7 +101,7 @@ def _read(name: str) -> Source:
     if public := public_weights(name, KEY):
         return Source(public, "public weights", {}, {})
     if file := export_in(name):
-        return Source(_exported(name, file), "an export", {}, {})
+        return _of_export(name, file)
     if (found := file_tensors(name, KEY)) is None:
         return _of_run(name)
     layout = layouts.recognise(found)
@@ -104,11 +115,24 @@ def _read(name: str) -> Source:
     return Source(backbones[layout.exported], about, backbones, layout.parts)
 
 
-def _exported(name: str, file: Path) -> Weights:
+def _of_export(name: str, file: Path) -> Source:
+    """Return an exported backbone, with the heads that were exported with it. Raises UserError."""
+    heads = file.with_name(HEADS)
     try:
-        return weights.from_module(name, read_export(file).backbone.model, KEY)
+        backbone = weights.from_module(name, read_export(file).backbone.model, KEY)
+        if file.name != FILE or not heads.exists():
+            return Source(backbone, "an export", {}, {})
+        with safe_open(heads, "pt") as opened:
+            about = opened.metadata() or {}
+            role = about.get("backbone") or STUDENT
+            if about.get("sha256") != sha256(file):  # the backbone was exported again
+                return Source(backbone, f"an export whose {HEADS} is of other weights", {}, {})
+            parts = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  it is no dictionary
+    except SafetensorError as e:
+        raise UserError(f"{KEY}={name}: {heads}: cannot be read: {one_line(e)}") from None
     except UserError as e:
         raise UserError(f"{KEY}={name}: {e}") from None
+    return Source(backbone, "an export with heads", {role: backbone}, parts)
 
 
 def _of_run(name: str) -> Source:
@@ -118,14 +142,13 @@ def _of_run(name: str) -> Source:
         run = restored(name, state, folder)
     except UserError as e:
         raise UserError(f"{KEY}={str(e) if str(e).startswith(name) else f'{name}: {e}'}") from None
-    method, common = run.method, common_names(run.method)
+    method = run.method
     backbones = {
         role: weights.from_module(name, encoder.backbone.model, KEY) for role, encoder in encoders(method).items()
     }
-    parts = {common[k]: v for k, v in method.state_dict().items() if not _in_backbone(common[k])}
     step = f" after {state['step']} steps" if "step" in state else ""
     exported = weights.from_module(name, method.export().model, KEY)
-    return Source(exported, f"a run of {run.recipe.method.name}{step}", backbones, parts, state, run)
+    return Source(exported, f"a run of {run.recipe.method.name}{step}", backbones, parts_of(method), state, run)
 
 
 def encoders(method: Method) -> dict[str, Encoder[nn.Module]]:
@@ -147,6 +170,12 @@ def common_names(method: Method) -> dict[str, str]:
         own = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
         names[key] = prefixes.get(own, "") + key.removeprefix(own)
     return names
+
+
+def parts_of(method: Method) -> dict[str, Tensor]:
+    """Return the tensors of a method outside of its backbones, by common names."""
+    common = common_names(method)
+    return {common[k]: v for k, v in method.state_dict().items() if not _in_backbone(common[k])}
 
 
 def _in_backbone(common: str) -> bool:
@@ -200,8 +229,7 @@ def take_method(method: Method, source: Source) -> Iterator[PartOrigin]:
 
 def _parts(method: Method) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a method outside of its backbones: by part, then by the name within it."""
-    common = common_names(method)
-    return _by_part({common[k]: v for k, v in method.state_dict().items() if not _in_backbone(common[k])})
+    return _by_part(parts_of(method))
 
 
 def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

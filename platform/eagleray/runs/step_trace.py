@@ -25,6 +25,7 @@ from eagleray.engine.loop import Step
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.ema import momentum_copies
+from eagleray.runs.anchor import Anchor
 from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
@@ -276,7 +277,8 @@ def steps(
     recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], precision: Precision
 ) -> Iterator[Step]:
     """Train on batches with the recipe's settings, each as if in the middle of training."""
-    return optimizer_steps(recipe, method, optimizer, ((MIDDLE, batch) for batch in batches), precision)
+    joined = Anchor(recipe, method).joined
+    return optimizer_steps(recipe, method, optimizer, ((MIDDLE, batch) for batch in batches), precision, joined)
 
 
 @contextlib.contextmanager

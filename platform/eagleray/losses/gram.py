@@ -1,0 +1,21 @@
+"""Gram anchoring keeps how similar the patches of an image are to each other (Siméoni et al. 2025).
+
+arXiv:2508.10104 (DINOv3), section 4.2. B images, N patches, D channels.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray.losses.products import unit, widen
+
+
+def gram_loss(x: Tensor, anchor: Tensor) -> Tensor:
+    """Return the mean squared difference between the cosines of all pairs of patches within an image, of patches x and
+    of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs."""
+    return F.mse_loss(gram(x), gram(anchor))
+
+
+def gram(x: Tensor) -> Tensor:
+    """Return the cosines (B, N, N) of the angles between the patches (B, N, D) of each image."""
+    x = unit(x)
+    return widen(x @ x.mT)

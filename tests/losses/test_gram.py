@@ -1,0 +1,35 @@
+"""Gram anchoring compares how similar patches are to each other, not what they are."""
+
+import torch
+
+from eagleray.losses.gram import gram_loss
+
+
+def test_it_is_the_mean_squared_difference_of_all_cosines_within_an_image() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 5, 4, dtype=torch.float64)  # 3 images of 5 patches
+    total = 0.0
+    for image in range(3):
+        for a in range(5):
+            for b in range(5):
+                ours, theirs = (
+                    float(z[image, a] @ z[image, b] / z[image, a].norm() / z[image, b].norm()) for z in (x, y)
+                )
+                total += (ours - theirs) ** 2
+    torch.testing.assert_close(gram_loss(x, y), torch.tensor(total / 75, dtype=torch.float64))
+
+
+def test_a_rotation_of_the_channels_and_a_scale_of_each_patch_cost_nothing() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
+    assert gram_loss(3 * (x @ rotation) * torch.rand(2, 6, 1), x) < 1e-24
+    assert gram_loss(x.flip(1), x) > 0.01
+
+
+def test_sums_are_float32_under_autocast() -> None:
+    x, y = torch.randn(2, 2, 6, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = gram_loss(x.bfloat16(), y.bfloat16())
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, gram_loss(x, y), rtol=0.05, atol=1e-4)
