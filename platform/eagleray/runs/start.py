@@ -79,15 +79,12 @@ HEAD = PartOrigin("part", "from", "what was taken over")
 def weights_of(name: str, key: str) -> Weights:
     """Return the backbone's weights of anything that a run may start from, which a key of the recipe names. Raises
     UserError."""
-    try:
-        return _read(name).weights._replace(key=key)
-    except UserError as e:
-        raise UserError(str(e).replace(f"{KEY}=", f"{key}=")) from None
+    return _read(name, key).weights
 
 
 def read(start: Start) -> Source:
     """Return what `start.from` names. Raises UserError when it cannot be read, or holds less than `start.what`."""
-    source = _read(start.source)
+    source = _read(start.source, KEY)
     if start.what != "backbone" and not source.backbones:
         raise UserError(f"{KEY}={start.source}: {source.about}, which has no heads; start.what=backbone takes it over")
     if start.what == "all" and not (source.state and {"optimizer", "step"} <= source.state.keys()):
@@ -97,29 +94,29 @@ def read(start: Start) -> Source:
     return source
 
 
-def _read(name: str) -> Source:
-    if public := public_weights(name, KEY):
+def _read(name: str, key: str) -> Source:
+    if public := public_weights(name, key):
         return Source(public, "public weights", {}, {})
     if file := export_in(name):
-        return _of_export(name, file)
-    if (found := file_tensors(name, KEY)) is None:
-        return _of_run(name)
+        return _of_export(name, file, key)
+    if (found := file_tensors(name, key)) is None:
+        return _of_run(name, key)
     layout = layouts.recognise(found)
     if layout is None:
-        return Source(weights.from_tensors(name, found, KEY), "a file of tensors", {}, {})
+        return Source(weights.from_tensors(name, found, key), "a file of tensors", {}, {})
     heads = layout.heads
-    backbones = {role: Weights(name, state, heads, KEY) for role, state in layout.backbones.items() if state}
+    backbones = {role: Weights(name, state, heads, key) for role, state in layout.backbones.items() if state}
     if layout.exported not in backbones:
-        raise UserError(f"{KEY}={name}: a checkpoint of {layout.authors} without a backbone")
+        raise UserError(f"{key}={name}: a checkpoint of {layout.authors} without a backbone")
     about = f"a checkpoint of {layout.authors}'s authors"
     return Source(backbones[layout.exported], about, backbones, layout.parts)
 
 
-def _of_export(name: str, file: Path) -> Source:
+def _of_export(name: str, file: Path, key: str) -> Source:
     """Return an exported backbone, with the heads that were exported with it. Raises UserError."""
     heads = file.with_name(HEADS)
     try:
-        backbone = weights.from_module(name, read_export(file).backbone.model, KEY)
+        backbone = weights.from_module(name, read_export(file).backbone.model, key)
         if file.name != FILE or not heads.exists():
             return Source(backbone, "an export", {}, {})
         with safe_open(heads, "pt") as opened:
@@ -127,27 +124,27 @@ def _of_export(name: str, file: Path) -> Source:
             role = about.get("backbone") or STUDENT
             if about.get("sha256") != sha256(file):  # the backbone was exported again
                 return Source(backbone, f"an export whose {HEADS} is of other weights", {}, {})
-            parts = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  it is no dictionary
+            parts = {part: opened.get_tensor(part) for part in opened.keys()}  # noqa: SIM118  it is no dictionary
     except SafetensorError as e:
-        raise UserError(f"{KEY}={name}: {heads}: cannot be read: {one_line(e)}") from None
+        raise UserError(f"{key}={name}: {heads}: cannot be read: {one_line(e)}") from None
     except UserError as e:
-        raise UserError(f"{KEY}={name}: {e}") from None
+        raise UserError(f"{key}={name}: {e}") from None
     return Source(backbone, "an export with heads", {role: backbone}, parts)
 
 
-def _of_run(name: str) -> Source:
+def _of_run(name: str, key: str) -> Source:
     """Return what a run of ours has learnt. Raises UserError."""
     try:
         state, folder = read_state(name)
         run = restored(name, state, folder)
     except UserError as e:
-        raise UserError(f"{KEY}={str(e) if str(e).startswith(name) else f'{name}: {e}'}") from None
+        raise UserError(f"{key}={str(e) if str(e).startswith(name) else f'{name}: {e}'}") from None
     method = run.method
     backbones = {
-        role: weights.from_module(name, encoder.backbone.model, KEY) for role, encoder in encoders(method).items()
+        role: weights.from_module(name, encoder.backbone.model, key) for role, encoder in encoders(method).items()
     }
     step = f" after {state['step']} steps" if "step" in state else ""
-    exported = weights.from_module(name, method.export().model, KEY)
+    exported = weights.from_module(name, method.export().model, key)
     return Source(exported, f"a run of {run.recipe.method.name}{step}", backbones, parts_of(method), state, run)
 
 

@@ -35,9 +35,7 @@ def fill(teacher: Backbone, source: str) -> Report:
 def colours(source: str) -> Tensor:
     """Return the factors and summands (2, 3, 1, 1) that turn colours as our views have them into those that the weights
     of a source were trained with. Only timm says which these are; for others they stay the same."""
-    mean, std = torch.tensor(MEAN), torch.tensor(STD)
     config = timm.get_pretrained_cfg(source.removeprefix(TIMM)) if source.startswith(TIMM) else None
-    if config is None:
-        return torch.stack([torch.ones(3), torch.zeros(3)]).view(2, 3, 1, 1)
-    theirs = torch.tensor(config.std)
-    return torch.stack([std / theirs, (mean - torch.tensor(config.mean)) / theirs]).view(2, 3, 1, 1)
+    known = (config.mean, config.std) if config else (MEAN, STD)
+    (mean, std), (their_mean, their_std) = (map(torch.tensor, pair) for pair in ((MEAN, STD), known))
+    return torch.stack([std / their_std, (mean - their_mean) / their_std]).view(2, 3, 1, 1)

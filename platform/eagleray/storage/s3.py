@@ -53,9 +53,10 @@ class S3Store:
         with self._lock:
             if self._client[0] != os.getpid():
                 client = make_client()
-                if self._signs and not signs(client):
+                signing = signs(client)
+                if self._signs and not signing:
                     raise Transient(VANISHED)
-                self._client, self._signs = (os.getpid(), client), signs(client)
+                self._client, self._signs = (os.getpid(), client), signing
             return self._client[1]
 
     def _renew(self, client: Any) -> None:
