@@ -38,8 +38,9 @@ soak: setup
 faults: setup
 	STRIDE=1 $(RUN)/python -m pytest -v -n 2 tests/runs/test_faults.py
 
-# New inputs for all tests that draw some, FUZZ times as many as under `make test-all`: with 5, a hundred thousand tars, ten
-# thousand images and recipes each, and two thousand indexes, cards, manifests, tables, Parquet and COCO files each.
+# New inputs for all tests that draw some, FUZZ times as many as those that `make test-all` draws, always the same: with 5,
+# a hundred thousand tars, ten thousand images and recipes each, and two thousand indexes, cards, manifests, tables, Parquet
+# and COCO files each.
 FUZZ ?= 5
 fuzz: setup
 	FUZZ=$(FUZZ) $(RUN)/python -m pytest -v -rP -n 2 -m slow -k fuzz tests

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from helpers.recipes import SMALL
@@ -16,6 +17,9 @@ os.environ["MLFLOW_LOGGING_LEVEL"] = "ERROR"  # whichever test imports MLflow fi
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 torch.set_num_threads(1)
+# The same inputs each time, so that a commit that passed once passes again; `make fuzz` looks for new ones.
+hypothesis.settings.register_profile("same", derandomize="FUZZ" not in os.environ, database=None)
+hypothesis.settings.load_profile("same")
 
 ONE_AT_A_TIME = {"chaos", "cluster", "sweeps"}  # folders of tests that start clusters and count seconds
 

@@ -1,4 +1,4 @@
-"""Draw inputs with hypothesis until a check fails: few in the fast suite, many under `make fuzz`."""
+"""Draw inputs with hypothesis until a check fails: few in the fast suite, many in the slow, new ones by `make fuzz`."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ MEMORY = 2**20  # KiB that a process may take more than before, however many inp
 
 
 def counts(few: int) -> list[Any]:
-    """The values of a test's parameter `count`: few inputs, always the same, and None, for which new ones are drawn."""
+    """The values of a test's parameter `count`: few inputs, and None, which stands for many."""
     return [few, pytest.param(None, marks=pytest.mark.slow, id="fuzz")]
 
 
@@ -47,11 +47,10 @@ def one_line(*words: str, kind: type[Exception] = UserError, most: int = 1000) -
 def examples(
     strategy: strategies.SearchStrategy[T], check: Callable[[T], None], count: int | None, *, many: int
 ) -> None:
-    """Call a function with `count` inputs, always the same, or else with `many` new ones, times $FUZZ."""
+    """Call a function with `count` inputs or else with `many`, always the same, or new ones and $FUZZ times as many."""
     settings = hypothesis.settings(
         max_examples=count or round(many * float(os.environ.get("FUZZ") or 1)),
-        derandomize=count is not None,
-        database=None,
+        derandomize=count is not None or "FUZZ" not in os.environ,
         deadline=timedelta(seconds=SECONDS),
         suppress_health_check=list(HealthCheck),
         print_blob=True,

@@ -185,16 +185,15 @@ class TwoWriters(RuleBasedStateMachine):
         assert len(names) <= 2 * KEEP + 2
 
 
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=False, database=None)
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
 
 
 def test_two_writers_and_crashes_between_any_two_requests():
-    """The same draws each time; new ones under `make test-all`."""
     few = settings(SETTINGS, derandomize=True, max_examples=30, stateful_step_count=12)
     run_state_machine_as_test(TwoWriters, settings=few)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_writers_for_long():
+def test_two_writers_for_long_fuzz():
     run_state_machine_as_test(TwoWriters, settings=settings(SETTINGS, max_examples=200, stateful_step_count=25))
