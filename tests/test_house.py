@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Bottom first: a room imports only rooms before it.
 ROOMS = ["base", "config", "storage", "views", "data", "models", "losses", "methods", "engine", "datasets", "protocols"]
-ROOMS += ["runs", "cluster", "evaluation", "exports", "sweeps", "reports", "api", "cli"]
+ROOMS += ["runs", "cluster", "evaluation", "curation", "exports", "sweeps", "reports", "api", "cli"]
 OWNERS = {
     "ray": {"cluster/", "sweeps/ray_tune.py", "sweeps/schedulers.py", "sweeps/trial.py"},
     "mlflow": {"runs/mlflow_"},

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "api.checks": ("MethodReport", "check_method"),
     "api.data": ("index", "measure", "prepare", "which"),
-    "api.embed": ("embed",),
+    "api.embed": ("embed", "find_clusters"),
     "api.evaluate": ("Refused", "Scores", "evaluate"),
     "api.export": ("export", "load"),
     "api.jobs": ("Job", "job", "jobs", "submit"),

@@ -5,6 +5,7 @@ from eagleray.api.data import measure as measure
 from eagleray.api.data import prepare as prepare
 from eagleray.api.data import which as which
 from eagleray.api.embed import embed as embed
+from eagleray.api.embed import find_clusters as find_clusters
 from eagleray.api.evaluate import Refused as Refused
 from eagleray.api.evaluate import Scores as Scores
 from eagleray.api.evaluate import evaluate as evaluate

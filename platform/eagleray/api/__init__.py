@@ -2,6 +2,6 @@
 
 Names, settings and paths go in; runs, modules, batches and numbers come out, and UserError where something is wrong.
 
-May import: base, cluster, config, data, datasets, engine, evaluation, exports, models, reports, runs,
+May import: base, cluster, config, curation, data, datasets, engine, evaluation, exports, models, reports, runs,
 storage, sweeps, views.
 """

@@ -1,4 +1,4 @@
-"""Embed the samples of a data set."""
+"""Embed the samples of a data set, and cluster them by their features."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from eagleray.api.run import Run
 from eagleray.base.console import out as console
 from eagleray.config import plugins as loading
+from eagleray.curation import cluster as clustering
 from eagleray.evaluation import embed as embedding
 from eagleray.evaluation.target import load_target
 from eagleray.storage.store import absolute
@@ -54,6 +55,53 @@ def embed(
         size=size,
         resize=resize,
         architecture=architecture,
+        workers=workers,
+        gpus=gpus,
+        note=lambda line: console.print(line, markup=False),
+    ).folder
+
+
+def find_clusters(
+    features: str | Path,
+    data: str | Path,
+    out: str | Path | None = None,
+    *,
+    clusters: Sequence[int] = (),
+    similar: float = 0.95,
+    keep: float = 0.5,
+    seed: int = 0,
+    workers: int = 0,
+    gpus: bool = False,
+) -> str:
+    """Find the clusters and the near copies of a data set by its features, write them as columns beside the shards,
+    where `data.train.where` and `weight` find them, and return their folder.
+
+    `features` is the folder that `embed` has written, and `data` what it has embedded. `clusters` are the numbers of
+    clusters of each level, from the lowest up, by default a thousandth of the samples and a tenth of the level below.
+    Images of a cluster whose cosine similarity is at least `similar` count as copies of the one with the largest file.
+    The column `balance` is a weight that shares out a part `keep` of the images evenly among clusters. `seed` draws the
+    first centres. `workers` are Ray processes that share the work, 0 means this one; with `gpus=True` each has a GPU.
+    `out` is a folder or s3:// URL for the columns.
+
+    Raises UserError when something is wrong, also when `features` are those of other images, and Outage when a store
+    does not answer.
+
+    Example:
+
+        import pandas
+
+        features = eagleray.embed("runs/a", "shards/", "features-of-a/")
+        folder = eagleray.find_clusters(features, "shards/", "clusters/", clusters=[8])
+        pandas.read_parquet(folder)["duplicate_of"].isna().mean()
+    """
+    return clustering.cluster(
+        absolute(str(features).rstrip("/")),
+        absolute(str(data)),
+        absolute(str(out).rstrip("/")) if out else None,
+        clusters=clusters,
+        similar=similar,
+        keep=keep,
+        seed=seed,
         workers=workers,
         gpus=gpus,
         note=lambda line: console.print(line, markup=False),

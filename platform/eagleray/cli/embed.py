@@ -1,4 +1,4 @@
-"""Define the commands embed and data measure, which write tables with a row for each sample."""
+"""Define the commands embed, data measure and data cluster, which write tables with a row for each sample."""
 
 from typing import Annotated
 
@@ -19,6 +19,7 @@ Out = Annotated[
 def register(app: typer.Typer, data: typer.Typer) -> None:
     app.command()(embed)
     data.command()(measure)
+    data.command()(cluster)
 
 
 def folder_of(out: str | None) -> str | None:
@@ -92,3 +93,51 @@ def measure(
     from eagleray.api import data as api
 
     show(api.measure(data, columns, folder_of(out), workers=workers))
+
+
+def cluster(
+    features: Annotated[str, typer.Argument(help="The folder that eagleray embed has written.")],
+    data: Annotated[str, typer.Argument(help="What it has embedded.", metavar="SHARDS")],
+    out: Out = None,
+    clusters: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of clusters of each level, from the lowest up, such as 10000,1000,100. By default a "
+            "thousandth of the images, and a tenth of the level below."
+        ),
+    ] = "",
+    similar: Annotated[
+        float, typer.Option(help="Cosine similarity from which images of a cluster count as copies.")
+    ] = 0.95,
+    keep: Annotated[
+        float, typer.Option(help="Part of the images that the column balance shares out among clusters.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(help="Draws the first centres.", min=0)] = 0,
+    workers: Annotated[int, typer.Option(help="Ray processes that share the work. 0: no Ray.", min=0)] = 0,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")] = False,
+) -> None:
+    """Find the clusters and the near copies of a data set by its features, for data.train.where and weight to choose
+    by."""
+    from eagleray.api import embed as api
+
+    show(
+        api.find_clusters(
+            features,
+            data,
+            folder_of(out),
+            clusters=numbers(clusters),
+            similar=similar,
+            keep=keep,
+            seed=seed,
+            workers=workers,
+            gpus=gpus,
+        )
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as 1000,100. Raises UserError for another text."""
+    try:
+        return [int(number) for number in text.split(",") if text]
+    except ValueError:
+        raise UserError(f"--clusters {text}: expected whole numbers, separated by commas") from None

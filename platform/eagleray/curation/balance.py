@@ -1,0 +1,40 @@
+"""Shares out an epoch evenly among clusters, level upon level.
+
+"Automatic Data Curation for Self-Supervised Learning" draws its samples so (arXiv 2405.15613).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def even(sizes: Floats, total: float) -> Floats:
+    """Share out a total evenly among clusters (k,), to none more than its size: all get the same, but those that have
+    less, which get all they have."""
+    order = np.sort(sizes)
+    left, sharing = total - np.r_[0, np.cumsum(order)[:-1]], len(sizes) - np.arange(len(sizes))
+    enough = np.flatnonzero(order * sharing >= left)
+    level = left[enough[0]] / sharing[enough[0]] if len(enough) else np.inf
+    return np.minimum(sizes, level)
+
+
+def shares(sizes: Floats, parents: Sequence[NDArray[np.int64]], total: float) -> Floats:
+    """Return how many samples each cluster of the lowest level (k,) gets of a total, which is shared out evenly among
+    the clusters of the highest level, and what each gets among those below it. `parents` are for each level above the
+    lowest the cluster there of each cluster below."""
+    levels = [sizes]
+    for level, members in enumerate(parents, 1):
+        clusters = len(parents[level]) if level < len(parents) else 0
+        levels.append(np.bincount(members, weights=levels[-1], minlength=clusters))
+    got = even(levels[-1], total)
+    for members, below in zip(reversed(parents), reversed(levels[:-1]), strict=True):
+        order = np.argsort(members, kind="stable")
+        parts = np.split(order, np.searchsorted(members[order], np.arange(1, len(got))))
+        each = np.zeros(len(below))
+        for part, amount in zip(parts, got, strict=True):
+            each[part] = even(below[part], amount) if len(part) else 0
+        got = each
+    return got

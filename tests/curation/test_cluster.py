@@ -1,0 +1,195 @@
+"""`eagleray data cluster`: columns for planted copies and rare subjects, which a recipe chooses by."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from helpers.commands import refused
+from helpers.ranks import on_ranks
+from numpy.typing import NDArray
+
+import eagleray
+from eagleray.base import devices, dist
+from eagleray.base.errors import UserError
+from eagleray.config.source import Source
+from eagleray.curation import cluster as clustering
+from eagleray.curation.cluster import Task
+from eagleray.data import sample_table
+from eagleray.data.columns import select
+from eagleray.data.digests import data_digest
+from eagleray.data.index import open_index
+from eagleray.data.sample_table import About, SampleTable
+from eagleray.datasets.shards import Sample, write_shards
+from eagleray.evaluation.embeddings import COLUMN, WHAT, column_of
+
+SUBJECTS = (150, 30, 15)  # samples of each; every tenth is a copy of the one before it
+DIM = 12
+BROKEN = 40  # has no features
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sample_table, "ROWS", 64)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def subject_of(row: NDArray[np.int64] | int) -> Any:
+    return np.searchsorted(np.cumsum(SUBJECTS), row, side="right")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Images of falling size; what is in them does not matter, as the features are given."""
+    samples = (Sample(f"{i:06d}", "jpg", bytes(2000 - i), int(subject_of(i))) for i in range(sum(SUBJECTS)))
+    write_shards(samples, str(tmp_path / "shards"), size=50_000)
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def features(shards: Path, tmp_path: Path) -> str:
+    """An embedding in which subjects lie apart, and copies close together."""
+    index = open_index(str(shards))
+    rows = np.array([int(index.key(i)) for i in range(len(index))])
+    draw = np.random.default_rng(0)
+    x = np.eye(DIM)[subject_of(np.arange(len(rows)))] + draw.normal(0, 0.25, (len(rows), DIM))
+    copies = np.arange(9, len(rows), 10)
+    x[copies] = x[copies - 1] + draw.normal(0, 0.01, (len(copies), DIM))
+    settings = {"digest": "d", "kind": "pooled", "dim": DIM, "size": 32, "resize": 32, "precision": "float32"}
+    about = About(WHAT, settings, data_digest(index, np.arange(len(index))), len(index))
+    table = SampleTable.create(str(tmp_path / "features"), about)
+    for part in table.parts:
+        mine = rows[table.samples(part)]
+        table.write(part, index, {COLUMN: column_of(x[mine].astype(np.float32), mine != BROKEN)})
+    return table.folder
+
+
+def columns(folder: str) -> pandas.DataFrame:
+    return pandas.read_parquet(folder).set_index("key").sort_index()
+
+
+def test_copies_and_subjects_are_found(features: str, shards: Path) -> None:
+    table = columns(eagleray.find_clusters(features, shards, clusters=[3], similar=0.98, keep=0.4))
+    assert table["cluster"].isna().sum() == table["cluster_size"].isna().sum() == 1
+    assert np.isnan(table["cluster"].iloc[BROKEN])
+    assert table["balance"].iloc[BROKEN] == 0
+    whole = table.drop(index=f"{BROKEN:06d}")
+    numbers = whole.index.astype(int).to_numpy()
+    assert whole.groupby(subject_of(numbers))["cluster"].nunique().tolist() == [1, 1, 1]
+    assert whole["cluster"].nunique() == 3
+    copied = whole["duplicate_of"].dropna()
+    assert sorted(copied.index.astype(int)) == list(range(9, sum(SUBJECTS), 10))
+    assert [int(name.rpartition("/")[2]) for name in copied] == [int(key) - 1 for key in copied.index]
+    assert all(Path(shards, name.rpartition("/")[0]).exists() for name in copied), "the tar that it is in"
+    assert (whole["balance"] > 0).equals(whole["duplicate_of"].isna())
+    staying = whole[whole["duplicate_of"].isna()]
+    assert (staying.groupby("cluster")["cluster_size"].agg(["count", "min"]).nunique(axis=1) == 1).all()
+    each = staying.groupby(subject_of(staying.index.astype(int).to_numpy()))["balance"].sum()
+    assert each.sum() == pytest.approx(0.4 * len(staying), rel=1e-5)
+    assert each.iloc[2] == pytest.approx(14), "the rarest is kept whole"
+    assert each.iloc[0] > each.iloc[1]
+
+
+def test_a_recipe_chooses_by_the_columns(features: str, shards: Path) -> None:
+    eagleray.find_clusters(features, shards, clusters=[12, 3], similar=0.98)
+    index = open_index(str(shards))
+    source = Source(url=str(shards), where="duplicate_of is null", weight="balance")
+    chosen = select(replace(index, sources=[source] * len(index.shards)))
+    assert chosen is not None
+    assert (chosen.weight > 0).sum() == sum(SUBJECTS) - len(range(9, sum(SUBJECTS), 10)) - 1
+
+
+def test_ranks_write_what_one_process_writes(
+    features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clustering, "TOGETHER", 4 * DIM * 20)
+    options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.98, "seed": 3}
+    alone = columns(eagleray.find_clusters(features, shards, tmp_path / "alone", **options))
+    given = sample_table.read_about(str(tmp_path / "alone"))
+    assert given
+    table = SampleTable.create(str(tmp_path / "shared"), given)
+    about = sample_table.read_about(features)
+    assert about
+    task = Task(SampleTable(features, about), table, str(shards), gpus=False)
+    shown = on_ranks(2, work, tmp_path, task)
+    pandas.testing.assert_frame_equal(columns(table.folder), alone, atol=1e-5)
+    for phases in shown:
+        assert set(phases) == {"k-means", "near copies"}
+        assert all(0 < done <= total for done, total in phases.values())
+
+
+def work(task: Task) -> dict[str, tuple[int, int]]:
+    sample_table.ROWS = 64
+    shown: dict[str, tuple[int, int]] = {}
+    clustering.work(task, devices.CPU, lambda phase, done, total: shown.update({phase: (done, total)}))
+    assert dist.size() == 2
+    return shown
+
+
+def test_clusters_are_compared_in_batches_that_fit() -> None:
+    starts = np.array([0, 5, 6, 30, 33])
+    assert list(clustering.in_batches(starts, 40, 8)) == [(0, 6), (6, 30), (30, 33), (33, 40)]
+    assert list(clustering.in_batches(starts, 40, 1000)) == [(0, 40)]
+    assert list(clustering.in_batches(np.array([0]), 40, 8)) == [(0, 40)]
+
+
+def test_small_batches_find_the_same(
+    features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.9}
+    whole = columns(eagleray.find_clusters(features, shards, tmp_path / "whole", **options))
+    monkeypatch.setattr(clustering, "TOGETHER", 4 * DIM * 20)
+    parts = columns(eagleray.find_clusters(features, shards, tmp_path / "parts", **options))
+    pandas.testing.assert_frame_equal(parts, whole, atol=1e-6)
+
+
+def test_what_was_killed_is_made_again_and_other_numbers_are_refused(features: str, shards: Path) -> None:
+    folder = Path(eagleray.find_clusters(features, shards, clusters=[3]))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "part-000001.parquet").unlink()
+    eagleray.find_clusters(features, shards, clusters=[3])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    with pytest.raises(UserError, match=r"has a table of clusters=\[3\]; out=FOLDER names another place"):
+        eagleray.find_clusters(features, shards, clusters=[4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--clusters", "3,x"], "error: --clusters 3,x: expected whole numbers, separated by commas"),
+        (
+            ["--clusters", "3,30"],
+            "error: --clusters 3,30: expected falling numbers from at most 195, the samples, to 1",
+        ),
+        (["--clusters", "300"], "error: --clusters 300: expected falling numbers from at most 195, the samples, to 1"),
+        (["--clusters", "195"], "features: 194 of 195 samples have features; expected 195"),
+        (["--similar", "0"], "error: --similar 0: expected a number above 0, up to 1"),
+        (["--keep", "nan"], "error: --keep nan: expected a number above 0, up to 1"),
+    ],
+)
+def test_wrong_numbers_are_one_line(
+    arguments: list[str], line: str, features: str, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "data", "cluster", features, str(shards), *arguments)
+    assert said.endswith(line)
+
+
+def test_features_of_something_else_are_refused(
+    features: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "data", "cluster", str(shards), str(shards))
+    assert said.endswith("shards: no features; expected a folder that eagleray embed has written")
+    write_shards([Sample("a", "jpg", b"a", 0)], str(tmp_path / "other"))
+    said = refused(capsys, "data", "cluster", features, str(tmp_path / "other"))
+    assert said.endswith("features: features of other images (195, here 1)")
+    Path(features, "part-000001.parquet").unlink()
+    said = refused(capsys, "data", "cluster", features, str(shards))
+    assert said.endswith("features: 1 of 4 parts are missing; eagleray embed continues")
+
+
+def test_levels_without_a_choice() -> None:
+    assert clustering.default_levels(500) == [1]
+    assert clustering.default_levels(60_000) == [60]
+    assert clustering.default_levels(14_200_000) == [14_200, 1_420, 142, 14]

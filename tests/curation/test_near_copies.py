@@ -1,0 +1,45 @@
+"""Near copies among vectors: each is near one that stays, and those that stay are not near each other."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eagleray.curation import near_copies as module
+from eagleray.curation.near_copies import near_copies
+
+
+def vectors(count: int, seed: int = 0, dim: int = 6) -> Tensor:
+    """Few dimensions, so that many are near each other."""
+    return functional.normalize(torch.randn(count, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.95, 1.1])
+@pytest.mark.parametrize(("piece", "others"), [(1024, 2**16), (7, 5)])
+def test_what_stays_and_what_is_a_copy(
+    threshold: float, piece: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "OTHERS", others)
+    x = vectors(300)
+    original, best = near_copies(x, threshold)
+    similar, stays = x @ x.T, original < 0
+    assert stays[0]
+    assert best[0] == -1
+    assert stays.all() if threshold > 1 else not stays.all()
+    among = similar[stays][:, stays].fill_diagonal_(-1)
+    assert among.max() < threshold
+    for row in range(1, len(x)):
+        before = [int(r) for r in stays[:row].nonzero()]
+        assert best[row] == pytest.approx(float(similar[row, before].max()), abs=1e-6)
+        assert bool(stays[row]) == bool(best[row] < threshold)
+        if not stays[row]:
+            assert int(original[row]) in before
+            assert float(similar[row, original[row]]) == pytest.approx(float(best[row]), abs=1e-6)
+
+
+def test_a_copy_of_a_copy_is_one_only_if_it_is_near_what_stays() -> None:
+    angles = torch.deg2rad(torch.tensor([0.0, 20.0, 40.0, 50.0]))
+    x = torch.stack([angles.cos(), angles.sin()], 1)
+    original, _ = near_copies(x, float(torch.deg2rad(torch.tensor(25.0)).cos()))
+    assert original.tolist() == [-1, 0, -1, 2]
