@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from helpers.pictures import write_shards
@@ -43,7 +43,10 @@ def weights(*sources: dict[str, Any]) -> np.ndarray:
 
 
 def table(path: Path, **rows: Any) -> str:
-    (pq.write_table if path.suffix == ".parquet" else pyarrow.csv.write_csv)(pa.table(rows), path)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(rows), path)
+    else:
+        pandas.DataFrame(rows).to_csv(path, index=False)  # without quotes: keys such as 000123 look like numbers
     return str(path)
 
 

@@ -290,6 +290,30 @@ def test_webdataset_keeps_labels_and_metadata(tmp_path: Path):
     }
 
 
+def test_webdataset_where_an_expression_is_true(tmp_path: Path):
+    for shard in range(2):
+        members = [(f"{shard}{i}.{e}", d) for i in range(6) for e, d in (("jpg", jpeg(i)), ("cls", str(i).encode()))]
+        write_tar(tmp_path / "in" / f"s-{shard}.tar", members)
+    (tmp_path / "t.csv").write_text("key,score\n01,5\n02,1\n12,9\n13,7\n")
+    chosen = {"where": "label < 3 and score > 2", "columns": str(tmp_path / "t.csv")}
+    found = read_source("webdataset", tmp_path / "in", **chosen)[1]
+    assert {key: item.label for key, (_, item) in found.items()} == {"01": 1, "12": 2}
+    assert found["12"][0] == jpeg(2)
+    dropped = drop_reasons("webdataset", tmp_path / "in", **chosen)
+    assert set(dropped.values()) == {"--where is not true"}
+    assert len(dropped) == 10
+    assert source_error("webdataset", tmp_path / "in", where="label > 9") == (
+        "--where: label > 9: leaves none of 12 samples"
+    )
+    said = source_error("webdataset", tmp_path / "in", where="nsfw > 1")
+    assert said.startswith("--where: nsfw > 1: ")
+    assert said.endswith("there are key, shard, label, bytes")
+    assert source_error("webdataset", tmp_path / "in", columns=str(tmp_path / "t.csv")).endswith(
+        "t.csv: is for --where, which is missing"
+    )
+    assert source_error("folder", tmp_path, where="label > 0") == "--where label > 0: folder does not take this option"
+
+
 def test_parquet_of_hugging_face(tmp_path: Path):
     scores = pa.array([i / 10 for i in range(8)])
     data = write_parquet(tmp_path / "in" / "train-00000-of-00002.parquet", 0, 8, punsafe=scores)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.commands import refused
 from helpers.runs import FAST, arguments, assert_same, split, weights
@@ -11,6 +12,7 @@ from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
 from eagleray.cli import main
 from eagleray.config import yaml_text
+from eagleray.data.selection import Selection
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 CHOICE = '{url: "%s", where: "label < 8", weight: "1 + (label %% 3) / 2"}'
@@ -31,11 +33,20 @@ def test_a_stop_changes_nothing(small: Path, shards: Path, tmp_path: Path):
     assert source == {"url": str(shards / "train"), "where": "label < 8", "weight": "1 + (label % 3) / 2"}
     log = (tmp_path / "whole" / "train.log").read_text()
     assert "of 320 samples are read" in log
+    assert "kB each" in log
+    assert "eagleray prepare webdataset --where" not in log
     digests = [read_lines(tmp_path / name / "starts.jsonl")[0]["order"] for name in ("whole", "out")]
     assert digests[0] == digests[1]
     api.pretrain(*given(small, shards, tmp_path / "all", "max_steps=1", choice='{url: "%s"}'))
     assert read_lines(tmp_path / "all" / "starts.jsonl")[0]["order"] != digests[0]
     assert whole.summary["steps"] == 14
+
+
+def test_a_choice_of_few_samples_is_better_written_as_shards():
+    assert "eagleray prepare webdataset --where" in str(Selection(np.array([1, 0], np.float32), 9_000, 100_000))
+    assert str(Selection(np.array([1, 0], np.float32), 10_000, 100_000)) == (
+        "1 of 2 samples are read, 1 times an epoch, 10.0 kB each"
+    )
 
 
 def test_which_steps_have_read_a_sample(small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -74,6 +74,8 @@ def prepare(
     labels: str | Path = "",
     images: str | Path = "",
     column: str = "",
+    where: str = "",
+    columns: str | Path = "",
     plugins: Sequence[str | Path] = (),
     command: str | None = None,
 ) -> dict[str, Any]:
@@ -85,9 +87,9 @@ def prepare(
     MiB of source bytes per shard. Images with a longer side above `max_side` pixels become JPEGs of that size, and
     those with a shorter side below `min_side` are left out, as are exact copies with `dedup`. `seed` shuffles.
     `workers` are Ray tasks at once, by default as many as there are CPUs; 0 means this process. `split`, `labels`,
-    `images` and `column` are for some sources only: docs/prepare.md. `plugins` are files and modules to load, such as
-    one with a source of your own. `command` is kept in the card, by default the
-    equal command of the command line.
+    `images`, `column`, `where` and `columns` are for some sources only: docs/prepare.md. `plugins` are files and
+    modules to load, such as one with a source of your own. `command` is kept in the card, by default the equal command
+    of the command line.
 
     Raises UserError and Outage.
 
@@ -105,6 +107,8 @@ def prepare(
         labels=str(labels),
         images=str(images),
         column=column,
+        where=where,
+        columns=str(columns),
         size=size,
         max_side=max_side,
         min_side=min_side,
@@ -195,5 +199,5 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
 def _options(options: PrepareOptions) -> list[str]:
     """Return the options of the command line that differ from their defaults."""
     plain = PrepareOptions(source=options.source, origin=options.origin, destination=options.destination).identity()
-    given = {k: v for k, v in options.identity().items() if v != plain[k]}
+    given = {k: v for k, v in options.identity().items() if v != plain.get(k)}
     return [word for k, v in given.items() for word in ([k] if v is True else [k, str(v)])]

@@ -140,6 +140,13 @@ def prepare(
     column: Annotated[
         str, typer.Option(help="Only parquet: column of the images. It is needed where several columns hold images.")
     ] = "",
+    where: Annotated[
+        str,
+        typer.Option(help="Only webdataset: an expression, as for data.train.where; other samples are left out."),
+    ] = "",
+    columns: Annotated[
+        str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that it may name.")
+    ] = "",
     plugin: Plugins = None,
 ) -> None:
     """Turn a data set into shards with an index and a card, dataset.json, that describes them.
@@ -153,6 +160,8 @@ def prepare(
         labels=labels,
         images=images,
         column=column,
+        where=where,
+        columns=columns,
         size=size,
         max_side=max_side,
         min_side=min_side,

@@ -28,6 +28,7 @@ from eagleray.storage.store import store
 
 KEY = "data.train"
 OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns of every index, and their names there
+SIZE = " size"  # the column of bytes of every table here; expressions know it as `bytes`
 ROWS = 2**20  # that pass through DuckDB at a time
 MEASURED = "columns"  # the folder of measured columns beside the shards, and what their tables are
 NAMES = re.compile(r'"([^"]+)"|([A-Za-z_]\w*)')
@@ -40,17 +41,20 @@ def select(index: Index) -> Selection | None:
     if not any(source.selects for source in sources):
         return None
     weight, shares = np.zeros(len(index), np.float64), [source.share for source in sources]
+    kept = total = 0
     if None in shares and any(shares):
         raise UserError(f"{KEY}: some sources have a share and others none; give all of them one")
     mine = [np.flatnonzero([s == source for s in index.sources]) for source in sources]
     for source, shards in zip(sources, mine, strict=True):
-        for rows, values in zip(rows_of(index, shards), weights_of(index, shards, source), strict=True):
+        weighed = weights_of(index, shards, source)
+        for rows, (values, size) in zip(rows_of(index, shards), weighed, strict=True):
             weight[rows] = values
+            kept, total = kept + int(size[values > 0].sum()), total + int(size.sum())
     check_weights(weight, KEY)
     if all(shares):
         _share_out(weight, index, [(s, float(s.share or 0), m) for s, m in zip(sources, mine, strict=True)])
         check_weights(weight, f"{KEY}.share")
-    return Selection(weight.astype(np.float32))
+    return Selection(weight.astype(np.float32), kept, total)
 
 
 def rows_of(index: Index, shards: NDArray[np.int64]) -> Iterator[slice]:
@@ -69,8 +73,11 @@ def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tupl
         weight[rows] *= share / whole * total / own
 
 
-def weights_of(index: Index, shards: NDArray[np.int64], source: Source) -> Iterator[NDArray[np.float64]]:
-    """Yield the weights of the samples of each of some shards, all of one source. Raises UserError."""
+def weights_of(
+    index: Index, shards: NDArray[np.int64], source: Source, key: str = f"{KEY}."
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64]]]:
+    """Yield the weights of the samples of each of some shards, all of one source, and their bytes. Raises UserError,
+    which begins with what the user calls the expression: `key` and `where` or `weight`."""
     names = {m[1] or m[2] for text in (source.where, source.weight) if text for m in NAMES.finditer(text)}
     tables = complete_tables([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
     measured = [Measured(table) for table in tables] if names else []
@@ -85,7 +92,8 @@ def weights_of(index: Index, shards: NDArray[np.int64], source: Source) -> Itera
         for other in given:
             table = other.join(table, wanted)
         gone = excluded.rows_of(table).is_valid().to_numpy() if excluded else np.zeros(len(table), bool)
-        yield from np.split(evaluate(table, ~gone, source, known), np.cumsum(lengths)[:-1])
+        weights, cuts = evaluate(table, ~gone, source, known, key), np.cumsum(lengths)[:-1]
+        yield from zip(np.split(weights, cuts), np.split(table[SIZE].to_numpy(), cuts), strict=True)
     for table in (*given, *([excluded] if excluded else [])):
         if not table.found:
             raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
@@ -101,8 +109,8 @@ def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
 def own_columns(index: Index, shard: int, wanted: Sequence[str], measured: Sequence["Measured"]) -> pa.Table:
     """Return those of the wanted columns that the index or what was measured has of the samples of a shard."""
     name = index.shards[shard].url.rpartition("/")[2]
-    read = index.column(shard, sorted({OWN[c] for c in wanted if OWN.get(c)} | {"label"}))
-    columns = {c: read[OWN[c]] for c in wanted if OWN.get(c)} | {" row": read["label"]}  # a table needs a column
+    read = index.column(shard, sorted({OWN[c] for c in wanted if OWN.get(c)} | {"size"}))
+    columns = {c: read[OWN[c]] for c in wanted if OWN.get(c)} | {SIZE: read["size"]}
     if "shard" in wanted:
         columns["shard"] = pa.array([name]).take(pa.array(np.zeros(len(read), np.int64)))
     for table in measured:
@@ -119,7 +127,7 @@ class Table:
         self.url, self.found = url, 0
         data = io.BytesIO(read_file(url))
         try:
-            self.table = pq.read_table(data) if url.lower().endswith(".parquet") else pyarrow.csv.read_csv(data)
+            self.table = pq.read_table(data) if url.lower().endswith(".parquet") else _read_csv(data)
         except (pa.ArrowException, OSError) as e:
             raise UserError(f"{url}: cannot be read: {' '.join(str(e).split())[:200]}") from None
         if "key" not in self.table.column_names:
@@ -188,6 +196,12 @@ class Measured:
         return self.last[1]
 
 
+def _read_csv(data: io.BytesIO) -> pa.Table:
+    """Return a table of CSV, whose keys are texts: 000123 is not the number 123."""
+    texts = pyarrow.csv.ConvertOptions(column_types={"key": pa.string(), "shard": pa.string()})
+    return pyarrow.csv.read_csv(data, convert_options=texts)
+
+
 def read_file(url: str) -> bytes:
     """Return the content of a table. Raises UserError when there is none."""
     try:
@@ -196,11 +210,13 @@ def read_file(url: str) -> bytes:
         raise UserError(f"{url}: no such table") from None
 
 
-def evaluate(table: pa.Table, kept: NDArray[np.bool_], source: Source, known: Sequence[str]) -> NDArray[np.float64]:
+def evaluate(
+    table: pa.Table, kept: NDArray[np.bool_], source: Source, known: Sequence[str], key: str
+) -> NDArray[np.float64]:
     """Return the weights (n,) of rows by the expressions of a source; 0 of those that are not `kept` (n,). Raises
     UserError for an expression that is wrong; `known` are the names that it may use."""
-    where = f"{KEY}.where: {source.where}"
-    weight = f"{KEY}.weight: {source.weight}"
+    where = f"{key}where: {source.where}"
+    weight = f"{key}weight: {source.weight}"
     if source.where:
         found = _run(table, source.where, where, known)
         if not (pa.types.is_boolean(found.type) or pa.types.is_null(found.type)):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 
+FEW = 0.1  # share of the bytes of all samples, below which shards with the others only cost less
 MOST = 1000.0  # the largest weight: more would be a mistake, and readings are counted in 16 bits
 CHUNK = 2**20  # samples that are handled at a time, and so part of what is drawn
 STREAM = 3  # of the random numbers for one seed and epoch; the orders of blocks and samples have others
@@ -25,6 +26,8 @@ class Selection:
     """The mean number of readings of each of N samples in an epoch."""
 
     weight: NDArray[np.float32]  # (N,)
+    kept_bytes: int = 1  # of the samples that are read at all
+    bytes: int = 1  # of all samples
 
     @functools.cached_property
     def sum(self) -> float:
@@ -40,6 +43,12 @@ class Selection:
     def kept(self) -> int:
         """The number of samples that are read at all."""
         return int(np.count_nonzero(self.weight))
+
+    def __str__(self) -> str:
+        each = f"{self.kept_bytes / self.kept / 1000:,.1f} kB each"
+        text = f"{self.kept:,} of {len(self.weight):,} samples are read, {self.total:,} times an epoch, {each}"
+        few = self.kept_bytes < FEW * self.bytes
+        return f"{text}; shards of them alone are read faster: eagleray prepare webdataset --where" if few else text
 
     @functools.cached_property
     def digest(self) -> str:

@@ -219,8 +219,8 @@ def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, A
         raise UserError(
             f"{options.destination}: its shards were not written by `eagleray prepare`; give another folder"
         )
-    for name, value in identity.items():
-        before = plan["options"].get(name)
+    for name in {**identity, **plan["options"]}:
+        before, value = plan["options"].get(name), identity.get(name)
         if before != value and name == FILES:
             raise UserError(
                 f"{options.destination}: the files of {options.origin} have changed since this preparation began; "

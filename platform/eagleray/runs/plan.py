@@ -173,7 +173,7 @@ def open_plan(
     views, batch = Views.of(recipe.views), recipe.optim.batch
     selection = dist.from_rank_zero(partial(select, index))
     if selection:
-        note(f"data.train: {selection.kept:,} of {len(index):,} samples are read, {selection.total:,} times an epoch")
+        note(f"data.train: {selection}")
     stream = Stream(index, views, recipe.seed, data.lanes, batch, cache, 60 * data.patience, selection=selection)
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)

@@ -5,6 +5,8 @@ from typing import Any
 
 from eagleray.storage import store
 
+LATER = ("where", "columns")  # options that preparations begun before them lack
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
@@ -19,6 +21,8 @@ class PrepareOptions:
     labels: str = ""  # ground truth of ImageNet's validation images
     images: str = ""  # folder of Open Images' image files
     column: str = ""  # the column of images in a Parquet file
+    where: str = ""  # expression of SQL: of indexed shards, the samples for which it is true
+    columns: str = ""  # Parquet or CSV file with columns for it
     size: int = 128  # MiB of source bytes per shard
     max_side: int = 0  # pixels; 0: no limit
     min_side: int = 0  # pixels
@@ -27,7 +31,7 @@ class PrepareOptions:
 
     def resolved(self) -> "PrepareOptions":
         """Return a copy whose paths and URLs are absolute and have no slash at the end."""
-        names = ("origin", "destination", "labels", "images")
+        names = ("origin", "destination", "labels", "images", "columns")
         urls: dict[str, Any] = {name: getattr(self, name) for name in names}
         urls = {name: url and store.absolute(url).rstrip("/") for name, url in urls.items()}
         return replace(self, **urls)
@@ -35,4 +39,5 @@ class PrepareOptions:
     def identity(self) -> dict[str, Any]:
         """Return the options that the bytes of the shards depend on, by their names on the command line."""
         names = {"origin": "FROM", "source": "SOURCE"}
-        return {names.get(k) or "--" + k.replace("_", "-"): v for k, v in asdict(self).items() if k != "destination"}
+        left_out = {"destination", *(name for name in LATER if not getattr(self, name))}
+        return {names.get(k) or "--" + k.replace("_", "-"): v for k, v in asdict(self).items() if k not in left_out}

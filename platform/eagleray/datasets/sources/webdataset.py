@@ -2,10 +2,18 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray.base.errors import UserError
+from eagleray.config.source import Source as Selected
+from eagleray.data.columns import weights_of
+from eagleray.data.index import open_index
 from eagleray.data.tar_scan import LARGEST, MEMBERS, image_extensions, key_and_extension
+from eagleray.datasets.sources.files import find_file
 from eagleray.datasets.sources.item import MOST, Item, Listing, to_json
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import OWN, Source, SourceFiles
@@ -21,7 +29,41 @@ LARGEST_TEXT = 2**24  # bytes of a .cls or .json
 def webdataset(options: PrepareOptions) -> SourceFiles:
     """Find the shards in a folder, or those that a pattern with wildcards or braces names."""
     blobs = store.list_shards(options.origin)
-    return SourceFiles(blobs, lambda: Listing(itertools.chain.from_iterable(ordered_map(_samples, blobs))))
+    tables = [find_file(options.columns)] if options.columns else []
+    if not options.where:
+        if options.columns:
+            raise UserError(f"--columns {options.columns}: is for --where, which is missing")
+        return SourceFiles(blobs, lambda: Listing(itertools.chain.from_iterable(ordered_map(_samples, blobs))))
+
+    def listing() -> Listing:
+        wanted = _wanted(options)
+        items = itertools.chain.from_iterable(ordered_map(_samples, blobs))
+        return Listing(_marked(item, wanted) for item in items)
+
+    return SourceFiles([*blobs, *tables], listing)
+
+
+def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
+    """Return for each shard where the images are for which `--where` is true, in rising order. Raises UserError."""
+    index = open_index(options.origin, note=lambda _: None)
+    source = Selected(url=options.origin, where=options.where, columns=(options.columns,) if options.columns else ())
+    weights = weights_of(index, np.arange(len(index.shards)), source, key="--")
+    wanted = {
+        blob.url: np.sort(index.column(shard, ["offset"])["offset"].to_numpy()[weight > 0])
+        for shard, (blob, (weight, _)) in enumerate(zip(index.shards, weights, strict=True))
+    }
+    if not sum(map(len, wanted.values())):
+        raise UserError(f"--where: {options.where}: leaves none of {len(index)} samples")
+    return wanted
+
+
+def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
+    """Return an item, with a reason if it is not wanted."""
+    offsets = wanted.get(item.url, np.empty(0, np.int64))
+    at = int(np.searchsorted(offsets, item.offset))
+    if item.reason or (at < len(offsets) and offsets[at] == item.offset):
+        return item
+    return item._replace(reason="--where is not true")
 
 
 def _samples(blob: Blob) -> list[Item]:
@@ -99,4 +141,4 @@ def _fault(image: _Part, parts: list[_Part]) -> str | None:
     return f"{sparse.last} {SPARSE}" if (sparse := next((p for p in used if p.sparse), None)) else None
 
 
-SOURCES = {"webdataset": Source(webdataset, licence=OWN)}
+SOURCES = {"webdataset": Source(webdataset, licence=OWN, options=("where", "columns"))}
