@@ -32,6 +32,7 @@ OWNERS = {
         "base/plotting.py",
         "datasets/contact_sheet.py",
         "protocols/",
+        "reports/data_plots.py",
         "reports/plots.py",
         "runs/plots.py",
         "sweeps/plots.py",

@@ -14,14 +14,16 @@ from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.scan_shards import scanner
 from eagleray.config import plugins as loading
+from eagleray.curation.cluster import features_of
 from eagleray.data.image_folder import address
-from eagleray.data.index import write_index
+from eagleray.data.index import open_index, write_index
 from eagleray.data.index_faults import faults_of
 from eagleray.data.sample_uses import samples_with, steps_with
 from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.reports import data_map as mapping
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.replay import open_data
@@ -159,6 +161,35 @@ def measure(
             note=lambda line: console.print(line, markup=False),
             tick=lambda done, total: progress.update(task, completed=done, total=total),
         ).folder
+
+
+def data_map(
+    data: str | Path,
+    out: str | Path = "data.html",
+    *,
+    features: str | Path | None = None,
+    where: str = "",
+    columns: str | Path = "",
+) -> Path:
+    """Write one HTML file that shows a data set, and return its path: a map of its features, its clusters, near copies
+    side by side, the distribution of every column with the images at its ends, and what `where` would keep.
+
+    `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. The page shows what `measure`,
+    `embed` and `find_clusters` have written beside the shards; `features` names the folder of another embedding.
+    `where` is an expression as for `data.train.where`, and `columns` a Parquet or CSV file with columns for it.
+
+    Raises UserError and Outage.
+
+    Example:
+
+        eagleray.data_map("shards/", "data.html", where="bytes > 2000")
+    """
+    url = absolute(str(data))
+    found = open_index(url, note=lambda line: console.print(line, markup=False))
+    table = features_of(absolute(str(features).rstrip("/")), found) if features else None
+    path = Path(out)
+    mapping.data_map(url, found, path, features=table, where=where, columns=str(columns) and absolute(str(columns)))
+    return path
 
 
 def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
-"""Define the commands embed, data measure and data cluster, which write tables with a row for each sample."""
+"""Define the commands embed, data measure and data cluster, which write tables with a row for each sample, and data
+map, which shows them."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +22,7 @@ def register(app: typer.Typer, data: typer.Typer) -> None:
     app.command()(embed)
     data.command()(measure)
     data.command()(cluster)
+    data.command("map")(data_map)
 
 
 def folder_of(out: str | None) -> str | None:
@@ -141,3 +144,21 @@ def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",") if text]
     except ValueError:
         raise UserError(f"--clusters {text}: expected whole numbers, separated by commas") from None
+
+
+def data_map(
+    data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
+    destination: Annotated[Path, typer.Option("--out", help="The HTML file.")] = Path("data.html"),
+    features: Annotated[
+        str | None, typer.Option(help="Folder of an embedding. By default one beside the shards.")
+    ] = None,
+    where: Annotated[str, typer.Option(help="Show what this expression, as for data.train.where, would keep.")] = "",
+    columns: Annotated[
+        str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that it may name.")
+    ] = "",
+) -> None:
+    """Write a page that shows the images of a data set: a map, clusters, near copies, and the ends of every column."""
+    from eagleray.api import data as api
+
+    written = api.data_map(data, destination, features=features, where=where, columns=columns)
+    console.print(str(written), markup=False, soft_wrap=True)

@@ -16,15 +16,20 @@ PAPER = (250, 250, 248)
 
 
 def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
-    """Draw images (H, W, 3) in rows, each of them whole and centred on a square tile."""
-    rows = -(-len(images) // COLUMNS)
+    """Draw images (H, W, 3) in rows and save the picture."""
+    sheet(images).save(path)
+
+
+def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.Image:
+    """Return a picture of images (H, W, 3) in rows, each of them whole and centred on a square tile."""
+    rows = -(-len(images) // columns)
     step = TILE + GAP
-    sheet = Image.new("RGB", (COLUMNS * step + GAP, rows * step + GAP), PAPER)
+    picture = Image.new("RGB", (columns * step + GAP, rows * step + GAP), PAPER)
     for i, image in enumerate(images):
         tile = ImageOps.contain(Image.fromarray(image), (TILE, TILE), Image.Resampling.LANCZOS)
-        x, y = GAP + i % COLUMNS * step, GAP + i // COLUMNS * step
-        sheet.paste(tile, (x + (TILE - tile.width) // 2, y + (TILE - tile.height) // 2))
-    sheet.save(path)
+        x, y = GAP + i % columns * step, GAP + i // columns * step
+        picture.paste(tile, (x + (TILE - tile.width) // 2, y + (TILE - tile.height) // 2))
+    return picture
 
 
 def sizes(stats: ImageStats, path: Path) -> None:

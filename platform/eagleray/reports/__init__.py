@@ -1,6 +1,6 @@
-"""Runs, evaluations and sweeps become one HTML page.
+"""Runs, evaluations, sweeps and data sets become one HTML page.
 
-Run folders go in; a page that needs nothing else comes out.
+Run folders or shards go in; a page that needs nothing else comes out.
 
-May import: base, config, evaluation, runs, storage, sweeps.
+May import: base, config, data, datasets, evaluation, runs, storage, sweeps.
 """

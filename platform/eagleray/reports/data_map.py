@@ -1,0 +1,235 @@
+"""A page on a data set: a map of its features, its clusters and near copies, the ends of its columns, and what an
+expression would keep and leave out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eagleray.base import files
+from eagleray.base.errors import UserError
+from eagleray.config.source import Source
+from eagleray.data import sample_table
+from eagleray.data.columns import MEASURED, weights_of
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.index import Index
+from eagleray.data.sample_table import SampleTable, complete_tables
+from eagleray.evaluation.embeddings import FOLDER, WHAT, read_features
+from eagleray.reports.data_plots import Pixels, histogram_uri, images_uri, map_uri, principal
+from eagleray.reports.page import Page, Picture, Pictures, Section, Table, Tile, footer_text, render
+
+PARTS = 12  # of a table that are looked at, spread over all
+POINTS, ON_MAP = 3000, 150  # on the map, and how many of them as images
+ENDS, EACH, PAIRS, KEPT = 8, 8, 12, 24  # images at the ends of a column, of a cluster, pairs of copies, kept images
+CLUSTERS = 12  # the largest and the smallest clusters that are shown
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set with what has been computed of its samples, of which some parts are looked at."""
+
+    url: str
+    index: Index
+    columns: Sequence[SampleTable]
+    features: SampleTable | None
+
+    @cached_property
+    def samples(self) -> NDArray[np.int64]:
+        """The samples that are looked at, those of whole parts."""
+        size = sample_table.ROWS
+        parts = np.unique(np.linspace(0, (len(self.index) - 1) // size, PARTS).round().astype(np.int64))
+        return np.concatenate([np.arange(p * size, min((p + 1) * size, len(self.index))) for p in parts])
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """The columns of those samples."""
+        parts = np.unique(self.samples // sample_table.ROWS).tolist()
+        found: dict[str, Any] = {}
+        for table in self.columns:
+            read = pa.concat_tables([table.read(part, table.columns()) for part in parts])
+            found |= {name: read[name] for name in table.columns()}
+        return pa.table(found) if found else pa.table({"": pa.nulls(len(self.samples))})
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a column of numbers of those samples, nan where they have none."""
+        return self.table[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
+
+    def images(self, samples: NDArray[np.int64]) -> Iterator[tuple[int, Pixels]]:
+        """Yield the number of each sample whose image decodes, and the image."""
+        for sample in samples.tolist():
+            try:
+                yield sample, decode(self.index.read(sample, sample + 1)).permute(1, 2, 0).numpy()
+            except BadImage:
+                continue
+
+    def sheet(self, samples: NDArray[np.int64], alt: str, caption: str, columns: int = 4) -> Picture | None:
+        """Return a picture of the images of samples, None where none decodes."""
+        images = [image for _, image in self.images(samples)]
+        return Picture(images_uri(images, columns), alt, caption) if images else None
+
+
+def data_map(url: str, index: Index, out: Path, *, features: SampleTable | None, where: str, columns: str) -> None:
+    """Write the page. Without `features` an embedding beside the shards is used, if there is one. Raises UserError for
+    a wrong expression, and when the page cannot be written."""
+    tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
+    known = complete_tables(index.shards, FOLDER, lambda a: a.what == WHAT and a.images == len(index))
+    data = Data(url, index, tables, features or next(known, None))
+    sections = [preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]
+    page = Page(
+        title=f"Data set {url.rstrip('/').rpartition('/')[2]}",
+        lead=lead(data),
+        sections=[section for section in sections if section],
+        footer=footer_text(url),
+        tiles=[Tile("images", len(index)), Tile("shards", len(index.shards)), *tiles(data)],
+    )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(out, render(page))
+    except OSError as e:
+        raise UserError(f"{out}: cannot be written: {e.strerror or e}") from None
+
+
+def lead(data: Data) -> list[str]:
+    """Return what the page is made from, and which commands would add to it."""
+    some, images = len(data.samples), len(data.index)
+    looked = f"{some:,} of {images:,} images are looked at." if some < images else ""
+    missing = {
+        f"eagleray data measure {data.url}": "sharpness" in data.table.column_names,
+        f"eagleray embed MODEL {data.url}": data.features is not None,
+        f"eagleray data cluster FEATURES {data.url}": "cluster" in data.table.column_names,
+    }
+    more = [command for command, there in missing.items() if not there]
+    return [line for line in (looked, f"More is shown after: {'; '.join(more)}" if more else "") if line]
+
+
+def tiles(data: Data) -> list[Tile]:
+    """Return what the columns say in a number each."""
+    found = []
+    if "cluster" in data.table.column_names:
+        found.append(Tile("clusters", int(np.nanmax(data.column("cluster"), initial=-1)) + 1))
+        copied = len(data.table) - data.table["duplicate_of"].null_count
+        found.append(Tile("near copies", 100 * copied / len(data.table), "% of the images"))
+    return found
+
+
+def preview(data: Data, where: str, columns: str) -> Section | None:
+    """Return what an expression keeps and what it leaves out, None without an expression. Raises UserError."""
+    if not where:
+        return None
+    source = Source(url=data.url, where=where, columns=(columns,) if columns else ())
+    weighed = list(weights_of(data.index, np.arange(len(data.index.shards)), source, key="--"))
+    kept = np.concatenate([weight > 0 for weight, _ in weighed])
+    size = np.concatenate([size for _, size in weighed])
+    rows = [
+        [name, int(chosen.sum()), 100 * float(chosen.mean()), int(size[chosen].sum()) / 1e9]
+        for name, chosen in (("kept", kept), ("left out", ~kept))
+    ]
+    draw = np.random.default_rng(0)
+    pictures = []
+    for name, chosen in (("Kept", kept), ("Left out", ~kept)):
+        some = np.flatnonzero(chosen)
+        some = np.sort(draw.choice(some, min(KEPT, len(some)), replace=False))
+        pictures.append(data.sheet(some, f"{name} images", f"{name}, at random", columns=6))
+    table = Table("How much is kept", ["", "Images", "%", "GB"], rows)
+    return Section("Preview", [table, Pictures([p for p in pictures if p])], [f"where: {where}"])
+
+
+def on_map(data: Data) -> Section | None:
+    """Return the map of features, None without features."""
+    if data.features is None:
+        return None
+    draw = np.random.default_rng(0)
+    rows = np.sort(draw.choice(len(data.samples), min(POINTS, len(data.samples)), replace=False))
+    features, good = read_features(data.features, data.samples[rows])
+    rows = rows[good]
+    if not len(rows):
+        return None
+    places = principal(features[good] / np.linalg.norm(features[good], axis=1, keepdims=True).clip(1e-12))
+    names = [name for name in data.table.column_names if name.startswith("cluster") and name != "cluster_size"]
+    highest = max(names, key=lambda name: (len(name), name), default=None)
+    colour = np.nan_to_num(data.column(highest)[rows]).astype(np.int64) if highest else np.zeros(len(rows), np.int64)
+    shown = np.sort(draw.choice(len(rows), min(ON_MAP, len(rows)), replace=False))
+    at = {int(data.samples[rows[i]]): int(i) for i in shown}
+    images = [(at[sample], image) for sample, image in data.images(data.samples[rows[shown]])]
+    of = f"colours are those of {highest}" if highest else "all in one colour, as there are no clusters yet"
+    caption = f"{len(rows):,} images by the two principal components of their features; {of}."
+    picture = Picture(map_uri(places[:, 0], places[:, 1], colour, images), "A map of the images", caption)
+    return Section("Map", [Pictures([picture], large=True)], [data.features.about.note])
+
+
+def clusters(data: Data) -> Section | None:
+    """Return sheets of the largest and the smallest clusters, None without clusters."""
+    if "cluster" not in data.table.column_names:
+        return None
+    of, size, near = (data.column(name) for name in ("cluster", "cluster_size", "centre_similarity"))
+    numbers, first = np.unique(of[~np.isnan(of)], return_index=True)
+    sizes = size[~np.isnan(of)][first]
+    order = np.argsort(-sizes, kind="stable")
+    few = len(order) <= 2 * CLUSTERS
+    groups = {"All": order} if few else {"Largest": order[:CLUSTERS], "Smallest": order[-CLUSTERS:]}
+    blocks: list[Pictures] = []
+    for name, chosen in groups.items():
+        pictures = []
+        for number, count in zip(numbers[chosen], sizes[chosen], strict=True):
+            rows = np.flatnonzero(of == number)
+            spread = rows[np.argsort(-near[rows])][np.linspace(0, len(rows) - 1, min(EACH, len(rows))).astype(int)]
+            said = f"cluster {number:.0f}: {count:,.0f} images" + ("" if few else f" ({name.lower()})")
+            pictures.append(data.sheet(data.samples[spread], f"Images of cluster {number:.0f}", said))
+        blocks.append(Pictures([p for p in pictures if p]))
+    text = (
+        "Of each cluster, from the image nearest to its centre to the one farthest from it. Near copies do not count."
+    )
+    return Section("Clusters", blocks, [text])
+
+
+def copies(data: Data) -> Section | None:
+    """Return pairs of an image and its near copy, None without copies."""
+    if "duplicate_of" not in data.table.column_names:
+        return None
+    original, similar = data.table["duplicate_of"], data.column("similarity")
+    copied = np.flatnonzero(original.is_valid().to_numpy())
+    copied = copied[np.argsort(similar[copied], kind="stable")]
+    if not len(copied):
+        return None
+    pictures = []
+    for row in copied[np.unique(np.linspace(0, len(copied) - 1, PAIRS).astype(int))].tolist():
+        name = original[row].as_py()
+        pair = np.array([sample_of(data.index, name), data.samples[row]])
+        said = f"cosine similarity {similar[row]:.4f}: {name}, and its copy {data.index.key(int(pair[1]))}"
+        pictures.append(data.sheet(pair, "An image and its near copy", said, columns=2))
+    text = [f"{len(copied):,} of {len(data.table):,} images are near copies. From the least similar pair to the most."]
+    return Section("Near copies", [Pictures([p for p in pictures if p])], text)
+
+
+def sample_of(index: Index, name: str) -> int:
+    """Return the number of the sample that a column duplicate_of names."""
+    tar, _, key = name.partition("/")
+    shard = [blob.url.rpartition("/")[2] for blob in index.shards].index(tar)
+    return int(index.first[shard]) + index.column(shard, ["key"])["key"].to_pylist().index(key)
+
+
+def ends(data: Data) -> Section | None:
+    """Return the distribution of every column of numbers, with the images at both of its ends."""
+    pictures = []
+    for name in data.table.column_names:
+        kind = data.table[name].type
+        if name.startswith("cluster") or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            continue
+        values = data.column(name)
+        known = np.flatnonzero(np.isfinite(values))
+        if not len(known):
+            continue
+        order = known[np.argsort(values[known], kind="stable")]
+        pictures.append(Picture(histogram_uri(values[known]), f"Distribution of {name}", f"{name}: how often"))
+        for end, rows in (("lowest", order[:ENDS]), ("highest", order[-ENDS:])):
+            said = f"{name}: {end}, {values[rows[0]]:.4g} to {values[rows[-1]]:.4g}"
+            pictures.append(data.sheet(data.samples[rows], f"Images with the {end} {name}", said))
+    if not pictures:
+        return None
+    text = "What is at the ends of a column shows where to cut."
+    return Section("Columns", [Pictures([p for p in pictures if p])], [text])

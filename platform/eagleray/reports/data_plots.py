@@ -1,0 +1,75 @@
+"""Draw what a page on a data set shows: a map of features with images on it, distributions, and sheets of images."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray.base.plotting import BLUE, LIGHT
+from eagleray.datasets.contact_sheet import sheet
+from eagleray.reports.page import uri
+
+Pixels = NDArray[np.uint8]  # (H, W, 3)
+Floats = NDArray[np.floating[Any]]
+SIZE = (9.6, 7.2)  # inches of the map
+SMALL = (4.6, 1.5)  # of a distribution
+ON_MAP = 34  # pixels of the longer side of an image on the map
+QUALITY = 80  # of WebP
+
+
+def images_uri(images: Sequence[Pixels], columns: int = 4) -> str:
+    """Return a sheet of images as a data: URI."""
+    sheet(images, columns).save(buffer := io.BytesIO(), "WEBP", quality=QUALITY)
+    return uri(buffer.getvalue(), "webp")
+
+
+def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tuple[int, Pixels]]) -> str:
+    """Return a map of points (n,) in colours by number, with the images of some of them, as a data: URI."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+
+    figure = Figure(figsize=SIZE, dpi=110)
+    axes = figure.add_axes((0, 0, 1, 1))
+    x, y = (v.clip(*np.percentile(v, [0.5, 99.5])) for v in (x, y))  # a few that are far off would shrink the others
+    colours = colormaps["tab20"](colour % 20)
+    axes.scatter(x, y, c=colours, s=8, linewidths=0, alpha=0.7)
+    for row, image in images:
+        thumb = OffsetImage(image, zoom=ON_MAP / max(image.shape[:2]))
+        edge = {"edgecolor": colours[row], "linewidth": 2}
+        axes.add_artist(AnnotationBbox(thumb, (x[row], y[row]), pad=0, bboxprops=edge))
+    axes.margins(0.05)
+    axes.set_axis_off()
+    return _saved(figure)
+
+
+def histogram_uri(values: Floats) -> str:
+    """Return a histogram of a column as a data: URI; the outermost bars count all values beyond them."""
+    from matplotlib.figure import Figure
+
+    low, high = np.percentile(values, [0.5, 99.5])
+    figure = Figure(figsize=SMALL, dpi=150, layout="constrained")
+    axes = figure.subplots()
+    high = high if high > low else low + 1
+    axes.hist(values.clip(low, high), bins=60, color=BLUE, weights=np.full(len(values), 100 / len(values)))
+    axes.set_ylabel("images, %", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="y", color=LIGHT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    return _saved(figure)
+
+
+def _saved(figure: Any) -> str:
+    figure.savefig(buffer := io.BytesIO(), format="png")
+    return uri(buffer.getvalue(), "png")
+
+
+def principal(features: Floats) -> Floats:
+    """Return the coordinates (n, 2) of features (n, D) along the two axes on which they differ most (PCA)."""
+    centred = features - features.mean(0)
+    _, _, axes = np.linalg.svd(centred, full_matrices=False)
+    return centred @ np.vstack([axes, np.zeros_like(axes)])[:2].T

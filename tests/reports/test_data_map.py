@@ -1,0 +1,87 @@
+"""`eagleray data map`: what stands on the page, and what it refuses."""
+
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+from helpers.commands import refused
+
+import eagleray
+from eagleray.cli.demo import pictures
+from eagleray.cli.main import app
+from eagleray.data import sample_table
+from eagleray.datasets.shards import Sample, write_shards
+from eagleray.reports import data_map
+
+BACKBONE = "untrained:test_vit"
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sample_table, "ROWS", 32)
+    monkeypatch.setattr(data_map, "PARTS", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """128 images: one does not decode, and every eighth is a copy of the one before it."""
+    samples = list(pictures(0, 128))
+    for i in range(7, 128, 8):
+        samples[i] = Sample(samples[i].key, samples[i].extension, samples[i - 1].data, samples[i].label)
+    samples[20] = Sample(samples[20].key, "jpg", b"no image", 0)
+    write_shards(samples, str(tmp_path / "shards"), size=60_000)
+    return tmp_path / "shards"
+
+
+def sections(page: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def test_a_page_without_any_columns_says_what_would_add_to_it(shards: Path, tmp_path: Path) -> None:
+    page = eagleray.data_map(shards, tmp_path / "new" / "data.html").read_text()
+    assert sections(page) == []
+    for command in ("data measure", "embed MODEL", "data cluster FEATURES"):
+        assert f"eagleray {command} {shards}" in page
+    assert "96 of 128 images are looked at" in page
+
+
+def test_everything_that_was_computed_is_shown(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eagleray.measure(shards, workers=0)
+    features = eagleray.embed(BACKBONE, shards, size=32, resize=32)
+    eagleray.find_clusters(features, shards, clusters=[4], similar=0.9999)
+    out = tmp_path / "data.html"
+    capsys.readouterr()
+    app(["data", "map", str(shards), "--where", "luma > 100", "--out", str(out)], standalone_mode=False)
+    assert capsys.readouterr().out.split() == [str(out)]
+    page = out.read_text()
+    assert sections(page) == ["Preview", "Map", "Clusters", "Near copies", "Columns"]
+    assert "More is shown after" not in page
+    sources = re.findall(r'src="(.*?)"', page)
+    assert all(source.startswith("data:image/") for source in sources), "the file needs no other"
+    kept, left = (int(n) for n in re.findall(r'data-label="Images"><data value="(\d+)">', page))
+    [measured] = [path for path in (shards / "columns").iterdir() if path.name != "clusters"]
+    luma = pandas.read_parquet(measured)["luma"]
+    assert (kept, left) == (int((luma > 100).sum()), 128 - int((luma > 100).sum()))
+    for name in ("luma", "sharpness", "entropy", "min_side", "similarity", "balance"):
+        assert f"{name}: lowest, " in page
+    pairs = re.findall(r"cosine similarity (\d\.\d+): \S+/(\d+)_\w+, and its copy (\d+)", page)
+    assert pairs
+    assert all(int(copy) == int(first) + 1 and float(similarity) > 0.9999 for similarity, first, copy in pairs)
+    counted = [int(n.replace(",", "")) for n in re.findall(r"cluster \d+: ([\d,]+) images", page)]
+    assert counted == sorted(counted, reverse=True)
+
+
+def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["data", "map", str(shards), "--out", str(tmp_path / "data.html")]
+    assert "there are key, shard, label, bytes" in refused(capsys, *command, "--where", "nsfw < 1")
+    assert refused(capsys, *command, "--features", str(shards)).endswith(
+        "shards: no features; expected a folder that eagleray embed has written"
+    )
+    (tmp_path / "file").touch()
+    said = refused(capsys, "data", "map", str(shards), "--out", str(tmp_path / "file" / "data.html"))
+    assert "cannot be written" in said
+    assert not (tmp_path / "data.html").exists()
