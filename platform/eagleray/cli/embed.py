@@ -8,7 +8,7 @@ import typer
 
 from eagleray.base.console import out as console
 from eagleray.base.errors import UserError
-from eagleray.cli.options import Plugins
+from eagleray.cli.options import Plugins, WhereColumns
 
 Out = Annotated[
     str | None,
@@ -153,9 +153,7 @@ def data_map(
         str | None, typer.Option(help="Folder of an embedding. By default one beside the shards.")
     ] = None,
     where: Annotated[str, typer.Option(help="Show what this expression, as for data.train.where, would keep.")] = "",
-    columns: Annotated[
-        str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that it may name.")
-    ] = "",
+    columns: WhereColumns = "",
 ) -> None:
     """Write a page that shows the images of a data set: a map, clusters, near copies, and the ends of every column."""
     from eagleray.api import data as api

@@ -16,7 +16,7 @@ from eagleray.base.files import writing
 from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import replay as replay_cli
 from eagleray.cli import report as report_cli
-from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName
+from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName, WhereColumns
 from eagleray.cli.outcome import show_card, show_run
 
 app = typer.Typer(
@@ -137,16 +137,9 @@ def prepare(
         str,
         typer.Option(help="Only openimages: folder of the image files. By default they come from the public bucket."),
     ] = "",
-    column: Annotated[
-        str, typer.Option(help="Only parquet: column of the images. It is needed where several columns hold images.")
-    ] = "",
-    where: Annotated[
-        str,
-        typer.Option(help="Only webdataset: an expression, as for data.train.where; other samples are left out."),
-    ] = "",
-    columns: Annotated[
-        str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that it may name.")
-    ] = "",
+    column: Annotated[str, typer.Option(help="Only parquet: column of the images, where several hold some.")] = "",
+    where: Annotated[str, typer.Option(help="Only webdataset: leave out samples for which this is not true.")] = "",
+    columns: WhereColumns = "",
     plugin: Plugins = None,
 ) -> None:
     """Turn a data set into shards with an index and a card, dataset.json, that describes them.

@@ -53,3 +53,6 @@ Profile = Annotated[
         metavar="STEP..STEP",
     ),
 ]
+WhereColumns = Annotated[
+    str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that the expression may name.")
+]
