@@ -28,7 +28,7 @@ def shares(sizes: Floats, parents: Sequence[NDArray[np.int64]], total: float) ->
     levels = [sizes]
     for level, members in enumerate(parents, 1):
         clusters = len(parents[level]) if level < len(parents) else 0
-        levels.append(np.bincount(members, weights=levels[-1], minlength=clusters))
+        levels.append(np.bincount(members, weights=levels[-1], minlength=clusters).astype(np.float64))
     got = even(levels[-1], total)
     for members, below in zip(reversed(parents), reversed(levels[:-1]), strict=True):
         order = np.argsort(members, kind="stable")

@@ -215,7 +215,7 @@ def sample_of(index: Index, name: str) -> int:
 
 def ends(data: Data) -> Section | None:
     """Return the distribution of every column of numbers, with the images at both of its ends."""
-    pictures = []
+    pictures: list[Picture | None] = []
     for name in data.table.column_names:
         kind = data.table[name].type
         if name.startswith("cluster") or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
