@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-data = typer.Typer(help="Describe a set of shards, or measure how fast it is read.", no_args_is_help=True)
+data = typer.Typer(help="Describe, measure, cluster and show a set of shards.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 
