@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagleray.base import files
-from eagleray.base.errors import Busy
+from eagleray.base.errors import Busy, UserError
 from eagleray.runs import command, layout, remote, stop_signal
 from eagleray.runs.command import hold
 from eagleray.runs.stop_signal import StopRequest, StopSignal
@@ -35,6 +35,20 @@ def test_a_second_command_is_refused_and_leaves_no_trace(tmp_path: Path):
         assert snapshot(tmp_path) == before
     with hold(str(tmp_path), "third"):
         pass
+
+
+def test_a_run_that_was_refused_leaves_no_folder(tmp_path: Path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.mkdir()
+    for out in new, old:
+        with pytest.raises(UserError, match="no such data"), hold(str(out), "first"):
+            raise UserError("no such data")
+    assert not new.exists()
+    assert old.exists(), "the user made it"
+    with pytest.raises(UserError), hold(str(new), "second"):
+        (new / layout.RECIPE).write_text("steps: 100")
+        raise UserError("a weight is missing")
+    assert (new / layout.RECIPE).exists()
 
 
 def test_a_command_waits_for_the_last_rank_of_a_killed_one(tmp_path: Path):

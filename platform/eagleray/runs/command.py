@@ -42,13 +42,25 @@ def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None)
 
 def _hold_folder(stack: contextlib.ExitStack, out: str, command: str, say: Callable[[str], None]) -> None:
     folder = Path(out)
+    new = not folder.exists()
     files.make_folder(folder)
     stack.enter_context(_lock_command(folder, command, say))
+    if new:
+        stack.callback(_remove_unused, folder)
     try:
         files.lock_folder(folder, patience=SOON).close()
     except Busy:
         say(f"{out}: waiting for the last process of this run to end, {PATIENCE:.0f} s at most")
         files.lock_folder(folder, patience=PATIENCE).close()
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused before anything was written."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {layout.COMMAND, files.LOCK}:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
 
 
 def _lock_command(folder: Path, command: str, say: Callable[[str], None]) -> contextlib.AbstractContextManager[object]:
