@@ -8,7 +8,9 @@ import statistics
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +21,7 @@ sys.path.insert(0, str(ROOT / "platform"))  # what is measured is this checkout
 
 from eagleray.base import devices  # noqa: E402
 from eagleray.base.errors import UserError  # noqa: E402
+from eagleray.base.files import cache_folder  # noqa: E402
 from eagleray.config.view import View  # noqa: E402
 
 T = TypeVar("T")
@@ -43,6 +46,24 @@ def run(main: Callable[[], None]) -> None:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+
+
+def environment(rival: str, *more: str) -> Path:
+    """Return the Python of an environment with a rival, such as `lightly-train==0.18.0`, our versions of torch,
+    torchvision and timm, and more packages. It is made at the first use. Raises UserError."""
+    same = [f"{name}=={version(name).partition('+')[0]}" for name in ("torch", "torchvision", "timm")]
+    folder = cache_folder("peers") / "-".join([rival, *same]).replace("==", "-")
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        note(f"installing {rival} into {folder}")
+        venv.create(folder, with_pip=True, clear=True)
+        command = [str(python), "-m", "pip", "install", "-q", rival, *same, *more]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+            raise UserError(f"{rival} cannot be installed: {said[-1]}")
+        (folder / "complete").touch()
+    return python
 
 
 def note(line: str) -> None:

@@ -17,9 +17,7 @@ import math
 import statistics
 import subprocess
 import time
-import venv
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +28,6 @@ import torch
 
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.errors import UserError
-from eagleray.base.files import cache_folder
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
@@ -65,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as `pretrain` does
-    python = environment()
+    python = common.environment(RIVAL)
     with synthetic.shards(args.data, images=args.images) as (url, spare), TemporaryDirectory() as folder:
         result: dict[str, Any] = {}
         for what in args.only:
@@ -80,23 +77,6 @@ def main() -> None:
                 result[key] = max(result.get(key, 0.0), ours.difference())
         sizes = {"images": args.images, "batch": args.batch, "step_batch": args.step_batch, "rounds": args.rounds}
         common.show(result | sizes | {"rival": RIVAL}, as_json=args.json)
-
-
-def environment() -> Path:
-    """Return the Python of an environment with LightlyTrain, made at the first use. Raises UserError."""
-    same = [f"{name}=={version(name).partition('+')[0]}" for name in ("torch", "torchvision", "timm")]
-    folder = cache_folder("peers") / "-".join([RIVAL, *same]).replace("==", "-")
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        common.note(f"installing {RIVAL} into {folder}")
-        venv.create(folder, with_pip=True, clear=True)
-        command = [str(python), "-m", "pip", "install", "-q", RIVAL, *same]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-            raise UserError(f"{RIVAL} cannot be installed: {said[-1]}")
-        (folder / "complete").touch()
-    return python
 
 
 def write_files(stream: Stream, folder: Path, images: int) -> None:

@@ -33,14 +33,13 @@ import synthetic
 from rivals import Task
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import cache_folder
 from eagleray.data.index import open_index
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.storage import store
 
 SHARDS = 8
 BUCKET = "s3://photographs"
-PACKAGES = ("mosaicml-streaming==0.13.0", "torch", "torchvision", "pydantic", "pyyaml")
+RIVAL = "mosaicml-streaming==0.13.0"
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lanes", type=int, default=8)
     args = parser.parse_args()
-    rival = rival_python()
+    rival = str(common.environment(RIVAL, "pydantic", "pyyaml"))  # it wants an older numpy than ours
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         stack.enter_context(server(folder / "s3"))
@@ -66,19 +65,6 @@ def main() -> None:
         convert(readers["streaming"], folder / "local", task)
         shutil.rmtree(folder / "local")
         common.show(measure(readers, folder, args.rounds) | sizes | {"rounds": args.rounds}, as_json=args.json)
-
-
-def rival_python() -> str:
-    """Of the environment in which mosaicml-streaming is; it wants an older numpy than ours. Raises UserError."""
-    cache = cache_folder("streaming-venv")
-    python = cache / "bin" / "python"
-    asked = [python, "-c", "import importlib.util as i, sys; sys.exit(not all(map(i.find_spec, sys.argv[1:])))"]
-    if not python.exists() or subprocess.run([*asked, "streaming", "pydantic", "yaml"]).returncode:
-        raise UserError(
-            f"mosaicml-streaming is not installed in {cache}: python3 -m venv {cache} && "
-            f"{python} -m pip install {' '.join(PACKAGES)}"
-        )
-    return str(python)
 
 
 @contextmanager
