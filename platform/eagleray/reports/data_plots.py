@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from eagleray.base.plotting import BLUE, LIGHT
 from eagleray.datasets.contact_sheet import sheet
@@ -37,7 +38,8 @@ def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tu
     colours = colormaps["tab20"](colour % 20)
     axes.scatter(x, y, c=colours, s=8, linewidths=0, alpha=0.7)
     for row, image in images:
-        thumb = OffsetImage(image, zoom=ON_MAP / max(image.shape[:2]))
+        small = np.asarray(ImageOps.contain(Image.fromarray(image), (2 * ON_MAP, 2 * ON_MAP)))
+        thumb = OffsetImage(small, zoom=0.5)
         edge = {"edgecolor": colours[row], "linewidth": 2}
         axes.add_artist(AnnotationBbox(thumb, (x[row], y[row]), pad=0, bboxprops=edge))
     axes.margins(0.05)
