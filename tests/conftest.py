@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.recipes import SMALL
 from helpers.table import Table
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadGroupScheduling
 
 os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -20,6 +21,8 @@ torch.set_num_threads(1)
 # The same inputs each time, so that a commit that passed once passes again; `make fuzz` looks for new ones.
 hypothesis.settings.register_profile("same", derandomize="FUZZ" not in os.environ, database=None)
 hypothesis.settings.load_profile("same")
+if "FUZZ" not in os.environ:  # else hypothesis draws constants of all modules that earlier tests have imported, too
+    providers._get_local_constants = lambda: providers._local_constants
 
 ONE_AT_A_TIME = {"chaos", "cluster", "sweeps"}  # folders of tests that start clusters and count seconds
 

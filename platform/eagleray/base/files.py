@@ -189,6 +189,16 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
             raise
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a file is there; a name that is too long for a file is none."""
+    try:
+        return path.is_file()
+    except OSError as e:
+        if e.errno != errno.ENAMETOOLONG:
+            raise
+        return False
+
+
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is created if it is missing, while the block runs."""

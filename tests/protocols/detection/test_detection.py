@@ -277,6 +277,7 @@ WRONG = {
         "expected a path within the folder",
     ),
     "an absolute path": (broken(lambda t: t["images"][0].update(file_name="/etc/x.png")), "expected a path within"),
+    "a long name": (broken(lambda t: t["images"][0].update(file_name="a" * 5000)), "a{100}: no such image; 1 of the 3"),
     "a number as name": (broken(lambda t: t["images"][0].update(file_name=7)), r"images\[0\].file_name is 7"),
     "an id of null": (broken(lambda t: t["images"][0].update(id=None)), r"images\[0\].id is None"),
     "an id that is a list": (broken(lambda t: t["images"][0].update(id=[1])), r"images\[0\].id is \[1\]"),

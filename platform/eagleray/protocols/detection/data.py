@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from eagleray.base.errors import UserError
+from eagleray.base.files import is_file
 from eagleray.data.decode import BadImage, decode
 from eagleray.protocols.detection.coco_values import is_mask, is_numbers, shown, wrong_values
 from eagleray.protocols.detection.scores import area, to_mask
@@ -183,9 +184,10 @@ def image_paths(folder: Path, split: str, file: Path, images: Sequence[dict[str,
 
     Raises UserError when an image is missing."""
     folders = [folder / name.format(split) for name in FOLDERS]
-    images_folder = next((p for p in folders if (p / images[0]["file_name"]).is_file()), folders[0])
+    images_folder = next((p for p in folders if is_file(p / images[0]["file_name"])), folders[0])
     paths = [images_folder / image["file_name"] for image in images]
-    missing = [p for p in paths if not p.is_file()]
+    missing = [image["file_name"] for image, path in zip(images, paths, strict=True) if not is_file(path)]
     if missing:
-        raise UserError(f"{missing[0]}: no such image; {len(missing)} of the {len(paths)} in {file} are missing")
+        name = images_folder / missing[0][:100]
+        raise UserError(f"{name}: no such image; {len(missing)} of the {len(paths)} in {file} are missing")
     return paths
