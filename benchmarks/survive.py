@@ -1,4 +1,4 @@
-"""What it costs a run that a worker is killed every two minutes: goodput, restarts, steps taken again, and whether the
+"""What it costs a run that a rank is killed every two minutes: goodput, restarts, steps taken again, and whether the
 weights are those of the same run unharmed.
 
 Both runs are Ray runs of a few workers on a set of labelled shards, one after the other. Prints what a kill cost, and
@@ -27,6 +27,7 @@ import common
 import torch
 
 from eagleray.base.files import read_lines
+from eagleray.cluster.spares import NAME
 from eagleray.engine import checkpoint
 
 RECIPE = "mocov3_vitxs8_cifar10_ep2"
@@ -101,12 +102,12 @@ class Run:
         return self.step()
 
     def harm(self, every: float, seconds: float) -> list[float]:
-        """Kill a worker now and then; returns the seconds from each kill to the first step after it."""
+        """Kill a process that trains now and then; returns the seconds from each kill to the first step after it."""
         self.wait_for(1)
         began, out = time.monotonic(), []
         for number in range(1, int(seconds / every) + 1):
             time.sleep(max(began + number * every - time.monotonic(), 0))
-            os.kill(self.workers()[number % len(self.workers())], signal.SIGKILL)
+            os.kill(self.ranks()[number % len(self.ranks())], signal.SIGKILL)
             killed = time.monotonic()
             step = self.wait_for(number + 1)
             out.append(time.monotonic() - killed)
@@ -114,14 +115,15 @@ class Run:
         time.sleep(every / 4)
         return out
 
-    def workers(self) -> list[int]:
+    def ranks(self) -> list[int]:
+        """The processes that train."""
         mine = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                title, stat = (entry / "cmdline").read_text(), (entry / "stat").read_text()
+                name, stat = (entry / "comm").read_text(), (entry / "stat").read_text()
             except OSError:
                 continue
-            if "RayTrainWorker" in title and int(stat.rpartition(")")[2].split()[3]) == self.process.pid:
+            if name.strip() == NAME and int(stat.rpartition(")")[2].split()[3]) == self.process.pid:
                 mine.append(int(entry.name))
         return sorted(mine)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from chaos.check import Line, steps, trace
 
+from eagleray.cluster.spares import NAME
+
 TRACING = Path(__file__).parent / "trace"
 COMMAND = Path(sys.executable).parent / "eagleray"
 
@@ -114,9 +116,12 @@ class Job:
         return [p for p in self.processes() if _read(p, "comm").startswith("pt_data_worker")]
 
     def ranks(self) -> list[int]:
-        """Ray's training workers; a loader process of one has inherited its title."""
-        titled = [p for p in self.processes() if "RayTrainWorker" in _read(p, "cmdline")]
-        return sorted(set(titled) - set(self.loader_workers()))
+        """The processes that train."""
+        return sorted(p for p in self.processes() if _read(p, "comm").strip() == NAME)
+
+    def ray_workers(self) -> list[int]:
+        """Ray's workers, each of which follows a process that trains."""
+        return sorted(p for p in self.processes() if "RayTrainWorker" in _read(p, "cmdline"))
 
     def processes(self) -> list[int]:
         """All of this command's session, Ray's processes too."""

@@ -22,7 +22,7 @@ from eagleray.engine import checkpoint
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("worker", "rank", "job", "object", "proxy")  # killed in turn; the last two are servers of the store
+KINDS = ("loader", "rank", "ray", "job", "object", "proxy")  # killed in turn; the last two are servers of the store
 KILLS = 20
 SHORTLY = f"max_steps={SHORT}"
 
@@ -45,12 +45,13 @@ def test_twenty_kills(site: Site, whole: Whole, run: Run) -> None:
 
 
 def survives(job: Job, kind: str, rng: random.Random) -> bool:
-    """Kill a part of the job, or all of it. Ray begins its ranks again when it has lost one of them."""
+    """Kill a part of the job, or all of it. With Ray all ranks begin again when one of them is lost."""
     if kind == "job":
         job.kill_all()
         return False
     ranks = job.ranks()
-    job.kill(rng.choice(ranks if kind == "rank" else job.loader_workers()))
+    workers = {"rank": job.ranks, "ray": job.ray_workers, "loader": job.loader_workers}[kind]()
+    job.kill(rng.choice(workers))
     if ranks:
         return True
     assert job.finish() == 1, job.said()

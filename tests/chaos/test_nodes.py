@@ -15,6 +15,7 @@ from helpers.processes import below
 from helpers.ray_nodes import add, ray_cluster
 
 from eagleray.base.files import read_lines
+from eagleray.cluster.spares import NAME
 
 pytestmark = pytest.mark.slow
 KEYS = ["log_steps=1", "checkpoint.steps=20", "monitor.every=1000", "optim.epochs=10000"]
@@ -167,14 +168,15 @@ def test_a_head_that_is_killed_and_comes_back(run: Run, cluster: Any, monkeypatc
 
 
 @pytest.mark.timeout(600)
-def test_a_worker_that_hangs_is_replaced_within_a_minute(run: Run):
+@pytest.mark.parametrize("part", ["RayTrainWorker", NAME])
+def test_a_process_that_hangs_is_replaced_within_a_minute(run: Run, part: str):
     job = run.start(2, 0, *KEYS)
     job.wait_for(25)
-    stopped = below(job.process, "RayTrainWorker")[-1]
+    stopped = below(job.process, part)[-1]
     os.kill(stopped, signal.SIGSTOP)
     hung = time.monotonic()
     wait_for("a second start", job, lambda: len(read_lines(run.out / "starts.jsonl")) > 1)
-    # One minute until the worker counts as dead, and the time that a start takes.
+    # One minute until the process counts as dead, and the time that a start takes.
     assert time.monotonic() - hung < 90
     began = read_lines(run.out / "starts.jsonl")[-1]["step"]
     wait_for("progress", job, lambda: read_lines(run.out / "metrics.jsonl")[-1]["step"] >= began + 15)

@@ -103,11 +103,14 @@ class Soak:
     def kill_rank(self) -> None:
         self.kill_one_of(self.job.ranks())
 
+    def kill_ray_worker(self) -> None:
+        self.kill_one_of(self.job.ray_workers())
+
     def kill_loader(self) -> None:
         self.kill_one_of(self.job.loader_workers())
 
     def kill_one_of(self, pids: list[int]) -> None:
-        self.dying = self.dying or not self.job.ranks()  # Ray begins its ranks again
+        self.dying = self.dying or not self.job.ray_workers()  # with them all ranks begin again
         if pids:
             self.job.kill(self.rng.choice(pids))
 
@@ -121,7 +124,7 @@ class Soak:
 
 
 PASSING = ["servers", "pause", "network", "stop_loader"]
-DEADLY = ["kill_rank", "kill_loader", "kill_job", "ask_to_stop"]
+DEADLY = ["kill_rank", "kill_ray_worker", "kill_loader", "kill_job", "ask_to_stop"]
 DEED: dict[str, Callable[[Soak], None]] = {name: getattr(Soak, name) for name in PASSING + DEADLY}
 
 

@@ -12,7 +12,7 @@ import ray
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.cluster import ray_train, resize
+from eagleray.cluster import failure, ray_train, resize
 from eagleray.cluster.session import session
 from eagleray.runs import remote
 
@@ -22,7 +22,8 @@ def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch)
     try:
         raise error
     except Exception as e:
-        ray_train._count(out, "a", e)
+        if counted := failure.count(out, "a", e):
+            failure.fail(out, "a", counted)
 
 
 def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
@@ -33,10 +34,10 @@ def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
     for _ in range(3):
         fail(out, 3, ZeroDivisionError("rank 3's own"), monkeypatch)
         fail(out, 0, RuntimeError("connection closed by peer"), monkeypatch)
-    failure = json.loads((tmp_path / ".failure").read_text())
-    assert failure["why"].startswith("failed 3 times without progress: ZeroDivisionError: rank 3's own")
-    assert failure["trace"].startswith("rank 3 failed\nTraceback")
-    assert "test_failures.py" in failure["trace"]
+    kept = json.loads((tmp_path / ".failure").read_text())
+    assert kept["why"].startswith("failed 3 times without progress: ZeroDivisionError: rank 3's own")
+    assert kept["trace"].startswith("rank 3 failed\nTraceback")
+    assert "test_failures.py" in kept["trace"]
     with pytest.raises(RuntimeError, match="rank 3's own"):
         ray_train.raise_failure(out, "a")
     ray_train.raise_failure(out, "b")  # that of another command is none to this one
@@ -63,14 +64,14 @@ def test_a_failure_that_the_store_does_not_take_is_known_all_the_same(tmp_path: 
 
     with session(cpus=1):
         monkeypatch.setattr(remote, "write_note", refuse)
-        ray_train.fail(str(tmp_path), "a", {"user": True, "why": "AccessDenied"})
-        restarted = ray.remote(ray_train.failure_of)
+        failure.fail(str(tmp_path), "a", {"user": True, "why": "AccessDenied"})
+        restarted = ray.remote(failure.failure_of)
         assert ray.get(restarted.remote(str(tmp_path), "a"), timeout=60)["why"] == "AccessDenied"
         assert ray.get(restarted.remote(str(tmp_path), "b"), timeout=60) is None
         with pytest.raises(UserError, match=r"^AccessDenied$"):
             ray_train.raise_failure(str(tmp_path), "a")
     with pytest.raises(UserError, match="s3://bucket/run: AccessDenied"):  # no Ray to tell
-        ray_train.fail(str(tmp_path), "a", {})
+        failure.fail(str(tmp_path), "a", {})
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""How workers find each other, and how long they wait."""
+"""Where ranks meet, which interface they use, and how long they wait."""
 
 import os
 import pickle
+from typing import Any
 
 import pytest
-import ray
-from ray.train.torch.config import _TorchBackend
+import torch.distributed as td
 
 from eagleray.cluster import process_group
 
@@ -16,42 +16,34 @@ class Workers:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def execute(self, work, *arguments) -> None:
+    def execute(self, work: Any, *arguments: Any) -> None:
         self.done.append(work.__name__)
         work(*arguments)
 
+    def execute_single(self, rank: int, work: Any) -> Any:
+        assert rank == 0
+        return work()
 
-def test_gloo_is_bound_to_the_nodes_address_before_the_group_forms(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+def test_workers_bind_gloo_and_learn_where_their_ranks_meet(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     monkeypatch.setattr(process_group, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(_TorchBackend, "on_start", lambda *_: named.append(os.environ.get("GLOO_SOCKET_IFNAME")))
-    named: list[str | None] = []
+    monkeypatch.setattr(process_group, "_set_torch_distributed_env_vars", lambda: os.environ.update(RANK="0"))
     workers = Workers()
-    settings = pickle.loads(pickle.dumps(process_group.process_group(10)))  # Ray sends them to its controller
-    settings.backend_cls().on_start(workers, settings)
-    assert workers.done == ["bind"]
-    assert named == [process_group.interface("127.0.0.1")]
-    assert named[0]
+    settings = pickle.loads(pickle.dumps(process_group.Ranks()))  # Ray sends them to its controller
+    backend = settings.backend_cls()
+    backend.on_start(workers, settings)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == process_group.interface("127.0.0.1")
+    store = td.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set("a", "b")
+    assert os.environ["RANK"] == "0"
+    assert not td.is_initialized(), "the group is formed by the processes that train"
+    backend.on_shutdown(workers, settings)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     process_group.bind()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
-
-
-def test_a_rank_that_hangs_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch):
-    class Hanging(Workers):
-        def execute_async(self, *_: object, **__: object) -> list[object]:
-            return []
-
-        def __len__(self) -> int:
-            return 2
-
-    waited: list[float] = []
-    monkeypatch.setenv("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "")  # so that it is put back
-    monkeypatch.delenv("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
-    monkeypatch.setattr(ray, "get", lambda futures, timeout: waited.append(timeout))
-    settings = process_group.process_group(10)
-    settings.backend_cls().on_shutdown(Hanging(), settings)
-    assert waited == [process_group.LEAVE]
 
 
 def test_an_address_that_is_not_here_names_no_interface():
@@ -60,7 +52,7 @@ def test_an_address_that_is_not_here_names_no_interface():
 
 @pytest.mark.parametrize(("minutes", "seconds"), [(10, 1800), (60, 3900)])
 def test_ranks_wait_longer_than_a_store_may_be_away(minutes: float, seconds: int):
-    assert process_group.process_group(minutes).timeout_s == seconds
+    assert process_group.limit(minutes) == seconds
 
 
 def test_hangs_of_nccl_fail_the_group_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):

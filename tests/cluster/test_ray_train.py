@@ -8,23 +8,32 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import below
-from helpers.runs import arguments, assert_same, start, wait_for_step, weights
+from helpers.runs import arguments, assert_same, start, wait_for_start, wait_for_step, weights
+
+from eagleray.cluster.spares import NAME
 
 LONG = ["workers=2", "optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=9"]
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_worker_costs_nothing_but_time(small: Path, shards: Path, tmp_path: Path):
+def test_killed_processes_cost_nothing_but_time(small: Path, shards: Path, tmp_path: Path):
+    """One that trains is killed, and all are forked again; then a worker is, and Ray starts all workers again."""
     harmed, whole = tmp_path / "harmed", tmp_path / "whole"
     process = start(arguments(small, shards, harmed, *LONG))
-    wait_for_step(harmed, 15, process)
-    workers = below(process, "RayTrainWorker")
-    assert len(workers) == 2
-    os.kill(workers[-1], signal.SIGKILL)
+    workers = set[int]()
+    for start_number, (kind, step) in enumerate([(NAME, 15), ("RayTrainWorker", 30)], 2):
+        wait_for_step(harmed, step, process)
+        parts = below(process, kind)
+        assert len(parts) == 2
+        workers = workers or set(below(process, "RayTrainWorker"))
+        assert workers == set(below(process, "RayTrainWorker")), "Ray has started no others"
+        os.kill(parts[-1], signal.SIGKILL)
+        wait_for_start(harmed, start_number, process)
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 0, text
-    assert json.loads((harmed / "summary.json").read_text())["restarts"] == 1
+    assert json.loads((harmed / "summary.json").read_text())["restarts"] == 2
     assert "continuing from step" in text
+    assert "started again: the process of rank 1 was ended by signal 9" in (harmed / "train.log").read_text()
     process = start(arguments(small, shards, whole, *LONG))
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 0, text

@@ -5,8 +5,8 @@ import subprocess
 
 
 def below(process: subprocess.Popen[str], title: str) -> list[int]:
-    """Processes with such a title below a command."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    """Processes with such a name or title below a command."""
+    table = subprocess.run(["ps", "-eo", "pid,ppid,comm,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in table.splitlines()[1:]]
     parents = {int(pid): int(ppid) for pid, ppid, _ in rows}
 

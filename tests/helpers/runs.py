@@ -40,6 +40,14 @@ def start(args: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
+def wait_for_start(out: Path, number: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while len(read_lines(out / "starts.jsonl")) < number:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"no start {number}"
+        time.sleep(0.02)
+
+
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + 120
     while time.monotonic() < end:

@@ -2,18 +2,25 @@
 
 import json
 import logging
+import traceback
 from typing import Any
 
-from eagleray.base.errors import Outage, UserError
+from eagleray.base import dist
+from eagleray.base.errors import Futile, Outage, UserError, one_line
+from eagleray.engine import checkpoint
 from eagleray.runs import layout, remote
 
 log = logging.getLogger(__name__)
+TIMES = 3  # starts in a row that end with an error and without a new checkpoint, after which a run has failed
 
 
 def fail(out: str, command: str, failure: dict[str, Any]) -> None:
-    """Write down why no restart can mend a command's run. The id keeps it from being another command's failure."""
+    """Write down why no restart can mend a command's run, unless it is known: the other ranks fail because the first
+    one has. The id keeps it from being another command's failure."""
     from ray.experimental import internal_kv
 
+    if failure_of(out, command):
+        return
     text = json.dumps(failure | {"command": command})
     try:
         remote.write_note(out, layout.FAILURE, text)
@@ -37,6 +44,21 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
         return dict(known)
     kept = internal_kv._internal_kv_get(_key(command)) if internal_kv._internal_kv_initialized() else None
     return dict(json.loads(kept)) if kept else None
+
+
+def count(out: str, command: str, error: Exception) -> dict[str, Any] | None:
+    """Count an error of this rank. Returns the failure of the run when it came back twice since this command started,
+    without a new checkpoint in between, else None."""
+    newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
+    name = f".failures-{dist.rank()}"
+    known = json.loads(remote.read_note(out, name) or "{}")
+    times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
+    remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
+    if times < TIMES and not isinstance(error, Futile):
+        return None
+    why = f"failed {times} times without progress: {type(error).__name__}: {one_line(error)}; see {out}/{layout.LOG}"
+    trace = f"rank {dist.rank()} failed\n{''.join(traceback.format_exception(error))}"
+    return {"user": False, "why": why, "trace": trace}
 
 
 def _key(command: str) -> bytes:

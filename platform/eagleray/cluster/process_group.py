@@ -1,45 +1,65 @@
-"""Form the process group of a run's workers: gloo on the address of each node, and limits for ranks that hang."""
+"""Prepare the workers of a run for the process group of their ranks: the address where these meet, and their numbers.
 
+The group itself is formed by the processes that train, see `rank_process`."""
+
+import contextlib
 import os
 from typing import Any
 
 import psutil
+import torch.distributed as td
 from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 from ray.util import get_node_ip_address
 
 PATIENCE = 1800.0  # seconds that a rank waits for the others in a collective operation, at least
-LEAVE = 5  # seconds that ranks have to leave the group
 SLACK = 300.0  # seconds beyond the time for which a store may be away, in which a rank waits rightly
+_opened: list[td.TCPStore] = []  # the store of this process, which ends with it
 
 
-class NodeAddress(_TorchBackend):
-    """Ray's backend, with gloo bound to the interface of the node's address. By itself gloo takes the address of the
-    host name, which on Debian and Ubuntu is 127.0.1.1: on several nodes the ranks would not find each other."""
+class Meeting(_TorchBackend):
+    """Ray's backend, which forms no group in the workers. It binds gloo to the interface of the node's address: by
+    itself gloo takes the address of the host name, which on Debian and Ubuntu is 127.0.1.1, and on several nodes the
+    ranks would not find each other."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Bind gloo in every worker, then form the group."""
+        """Write into the environment of every worker where the ranks meet, and which one is its."""
         worker_group.execute(bind)
-        super().on_start(worker_group, backend_config)
+        address = worker_group.execute_single(0, listen)
+        worker_group.execute(meet_at, *address)
+        worker_group.execute(_set_torch_distributed_env_vars)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Leave the group, without waiting long for a rank that hangs: Ray kills it afterwards. Ray reads the limit
-        from the environment of this process, its controller, and does not pass it on from the command."""
-        os.environ.setdefault("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", str(LEAVE))
-        super().on_shutdown(worker_group, backend_config)
+        """Nothing: the workers are in no group."""
 
 
-class ProcessGroup(TorchConfig):
-    """The settings of the process group. A backend without a name is NCCL on GPUs and gloo on CPUs."""
+class Ranks(TorchConfig):
+    """What Ray Train does with PyTorch in its workers. They use no GPU, as those are for the processes that train."""
 
     @property
-    def backend_cls(self) -> type[NodeAddress]:
-        return NodeAddress
+    def backend_cls(self) -> type[Meeting]:
+        return Meeting
+
+    @property
+    def train_func_context(self) -> type[contextlib.nullcontext[None]]:
+        return contextlib.nullcontext
 
 
-def process_group(patience: float) -> ProcessGroup:
-    """Return the settings for a run whose store may be away for `patience` minutes."""
-    return ProcessGroup(timeout_s=int(max(PATIENCE, 60 * patience + SLACK)))
+def limit(patience: float) -> float:
+    """Return the seconds that a rank waits for the others, in a run whose store may be away for `patience` minutes."""
+    return max(PATIENCE, 60 * patience + SLACK)
+
+
+def listen() -> tuple[str, int]:
+    """Open a key-value store in this process, on a free port of the node's address, and return where it is."""
+    host = get_node_ip_address()
+    _opened.append(td.TCPStore(host, 0, is_master=True, wait_for_workers=False))
+    return host, _opened[-1].port
+
+
+def meet_at(host: str, port: int) -> None:
+    """Let the ranks of this worker meet at a store."""
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
 def watch_hangs(patience: float) -> None:

@@ -1,32 +1,26 @@
 """Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user."""
 
 import contextlib
-import json
 import math
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from eagleray import config
-from eagleray.base import dist
 from eagleray.base.console import out
-from eagleray.base.errors import Futile, Outage, Preempted, Superseded, UserError, one_line
-from eagleray.cluster.failure import fail, failure_of
-from eagleray.cluster.prometheus import Gauges
-from eagleray.cluster.resize import asked_to_save, note_saved, save_before_resize
+from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.cluster.failure import failure_of
+from eagleray.cluster.resize import save_before_resize
 from eagleray.cluster.session import aside, machines, session
+from eagleray.cluster.supervisor import HANGING, supervise
 from eagleray.cluster.waiting import Say, Waiting
 from eagleray.config import plugins
-from eagleray.engine import checkpoint
 from eagleray.engine.precision import compute_dtype
-from eagleray.engine.world import World
-from eagleray.runs import layout, pretrain, remote
+from eagleray.runs import layout, remote
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.store import is_remote
@@ -34,30 +28,6 @@ from eagleray.storage.store import is_remote
 # Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
 # seconds still spends most of its time training.
 RESIZE = 60.0
-HANGING = 45  # seconds without an answer after which a worker counts as dead
-
-
-class RayWorld(World):
-    """The world of one worker of Ray Train. It learns when a machine will be taken away, and exports metrics."""
-
-    spot = True
-
-    def __init__(self, device: torch.device, name: str, method: str, cpus: float) -> None:
-        super().__init__(device, cpus)
-        self.name, self.method = name, method
-        self.gauges: Gauges | None = None
-
-    def warned(self) -> bool:
-        """Return whether Ray has announced that a machine of this run will be taken away, or waits for the run to save
-        before it changes the number of workers."""
-        from ray.train import get_preemption_info
-
-        return get_preemption_info() is not None or asked_to_save()
-
-    def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Export the numbers of a record, from rank 0."""
-        self.gauges = self.gauges or Gauges(self.name, self.method, steps)
-        self.gauges.update(record)
 
 
 def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any] | None:
@@ -96,7 +66,7 @@ def fit(
     # Ray waits so long for workers before it makes do with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # until a dead worker is noticed
-    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(HANGING))
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{HANGING:.0f}")
     gpu, cpus = resources(recipe, machines(ray))
     if gpu:
         process_group.watch_hangs(recipe.data.patience)
@@ -106,15 +76,16 @@ def fit(
     waiting = Waiting(ray, least, most, each, say)
     began = time.time()
     trainer = TorchTrainer(
-        _rank,  # type: ignore[arg-type]
+        supervise,  # type: ignore[arg-type]
         train_loop_config={
             "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
             "tracking": tracking,  # not in pieces: Ray records them, and the address may hold a password
             "cpus": cpus,
+            "timeout": process_group.limit(recipe.data.patience),
             "command": command,
         },
-        torch_config=process_group.process_group(recipe.data.patience),
+        torch_config=process_group.Ranks(),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most),  # type: ignore[arg-type]
             use_gpu=gpu,
@@ -124,7 +95,7 @@ def fit(
         run_config=RunConfig(
             name=f"train-{began:.3f}",
             storage_path=str(remote.view_dir(recipe.out) / ".ray"),
-            # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `_count`.
+            # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `failure.count`.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=[*callbacks, save_before_resize()],
         ),
@@ -221,55 +192,3 @@ def _fit(trainer: Any, waiting: Waiting, stopped: Callable[[], bool]) -> Any:
         if waiting.look() and stopped():
             return None
     return results[0]
-
-
-def _rank(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Train one rank; this function runs in every worker. Ray restarts all workers when one fails. An error that a
-    restart cannot fix is written to `.failure`, where the restarted workers and the command read it."""
-    from ray.train.torch import get_device
-
-    out = given["recipe"]["out"] or ""
-    command = given["command"]
-    if dist.from_rank_zero(partial(failure_of, out, command)):
-        return None
-    try:
-        plugins.install(given["plugins"])
-        recipe = config.check(Recipe, given["recipe"], "recipe")
-    except UserError as e:  # such as of a plug-in that imports what this machine has not
-        fail(out, command, {"user": True, "why": str(e)})
-        raise
-    device = get_device()
-    if device.type == "cpu":
-        torch.set_num_threads(max(int(given["cpus"]), 1))
-    world = RayWorld(device, out.rpartition("/")[2], recipe.method.name, given["cpus"])
-    try:
-        return pretrain.pretrain(recipe, world, tracking=given["tracking"], command=command)
-    except Superseded:
-        raise  # a rank that hung came back, and the run goes on without it
-    except Preempted:
-        note_saved()
-        raise  # the restarted workers sit on other machines, or there are more or fewer of them
-    except (UserError, Outage) as e:
-        failure = {"user": isinstance(e, UserError), "outage": isinstance(e, Outage), "why": str(e)}
-        fail(out, command, failure)
-        raise
-    except Exception as e:
-        _count(out, command, e)
-        raise
-
-
-def _count(out: str, command: str, error: Exception) -> None:
-    """Write `.failure` when an error came back twice since this command started, without a new checkpoint in
-    between."""
-    newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
-    name = f".failures-{dist.rank()}"
-    known = json.loads(remote.read_note(out, name) or "{}")
-    times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
-    remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
-    first = failure_of(out, command) is None  # the others fail because this rank has
-    if first and (times == 3 or isinstance(error, Futile)):
-        why = (
-            f"failed {times} times without progress: {type(error).__name__}: {one_line(error)}; see {out}/{layout.LOG}"
-        )
-        trace = f"rank {dist.rank()} failed\n{''.join(traceback.format_exception(error))}"
-        fail(out, command, {"user": False, "why": why, "trace": trace})

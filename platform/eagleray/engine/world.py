@@ -20,6 +20,7 @@ class World:
     """One training process: alone, or one of several ranks that share a process group."""
 
     spot = False  # whether the cluster announces that it will take a machine away
+    why = ""  # what ended the attempt before this one, if there was one
 
     def __init__(self, device: torch.device, cpus: float | None = None) -> None:
         """`cpus` are those of this rank; None: this machine's."""

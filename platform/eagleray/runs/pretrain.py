@@ -87,6 +87,8 @@ def pretrain(
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
+        if world.why:
+            log.warning("started again: %s", world.why)
         if recipe.start and not resumes:
             evaluations.at_start(run, step)
             save_checkpoint(run, step)

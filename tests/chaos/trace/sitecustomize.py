@@ -35,8 +35,9 @@ class Hook:
 def traced(batches: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def wrapped(loader: Any, start: int, *more: Any, **options: Any) -> Iterator[Any]:
         index = loader.stream.index
-        # Ranks that began together meet at one port; where there is none, there is one rank.
-        attempt = f"{os.environ.get('MASTER_PORT') or os.getpid()} from {start}"
+        # Ranks that began together meet at one port, in one attempt; where there is none, there is one rank.
+        port, number = os.environ.get("MASTER_PORT"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        attempt = f"{port or os.getpid()} attempt {number} from {start}"
         for step, (batch, bad) in enumerate(batches(loader, start, *more, **options), start + 1):
             rows = batch.index.numpy()
             places = zip(index.shard[rows].tolist(), index.offset[rows].tolist(), strict=True)

@@ -1,0 +1,99 @@
+"""Train one rank, in a process that was forked for one attempt.
+
+This module must not import Ray, whose threads a fork would not survive; what Ray has to know goes to the worker.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from eagleray import config
+from eagleray.base.devices import is_accelerator
+from eagleray.base.errors import Outage, Preempted, Superseded, UserError, one_line
+from eagleray.cluster.failure import count
+from eagleray.cluster.spares import Line
+from eagleray.cluster.supervisor import DONE, FAIL, FAILED, GO, PREEMPTED, SHOW, SUPERSEDED, WARNED
+from eagleray.config import plugins
+from eagleray.engine.world import World
+from eagleray.runs import pretrain
+from eagleray.runs.recipe import Recipe
+
+for _name in ("boto3", "mlflow"):  # what a run imports later, and a forked process shall find; each may be missing
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
+
+
+class RayWorld(World):
+    """The world of one rank on Ray. Through its worker it learns when a machine will be taken away, and exports
+    metrics."""
+
+    spot = True
+
+    def __init__(self, device: torch.device, cpus: float, line: Line, why: str) -> None:
+        super().__init__(device, cpus)
+        self.line, self.why = line, why
+
+    def warned(self) -> bool:
+        """Return whether Ray has announced that a machine of this run will be taken away, or waits for the run to save
+        before it changes the number of workers."""
+        return self.line.told(WARNED)
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        """Export the numbers of a record, from rank 0."""
+        self.line.send(SHOW, dict(record), steps)
+
+
+def train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> None:
+    """Train one rank, and tell the worker how that ended. `why` says what ended the attempt before."""
+    out, command = given["recipe"]["out"] or "", given["command"]
+    last: tuple[str, Any]
+    try:
+        last = DONE, _train(line, attempt, why, given)
+    except Preempted as e:
+        last = PREEMPTED, str(e)
+    except Superseded as e:  # a rank that hung came back, and the run goes on without it
+        last = SUPERSEDED, str(e)
+    except (UserError, Outage) as e:
+        line.send(FAIL, {"user": isinstance(e, UserError), "outage": isinstance(e, Outage), "why": str(e)})
+        last = FAILED, one_line(e)
+    except Exception as e:
+        if failure := count(out, command, e):
+            line.send(FAIL, failure)
+        last = FAILED, f"rank {os.environ['RANK']}: {type(e).__name__}: {one_line(e)}"
+    line.send(*last)
+    line.wait_for(GO)  # the connections to the other ranks stay until these have ended too
+
+
+def _train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    plugins.install(given["plugins"])
+    recipe = config.check(Recipe, given["recipe"], "recipe")
+    device = torch.device(given["device"])
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    else:
+        torch.set_num_threads(max(int(given["cpus"]), 1))
+    form_group(device, attempt, given["timeout"])
+    world = RayWorld(device, given["cpus"], line, why)
+    return pretrain.pretrain(recipe, world, tracking=given["tracking"], command=given["command"])
+
+
+def form_group(device: torch.device, attempt: int, timeout: float) -> None:
+    """Form the process group of an attempt, in the store that the environment names as torchrun's agent does.
+    `timeout` is in seconds."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    limit = timedelta(seconds=timeout)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = td.PrefixStore(f"{attempt}/group", td.TCPStore(*address, is_master=False, timeout=limit))
+    td.init_process_group(
+        td.get_default_backend_for_device(device),
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=limit,
+    )

@@ -1,0 +1,212 @@
+"""Keep a process that has imported everything, and fork from it the processes that train.
+
+A forked process imports nothing, which is most of what a new one takes seconds for. The process that waits has neither
+threads of Python nor a device in use, as a fork would not survive them; the worker that it belongs to has many threads.
+"""
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+BEAT = 1.0  # seconds between two signs of life of a forked process
+PATIENCE = 10.0  # seconds that the process that waits has to end
+ALIVE, ENDED = "alive", "ended"  # what a forked process says, and what is said of it
+NAME = "eagleray-rank"  # of a forked process, as `ps` and `top` show it
+Said = tuple[Any, ...]  # a word, and what belongs to it
+
+
+class Line:
+    """The end of a pipe that a forked process has; the worker that it trains for has the other one.
+
+    A thread gives a sign of life every second. When the worker has gone, it kills this process and those below it."""
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self.connection, self.lock, self.words = connection, threading.Lock(), set[str]()
+        self.heard = threading.Condition()
+        threading.Thread(target=self._listen, name="line", daemon=True).start()
+
+    def send(self, word: str, *values: Any) -> None:
+        """Tell the worker something."""
+        with self.lock:
+            self.connection.send((word, *values))
+
+    def told(self, word: str) -> bool:
+        """Return whether the worker has said a word."""
+        return word in self.words
+
+    def wait_for(self, word: str) -> None:
+        """Wait until the worker says a word."""
+        with self.heard:
+            self.heard.wait_for(lambda: word in self.words)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                if self.connection.poll(BEAT):
+                    with self.heard:
+                        self.words.add(self.connection.recv())
+                        self.heard.notify_all()
+                else:
+                    self.send(ALIVE)
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+
+class Spare:
+    """The process that waits, as its worker sees it, and the one process at a time that is forked from it."""
+
+    def __init__(self, target: str) -> None:
+        """`target` is the function that forked processes call, as `module:function`. It is given the process's Line,
+        and what `fork` is given."""
+        self.connection, theirs = multiprocessing.Pipe()
+        end = theirs.fileno()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({end}, {target!r})"
+        command = [sys.executable, "-c", code, "eagleray-spare"]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[end])
+        theirs.close()
+        self.line: Connection[Any, Any] | None = None
+
+    def fork(self, *arguments: Any) -> int:
+        """Fork a process that calls the target, and return its number; waits until everything is imported."""
+        self.line, theirs = multiprocessing.Pipe()
+        with self._alive(), theirs:
+            self.connection.send_bytes(pickle.dumps(arguments))
+            reduction.send_handle(self.connection, theirs.fileno(), self.process.pid)
+            return int(self.connection.recv())
+
+    def tell(self, word: str) -> None:
+        """Say a word to the forked process, which may have ended."""
+        if self.line:
+            with contextlib.suppress(OSError):
+                self.line.send(word)
+
+    def kill(self) -> None:
+        """Kill the forked process and those below it."""
+        with self._alive():
+            self.connection.send_bytes(b"")
+
+    def hear(self, seconds: float) -> list[Said]:
+        """Return what the forked process has said, after waiting so long for it at most. The last is ("ended", status)
+        when it has ended, with a negative number for a signal."""
+        ends = [self.connection, self.line] if self.line else [self.connection]
+        with self._alive():
+            if self.connection not in wait(ends, seconds):
+                return self._said()
+            status = self.connection.recv()
+        said = self._said()
+        self.line = None
+        return [*said, (ENDED, status)]
+
+    def close(self) -> None:
+        """End the process that waits, and the one that was forked from it."""
+        self.connection.close()
+        if self.line:
+            self.line.close()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _said(self) -> list[Said]:
+        said: list[Said] = []
+        try:
+            while self.line and self.line.poll():
+                said.append(self.line.recv())
+        except (EOFError, OSError):
+            self.line = None
+        return said
+
+    @contextlib.contextmanager
+    def _alive(self) -> Any:
+        """A context that says what it means that the connection to the process that waits has ended."""
+        try:
+            yield
+        except (EOFError, OSError) as e:
+            raise RuntimeError(f"the process that training is forked from has ended: {self.process.poll()}") from e
+
+
+def serve(descriptor: int, target: str) -> NoReturn:
+    """Import what a function needs, then fork a process that calls it whenever the worker asks, until that has gone.
+
+    This function runs in the process that waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which asks the run to stop
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray starts its workers with some signals blocked
+    worker: Connection[Any, Any] = Connection(descriptor)
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that forked processes share
+    awake, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    process = 0
+    while True:
+        ready = wait([worker, awake])
+        if awake in ready:
+            os.read(awake, 4096)
+            if process and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                _kill(process)  # what is below it, such as loader processes, which hold its locks
+                status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                process = 0
+                with contextlib.suppress(OSError):
+                    worker.send(status)
+        if worker in ready:
+            try:
+                asked = worker.recv_bytes()
+                if not asked:
+                    _kill(process)
+                    continue
+                line = reduction.recv_handle(worker)
+            except (EOFError, OSError):
+                _kill(process)
+                with contextlib.suppress(ChildProcessError):
+                    os.wait()
+                os._exit(0)
+            process = os.fork() or _run(function, asked, line, [worker.fileno(), awake, wake])
+            os.close(line)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it does the same, whoever is first
+                os.setpgid(process, process)
+            worker.send(process)
+
+
+def _kill(process: int) -> None:
+    """Kill a forked process and those below it, which are one process group. Does nothing for 0."""
+    if process:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+
+
+def _run(function: Callable[..., Any], asked: bytes, line: int, close: list[int]) -> NoReturn:
+    """Call the function in the forked process, and end it."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in close:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(NAME)
+        function(Line(Connection(line)), *pickle.loads(asked))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

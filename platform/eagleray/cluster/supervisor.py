@@ -1,0 +1,243 @@
+"""Follow the process that trains one rank, and begin all ranks again when one of them dies, fails or hangs.
+
+Each worker of Ray Train follows a process of its own. The workers tell each other how it goes in a key-value store of
+rank 0's worker, under the number of the attempt: what ended it, how many processes have gone, and how many are done.
+"""
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as td
+
+from eagleray.base.errors import Preempted, Superseded
+from eagleray.cluster.failure import fail, failure_of
+from eagleray.cluster.prometheus import Gauges
+from eagleray.cluster.resize import asked_to_save, note_saved
+from eagleray.cluster.spares import ENDED, Spare
+
+log = logging.getLogger(__name__)
+PROCESS = "eagleray.cluster.rank_process:train"  # what is forked; imported in the process that waits alone
+LOOK = 0.2  # seconds between two looks at the store, at most
+HANGING = 45.0  # seconds without a sign of life after which a process counts as dead
+NOTICE = 1.0  # seconds that a process has to end by itself when another rank has died
+LEAVE = 10.0  # seconds that a process has to end when all are done
+BRIEF = 20.0  # seconds below which an attempt is one of several in vain, perhaps
+PAUSE = 10.0  # seconds before the next attempt, at most
+NEVER = float("inf")
+
+# What a process says last; the others are WARNED, SHOW and FAIL.
+DONE, PREEMPTED, SUPERSEDED, FAILED = "done", "preempted", "superseded", "failed"
+WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
+
+
+class Worker(Protocol):
+    """What a supervisor needs of the worker that it runs in."""
+
+    def warned(self) -> bool:
+        """Return whether the run has to save, as a machine is taken away or added."""
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        """Export a record of the run's numbers."""
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Keep why no new attempt can mend the run."""
+
+
+class Ending(NamedTuple):
+    """How this rank's part of an attempt ended: one of the last words of its process, and what belongs to it."""
+
+    word: str
+    value: Any = None
+
+
+class Supervisor:
+    """Makes attempts to train a rank until one ends the run."""
+
+    def __init__(self, spare: Spare, store: td.Store, rank: int, size: int, worker: Worker) -> None:
+        self.spare, self.store, self.rank, self.size, self.worker = spare, store, rank, size, worker
+
+    def run(self, *arguments: Any) -> Any:
+        """Return what the process returns when all ranks are done, and None when the run has failed for good.
+
+        The process is given the number of the attempt, why there is another one, and `arguments`. Raises Preempted and
+        Superseded when the process does, and RuntimeError or DistError when Ray has to start all workers again."""
+        brief, why = 0, ""
+        for attempt in itertools.count(1):
+            began = time.monotonic()
+            self.spare.fork(attempt, why, *arguments)
+            ending = Following(self, attempt).end()
+            if ending.word == DONE:
+                return ending.value
+            if ending.word == PREEMPTED:
+                raise Preempted(ending.value)
+            if ending.word == SUPERSEDED:
+                raise Superseded(ending.value)
+            self._meet(attempt)
+            if self.store.check([FAIL]):
+                return None
+            why = self.store.get(f"{attempt}/over").decode()
+            log.warning("attempt %d is over: %s", attempt, why)
+            brief = brief + 1 if time.monotonic() - began < BRIEF else 0
+            time.sleep(pause(brief))
+        raise AssertionError("unreachable")
+
+    def _meet(self, attempt: int) -> None:
+        """Wait until the processes of all ranks have gone, and what they have said is written down."""
+        self.store.add(f"{attempt}/gone", 1)
+        while self.store.add(f"{attempt}/gone", 0) < self.size:
+            time.sleep(LOOK / 4)
+
+
+def pause(brief: int) -> float:
+    """Return the seconds before the next attempt, after so many brief ones in a row."""
+    return min(2.0**brief - 1, PAUSE)
+
+
+class Following:
+    """One attempt of one rank, from the fork of its process to the end of it.
+
+    A rank either counts as done in the store or writes there why the attempt is over, so that all ranks agree."""
+
+    def __init__(self, supervisor: Supervisor, attempt: int) -> None:
+        self.spare, self.store, self.worker = supervisor.spare, supervisor.store, supervisor.worker
+        self.rank, self.size, self.attempt = supervisor.rank, supervisor.size, attempt
+        self.heard = time.monotonic()
+        self.kill_at = NEVER
+        self.last: Ending | None = None
+        self.status: int | None = None  # of the process, once it has ended
+        self.warned = False
+
+    def end(self) -> Ending:
+        """Follow the process until it has ended, and return how."""
+        while True:
+            for word, *values in self.spare.hear(LOOK):
+                self.heard = time.monotonic()
+                self._take(word, values)
+            ending = self._look()
+            if ending and self.status is not None:
+                return ending
+            if self.status is None and time.monotonic() >= self.kill_at:
+                self.spare.kill()
+
+    def _look(self) -> Ending | None:
+        """Look at the store and at the process. Returns how this attempt ends, when that is known."""
+        if self.last and self.last.word == DONE:
+            return self._with_others(self.last)
+        if self.status is not None:
+            return self._ended(self.status)
+        if self.kill_at == NEVER:
+            self._watch()
+        return None
+
+    def _take(self, word: str, values: list[Any]) -> None:
+        """Do what the process says, or what its end asks for."""
+        if word == ENDED:
+            self.status = values[0]
+        elif word == SHOW:
+            self.worker.show(*values)
+        elif word == FAIL:
+            self.worker.fail(values[0])
+            self.store.set(FAIL, str(self.rank))
+        elif word in (DONE, PREEMPTED, SUPERSEDED, FAILED) and self.kill_at > 0:  # it comes too late otherwise
+            self.last = Ending(word, values[0])
+            if word == DONE:
+                self.store.add(self._key("done"), 1)
+            elif word == FAILED:
+                self._give_up(values[0])
+            else:
+                self._let_go()
+
+    def _with_others(self, done: Ending) -> Ending | None:
+        """Let the process go when all ranks are done, and end it when another one has to begin again."""
+        if self.store.add(self._key("done"), 0) == self.size:
+            self._let_go()
+            return done
+        if self._over():
+            self.kill_at = 0.0
+            return Ending(FAILED)
+        return None
+
+    def _ended(self, status: int) -> Ending:
+        """Return how the process ended, and tell the other ranks when they have to begin again."""
+        if self.last and self.last.word != FAILED:
+            return self.last
+        if self.kill_at == NEVER:  # this explains the errors of ranks that have lost their connection to it
+            how = f"by signal {-status}" if status < 0 else f"with status {status}"
+            self.store.set(self._key("over"), f"the process of rank {self.rank} was ended {how}")
+        return Ending(FAILED)
+
+    def _watch(self) -> None:
+        """Look whether the process has to be ended, and whether the worker has something to tell it."""
+        if self._over():
+            self.kill_at = time.monotonic() + NOTICE
+        elif time.monotonic() - self.heard > HANGING:
+            self._give_up(f"the process of rank {self.rank} gave no sign of life for {HANGING:.0f} s")
+        elif not self.warned and self.worker.warned():
+            self.warned = True
+            self.spare.tell(WARNED)
+
+    def _let_go(self) -> None:
+        """Let the process end by itself."""
+        if self.kill_at == NEVER:
+            self.spare.tell(GO)
+            self.kill_at = time.monotonic() + LEAVE
+
+    def _give_up(self, why: str) -> None:
+        """End this attempt for all ranks, and kill the process. A reason that is known already is kept."""
+        self.store.compare_set(self._key("over"), "", why)
+        self.kill_at = 0.0
+
+    def _over(self) -> bool:
+        return bool(self.store.check([self._key("over")]))
+
+    def _key(self, name: str) -> str:
+        return f"{self.attempt}/{name}"
+
+
+class RayWorker:
+    """A worker of Ray Train: what a supervisor asks it for, it asks Ray."""
+
+    def __init__(self, out: str, command: str, method: str) -> None:
+        self.out, self.command, self.method = out, command, method
+        self.gauges: Gauges | None = None
+
+    def warned(self) -> bool:
+        # `ray.train.get_preemption_info` would wait for all workers, one of which may have no process at the moment.
+        from ray.train.v2._internal.execution.context import get_train_context
+
+        return get_train_context().preemption_context.preemption_info is not None or asked_to_save()
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        self.gauges = self.gauges or Gauges(self.out.rpartition("/")[2], self.method, steps)
+        self.gauges.update(record)
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        fail(self.out, self.command, failure)
+
+
+def supervise(given: dict[str, Any]) -> Any:
+    """Train one rank; this function runs in every worker of Ray Train. Ray starts all workers again when it raises.
+
+    An error that this cannot mend is kept by `fail`, where new workers and the command find it."""
+    from ray.train.torch import get_device
+
+    out, command = given["recipe"]["out"] or "", given["command"]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = td.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if rank == 0:  # it alone asks where the run is kept
+        store.set("failed before", str(int(failure_of(out, command) is not None)))
+    if store.get("failed before") == b"1":
+        return None
+    spare = Spare(PROCESS)
+    try:
+        worker = RayWorker(out, command, given["recipe"]["method"]["name"])
+        return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(get_device())})
+    except Preempted:
+        note_saved()
+        raise  # the workers that Ray starts sit on other machines, or there are more or fewer of them
+    finally:
+        spare.close()

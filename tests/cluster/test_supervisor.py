@@ -1,0 +1,183 @@
+"""Processes that are forked from one that waits, and that all ranks begin again when one of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as td
+from helpers.spare_work import begun
+
+from eagleray.base.errors import Preempted
+from eagleray.cluster import supervisor
+from eagleray.cluster.spares import NAME, Spare
+from eagleray.cluster.supervisor import Supervisor
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Worker:
+    """A worker without Ray."""
+
+    def __init__(self) -> None:
+        self.leave = threading.Event()
+        self.failures: list[dict[str, Any]] = []
+
+    def warned(self) -> bool:
+        return self.leave.is_set()
+
+    def show(self, record: Mapping[str, Any], steps: int) -> None:
+        raise AssertionError
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        self.failures.append(failure)
+
+
+class Ranks:
+    """Two ranks, each with a process that waits, and a thread that follows what is forked from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.worker = folder, Worker()
+        self.store = td.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.spares = [Spare("helpers.spare_work:work") for _ in range(2)]
+        self.threads = ThreadPoolExecutor(2)
+
+    def start(self, *plans: dict[int, str]) -> Any:
+        """Begin; a rank does in an attempt what its plan says. Returns a function that waits for what they return."""
+
+        def follow(rank: int) -> Any:
+            store = td.TCPStore("127.0.0.1", self.store.port, is_master=False)
+            return Supervisor(self.spares[rank], store, rank, 2, self.worker).run(self.folder, rank, plans[rank])
+
+        results = [self.threads.submit(follow, rank) for rank in range(2)]
+        return lambda: [result.result(60) for result in results]
+
+    def begun(self, rank: int, attempt: int) -> tuple[int, int, str]:
+        return begun(self.folder, rank, attempt)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    ranks = Ranks(tmp_path)
+    yield ranks
+    for spare in ranks.spares:
+        spare.close()
+    ranks.threads.shutdown()
+
+
+def wait_for_end(process: int) -> None:
+    end = time.monotonic() + 10
+    while psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "still there"
+        time.sleep(0.02)
+
+
+def test_all_ranks_begin_again_when_the_process_of_one_is_killed(ranks: Ranks) -> None:
+    results = ranks.start({1: "with a child"}, {1: "with a child"})
+    (first, below, why), (other, _, _) = ranks.begun(0, 1), ranks.begun(1, 1)
+    assert why == ""
+    assert psutil.Process(first).name() == NAME
+    os.kill(other, signal.SIGKILL)
+    killed = time.monotonic()
+    again = ranks.begun(0, 2), ranks.begun(1, 2)
+    assert time.monotonic() - killed < supervisor.HANGING / 2
+    assert {reason for _, _, reason in again} == {"the process of rank 1 was ended by signal 9"}
+    assert results() == ["done in attempt 2", "done in attempt 2"]
+    for process in first, other, below:
+        wait_for_end(process)
+
+
+def test_a_process_that_hangs_is_replaced(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "HANGING", 5.0)
+    results = ranks.start({1: "stand still"}, {1: "stand still"})
+    ranks.begun(0, 1)
+    os.kill(ranks.begun(1, 1)[0], signal.SIGSTOP)
+    assert ranks.begun(0, 2)[2] == "the process of rank 1 gave no sign of life for 5 s"
+    assert results() == ["done in attempt 2", "done in attempt 2"]
+
+
+def test_a_rank_that_is_done_waits_for_the_others_and_begins_again_with_them(ranks: Ranks) -> None:
+    results = ranks.start({}, {1: "stand still"})
+    done, _, _ = ranks.begun(0, 1)
+    other = ranks.begun(1, 1)[0]
+    time.sleep(3 * supervisor.LOOK)
+    assert psutil.pid_exists(done), "the others may still talk to it"
+    os.kill(other, signal.SIGKILL)
+    assert results() == ["done in attempt 2", "done in attempt 2"]
+
+
+def test_a_process_that_dies_when_its_rank_is_done_is_not_missed(ranks: Ranks) -> None:
+    results = ranks.start({}, {1: "be done when told"})
+    done, _, _ = ranks.begun(0, 1)
+    ranks.begun(1, 1)
+    time.sleep(3 * supervisor.LOOK)
+    os.kill(done, signal.SIGKILL)
+    wait_for_end(done)
+    ranks.worker.leave.set()
+    assert results() == ["done in attempt 1", "done in attempt 1"]
+
+
+def test_errors_and_exits_are_attempts_in_vain(ranks: Ranks) -> None:
+    results = ranks.start({1: "fail", 2: "stand still"}, {1: "stand still", 2: "exit"})
+    assert results() == ["done in attempt 3", "done in attempt 3"]
+    assert ranks.begun(1, 2)[2] == "failed in attempt 1"
+    assert ranks.begun(0, 3)[2] == "the process of rank 1 was ended with status 3"
+
+
+def test_a_failure_that_no_attempt_mends_ends_all_ranks(ranks: Ranks) -> None:
+    results = ranks.start({1: "fail"}, {1: "fail for good"})
+    assert results() == [None, None]
+    assert ranks.worker.failures == [{"user": True, "why": "no such key"}]
+
+
+def test_processes_are_told_to_save_and_ray_starts_the_workers_again(ranks: Ranks) -> None:
+    results = ranks.start({1: "be preempted"}, {1: "be preempted"})
+    ranks.begun(0, 1)
+    ranks.worker.leave.set()
+    with pytest.raises(Preempted, match="preempted in attempt 1"):
+        results()
+
+
+def test_ray_starts_the_workers_again_when_the_process_that_waits_dies(ranks: Ranks) -> None:
+    results = ranks.start({1: "stand still"}, {1: "stand still"})
+    process = ranks.begun(0, 1)[0]
+    ranks.begun(1, 1)
+    ranks.spares[0].process.kill()
+    with pytest.raises(RuntimeError, match="that training is forked from has ended"):
+        results()
+    ranks.spares[0].close()
+    wait_for_end(process)
+    ranks.spares[1].process.kill()
+
+
+def test_what_trains_ends_with_its_worker(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\n"
+        "from eagleray.cluster.spares import Spare\n"
+        "spare = Spare('helpers.spare_work:work')\n"
+        "spare.fork(1, '', pathlib.Path(sys.argv[1]), 0, {1: 'with a child'})\n"
+        "time.sleep(600)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment)
+    try:
+        process, below, _ = begun(tmp_path, 0, 1)
+        waiting = psutil.Process(process).ppid()
+    finally:
+        worker.kill()
+        worker.wait()
+    for ended in process, below, waiting:
+        wait_for_end(ended)
+
+
+def test_attempts_that_fail_at_once_are_made_with_pauses() -> None:
+    assert [supervisor.pause(brief) for brief in range(6)] == [0, 1, 3, 7, 10, 10]
