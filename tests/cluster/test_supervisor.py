@@ -179,5 +179,21 @@ def test_what_trains_ends_with_its_worker(tmp_path: Path) -> None:
         wait_for_end(ended)
 
 
+def test_the_process_that_waits_has_asked_no_device_and_begun_no_thread() -> None:
+    """A fork survives neither: CUDA that was asked for its devices cannot be used below a fork."""
+    code = (
+        "import importlib, sys, threading, torch\n"
+        "from eagleray.cluster.supervisor import PROCESS\n"
+        "def asked(*_, **__): raise SystemExit('a device was asked for')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = asked\n"
+        "torch.accelerator.is_available = torch.accelerator.device_count = asked\n"
+        "torch.accelerator.current_accelerator = asked\n"
+        "importlib.import_module(PROCESS.partition(':')[0])\n"
+        "print(threading.active_count(), 'ray' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "1 False\n", run.stderr
+
+
 def test_attempts_that_fail_at_once_are_made_with_pauses() -> None:
     assert [supervisor.pause(brief) for brief in range(6)] == [0, 1, 3, 7, 10, 10]
