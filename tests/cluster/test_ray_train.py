@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -33,7 +34,8 @@ def test_killed_processes_cost_nothing_but_time(small: Path, shards: Path, tmp_p
     assert process.returncode == 0, text
     assert json.loads((harmed / "summary.json").read_text())["restarts"] == 2
     assert "continuing from step" in text
-    assert "started again: the process of rank 1 was ended by signal 9" in (harmed / "train.log").read_text()
+    said = (harmed / "train.log").read_text()
+    assert len(re.findall(r"rank0 WARNING started again: the process of rank [01] was ended by signal 9", said)) == 1
     process = start(arguments(small, shards, whole, *LONG))
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 0, text
