@@ -19,13 +19,13 @@ demo: setup
 	@$(RUN)/python -m eagleray.cli.demo $(if $(DATA),"$(DATA)")
 
 test: setup
-	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # -v names each slow test as it begins. Everything in them has one niceness: Ray gives the workers of jobs a high one, and
 # they would wait for the tests beside them.
 test-all: setup
 	@status=0; \
-	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile || status=$$?; \
+	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder || status=$$?; \
 	nice -n 19 $(RUN)/python -m pytest -v -m slow -n 2 --dist loadgroup --durations=40 || status=$$?; \
 	exit $$status
 

@@ -123,7 +123,8 @@ def test_ranks_write_what_one_process_writes(
 def work(task: Task) -> dict[str, tuple[int, int]]:
     sample_table.ROWS = 64
     shown: dict[str, tuple[int, int]] = {}
-    clustering.work(task, devices.CPU, lambda phase, done, total: shown.update({phase: (done, total)}))
+    index = open_index(task.url)
+    clustering.work(task, index, devices.CPU, lambda phase, done, total: shown.update({phase: (done, total)}))
     assert dist.size() == 2
     return shown
 

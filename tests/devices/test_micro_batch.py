@@ -23,7 +23,7 @@ def recipe_of(method: str, folder: Path) -> Recipe:
     return config.load(Recipe, path, ["data.train=none", "optim.micro_batch=auto"])
 
 
-@pytest.mark.parametrize("method", ["mocov3", "dino"])
+@pytest.mark.parametrize("method", ["mocov3", pytest.param("dino", marks=pytest.mark.slow)])
 def test_a_chosen_micro_batch_fits(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(method, tmp_path)
     with simulated():

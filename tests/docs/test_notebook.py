@@ -27,6 +27,7 @@ def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
     return [o for o in data if o]
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_picture_of_nearest_neighbours_and_features(executed: nbformat.NotebookNode) -> None:
     pictures = [Image.open(io.BytesIO(base64.b64decode(data))) for data in outputs(executed, "image/png")]
     assert len(pictures) == 2  # the loss and the neighbours

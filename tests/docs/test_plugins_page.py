@@ -35,6 +35,7 @@ def words(line: str) -> list[str]:
     return shlex.split(quoted)
 
 
+@pytest.mark.slow
 def test_everything_on_the_page_runs(folder: Path):
     ran = 0
     for block in BLOCK.finditer(PAGE.read_text()):

@@ -2,6 +2,8 @@
 
 import socket
 import subprocess
+import time
+from collections.abc import Callable
 
 
 def below(process: subprocess.Popen[str], title: str) -> list[int]:
@@ -22,3 +24,11 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    """Wait until a condition holds, for two minutes at most."""
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)

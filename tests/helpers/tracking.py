@@ -25,11 +25,3 @@ def logged(history: MLflow, steps: range, pause: float, lines: JsonLines | None 
         longest = max(longest, time.perf_counter() - began)
         time.sleep(pause)
     return longest
-
-
-def wait_for(true: Any) -> None:
-    """Wait until a condition holds, for two minutes at most."""
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)

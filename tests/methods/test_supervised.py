@@ -57,6 +57,7 @@ def keys(shards: Path, out: Path, *more: str) -> list[str]:
     return [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
 
 
+@pytest.mark.slow
 def test_stopping_and_continuing_equals_no_stop(recipe: Any, shards: Path, tmp_path: Path):
     """The run uses everything random, averaged weights and a learning rate for each layer."""
     path = str(recipe("drloc"))

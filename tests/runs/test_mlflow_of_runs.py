@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.processes import wait_for
 from helpers.runs import arguments, split, start, wait_for_step
-from helpers.tracking import wait_for
 
 from eagleray import config
 from eagleray.api.pretrain import pretrain

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.processes import free_port
-from helpers.tracking import BLOCKED, logged, record, wait_for
+from helpers.processes import free_port, wait_for
+from helpers.tracking import BLOCKED, logged, record
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST

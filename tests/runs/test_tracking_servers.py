@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from helpers import mlflow_server
-from helpers.tracking import BLOCKED, logged, wait_for
+from helpers.processes import wait_for
+from helpers.tracking import BLOCKED, logged
 from mlflow import MlflowClient
 
 from eagleray.base.files import JsonLines, read_lines

@@ -7,14 +7,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from eagleray.api.run import Run
-from eagleray.base.console import out as console
+from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_history
 from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.scan_shards import scanner
 from eagleray.config import plugins as loading
-from eagleray.curation.cluster import features_of
 from eagleray.data.image_folder import address
 from eagleray.data.index import open_index, write_index
 from eagleray.data.index_faults import faults_of
@@ -23,6 +22,7 @@ from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.evaluation.embeddings import open_embedding
 from eagleray.reports import data_map as mapping
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
@@ -45,16 +45,13 @@ def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
     """
     urls = str(data) if isinstance(data, str | Path) else list(data)
 
-    def note(line: str) -> None:
-        console.print(line, markup=False)
-
     with progress_bar("shards") as progress:
         task = progress.add_task("index", total=None, rate="")
 
         def tick(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        folders = write_index(urls, note=note, tick=tick, scan_all=scanner())
+        folders = write_index(urls, note=say, tick=tick, scan_all=scanner())
     return [
         {"index": url, "images": images, "bad": bad, "left_out": list(faults_of(url).lines())}
         for url, images, bad in folders
@@ -122,7 +119,7 @@ def prepare(
             options,
             run=map if workers == 0 else partial(ray_map, workers=workers),
             command=command or card.command(["prepare", source, str(origin), str(destination), *_options(options)]),
-            note=lambda line: console.print(line, markup=False),
+            note=say,
             tick=ticks,
         )
 
@@ -158,7 +155,7 @@ def measure(
             absolute(str(out).rstrip("/")) if out else None,
             [name.strip() for name in names],
             run=map if workers == 0 else partial(ray_map, workers=workers),
-            note=lambda line: console.print(line, markup=False),
+            note=say,
             tick=lambda done, total: progress.update(task, completed=done, total=total),
         ).folder
 
@@ -185,8 +182,8 @@ def data_map(
         eagleray.data_map("shards/", "data.html", where="bytes > 2000")
     """
     url = absolute(str(data))
-    found = open_index(url, note=lambda line: console.print(line, markup=False))
-    table = features_of(absolute(str(features).rstrip("/")), found) if features else None
+    found = open_index(url, note=say)
+    table = open_embedding(absolute(str(features).rstrip("/")), found) if features else None
     path = Path(out)
     mapping.data_map(url, found, path, features=table, where=where, columns=str(columns) and absolute(str(columns)))
     return path

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagleray.api.run import Run
-from eagleray.base.console import out as console
+from eagleray.base.console import say
 from eagleray.config import plugins as loading
 from eagleray.curation import cluster as clustering
 from eagleray.evaluation import embed as embedding
@@ -57,7 +57,7 @@ def embed(
         architecture=architecture,
         workers=workers,
         gpus=gpus,
-        note=lambda line: console.print(line, markup=False),
+        note=say,
     ).folder
 
 
@@ -104,5 +104,5 @@ def find_clusters(
         seed=seed,
         workers=workers,
         gpus=gpus,
-        note=lambda line: console.print(line, markup=False),
+        note=say,
     ).folder

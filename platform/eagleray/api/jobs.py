@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagleray.api.overrides import Overrides, overrides_of
-from eagleray.base.console import out as console
+from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.cluster import jobs as cluster_jobs
 from eagleray.cluster.jobs import Cluster
@@ -20,7 +20,7 @@ class Job(cluster_jobs.Job):
     def follow(self) -> int:
         """Print the run's output until it ends, and return its exit status. Ctrl-C stops the printing, not the run.
         Raises Outage when the head stays away."""
-        return cluster_jobs.follow(Cluster(self.address), self.id, _print)
+        return cluster_jobs.follow(Cluster(self.address), self.id, say)
 
     def logs(self) -> str:
         """Return what the run has printed so far."""
@@ -29,7 +29,7 @@ class Job(cluster_jobs.Job):
     def stop(self) -> None:
         """Ask the run to save a checkpoint and end, and wait until it has. Submitting the run again continues it.
         Raises Outage when it does not end."""
-        cluster_jobs.stop(Cluster(self.address), self.id, _print)
+        cluster_jobs.stop(Cluster(self.address), self.id, say)
 
 
 def submit(
@@ -80,8 +80,8 @@ def submit(
         check_named(package.recipe, package.name, gpu, insist=insist)
     cluster = Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
-        _print(line)
-    return job(cluster_jobs.submit(cluster, package, variables, _print, join=join), address=address)
+        say(line)
+    return job(cluster_jobs.submit(cluster, package, variables, say, join=join), address=address)
 
 
 def jobs(address: str | None = None) -> list[Job]:
@@ -112,7 +112,3 @@ def job(id: str, *, address: str | None = None) -> Job:
 def _job(cluster: Cluster, job: cluster_jobs.Job) -> Job:
     """Return a job with what it waits for."""
     return Job(**vars(replace(job, waits=cluster.waits(job))), address=cluster.address)
-
-
-def _print(line: str) -> None:
-    console.print(line, markup=False)

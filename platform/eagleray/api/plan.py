@@ -9,6 +9,7 @@ from typing import Any
 from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.base import devices
 from eagleray.base.console import out as console
+from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.datasets.catalogue import images_of
 from eagleray.runs import accelerators, calibrate, fit, local_forecast
@@ -102,7 +103,7 @@ def _here(recipe: Recipe) -> Target:
 def _data(recipe: Recipe, name: str, images: int | None) -> tuple[Data, list[bytes]]:
     """Return the training set, and some of its files where it is given. Raises UserError."""
     if recipe.data.train:
-        opened = make_plan(resolve_paths(recipe), note=lambda line: console.print(line, markup=False))
+        opened = make_plan(resolve_paths(recipe), note=say)
         samples = opened.stream.samples(range(opened.stream.lanes), start=0)
         return local_forecast.data_of(opened), [bytes(data) for _, data in islice(samples, FILES)]
     images = images or images_of(name)

@@ -14,7 +14,7 @@ from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.api.run import Run
 from eagleray.base import files
 from eagleray.base.console import out as console
-from eagleray.base.console import stop_on_signal
+from eagleray.base.console import say, stop_on_signal
 from eagleray.base.errors import UserError, one_line
 from eagleray.cluster.scan_shards import scanner
 from eagleray.engine import world
@@ -124,11 +124,6 @@ def see_through(
     command = new_command()
     with hold(recipe.out, command, say):
         return _see_through(recipe, command, line, insist=insist)
-
-
-def say(line: str) -> None:
-    """Print a line of a text as it is."""
-    console.print(line, markup=False)
 
 
 def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: bool) -> Run:

@@ -12,7 +12,7 @@ from eagleray import config
 from eagleray.api.overrides import overrides_of
 from eagleray.api.run import Run
 from eagleray.base import devices
-from eagleray.base.console import out as console
+from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.config import plugins as loading
@@ -131,11 +131,6 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
         inexact=list(inexact(record, taken)),
         changed=list(changed(record, taken, opened.folder)),
     )
-
-
-def say(line: str) -> None:
-    """Print a line as it is."""
-    console.print(line, markup=False)
 
 
 def has_accelerators(ranks: int) -> bool:

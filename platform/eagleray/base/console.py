@@ -28,6 +28,11 @@ class SafeConsole(Console):
 out = SafeConsole(highlight=False, soft_wrap=True)
 
 
+def say(line: str) -> None:
+    """Print a line of a text as it is."""
+    out.print(line, markup=False)
+
+
 @contextmanager
 def silence(quiet: bool) -> Iterator[None]:
     """Suppress all console output in the block if `quiet`, which commands set when they print JSON for a program."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from eagleray.base.console import out
+from eagleray.base.console import out, say
 from eagleray.base.errors import UserError
 from eagleray.base.files import writing
 
@@ -76,7 +76,7 @@ def count(data: str) -> int:
 
     if holds_images(data):
         return len(list_images(data).sizes)
-    return len(open_index(data, note=lambda line: out.print(line, markup=False)))
+    return len(open_index(data, note=say))
 
 
 def text(base: str, *, images: int, size: int = 224, gpus: int = 1, data: str = "") -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from eagleray.base.console import out
+from eagleray.base.console import say
 from eagleray.base.text import aligned
 from eagleray.cli.options import Insist, Plugins, complete_recipe
 
@@ -28,10 +28,6 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings={"ignore_unknown_options": True})(submit)
     for command in (jobs, logs, stop):
         app.command()(command)
-
-
-def say(line: str) -> None:
-    out.print(line, markup=False)
 
 
 def submit(

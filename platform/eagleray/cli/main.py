@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import eagleray
-from eagleray.base.console import out, print_error, silence
+from eagleray.base.console import out, print_error, say, silence
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import writing
 from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
@@ -202,7 +202,7 @@ def bench_(
     from eagleray.data.bench import bench
 
     with silence(as_json):
-        report = bench(url, seconds=seconds, note=lambda line: out.print(line, markup=False))
+        report = bench(url, seconds=seconds, note=say)
         for line in report.lines():
             out.print(line, markup=False)
     if as_json:

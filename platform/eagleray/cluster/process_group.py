@@ -34,7 +34,7 @@ class Meeting(_TorchBackend):
 
 
 class Ranks(TorchConfig):
-    """What Ray Train does with PyTorch in its workers. They use no GPU, as those are for the processes that train."""
+    """Tells Ray Train to form no group in its workers. They use no GPU: those are for the processes that train."""
 
     @property
     def backend_cls(self) -> type[Meeting]:

@@ -133,16 +133,13 @@ class Rank:
     def __init__(self, rank: int, size: int, each: Mapping[str, float], packed: Any) -> None:
         plugins.install(packed)
         self.rank, self.size, self.gpus = rank, size, "num_gpus" in each
-        self.store: td.TCPStore | None = None
         torch.set_num_threads(int(each["num_cpus"]))
 
     def listen(self) -> tuple[str, int]:
-        """Open the key-value store through which the ranks meet, on a free port, and return its address."""
-        from ray.util import get_node_ip_address
+        """Open the key-value store through which the ranks meet, and return its address."""
+        from eagleray.cluster import process_group
 
-        host = get_node_ip_address()
-        self.store = td.TCPStore(host, 0, self.size, is_master=True, wait_for_workers=False)
-        return host, self.store.port
+        return process_group.listen()
 
     def run(self, address: tuple[str, int], payload: bytes, lines: Any) -> bytes:
         """Join the process group and call the function. Returns rank 0's result, pickled, and nothing on others."""
@@ -154,7 +151,7 @@ class Rank:
         device = world.device_of(self.gpus)
         bind()
         backend = f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}" if self.gpus else "gloo"
-        store = self.store or td.TCPStore(*address, self.size, is_master=False)
+        store = td.TCPStore(*address, is_master=False)
         td.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         result = function(task, lines.put if self.rank == 0 else _silent)
         td.barrier()  # no rank leaves while another one still talks to it

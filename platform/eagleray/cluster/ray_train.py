@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagleray import config
-from eagleray.base.console import out
+from eagleray.base.console import say
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster.failure import failure_of
 from eagleray.cluster.resize import save_before_resize
@@ -39,7 +39,7 @@ def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any
     log = remote.view_dir(recipe.out) / layout.RAY_LOG
     try:
         with aside(log), session() as ray:
-            return fit(ray, recipe, tracking=tracking, command=command, say=lambda line: out.print(line, markup=False))
+            return fit(ray, recipe, tracking=tracking, command=command, say=say)
     finally:
         if is_remote(recipe.out) and log.exists():
             with contextlib.suppress(UserError, Outage):  # the run's own error says more

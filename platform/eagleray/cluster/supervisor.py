@@ -35,7 +35,7 @@ WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
 
 
 class Worker(Protocol):
-    """What a supervisor needs of the worker that it runs in."""
+    """Stands between a supervisor and the worker that it runs in."""
 
     def warned(self) -> bool:
         """Return whether the run has to save, as a machine is taken away or added."""
@@ -48,7 +48,7 @@ class Worker(Protocol):
 
 
 class Ending(NamedTuple):
-    """How this rank's part of an attempt ended: one of the last words of its process, and what belongs to it."""
+    """Says how this rank's part of an attempt ended: one of the last words of its process, and what belongs to it."""
 
     word: str
     value: Any = None

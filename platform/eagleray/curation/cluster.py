@@ -18,11 +18,10 @@ from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
 from eagleray.curation.near_copies import near_copies
 from eagleray.data.columns import MEASURED
-from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
-from eagleray.data.sample_table import About, SampleTable, home_of, index_of, read_about
+from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
-from eagleray.evaluation.embeddings import WHAT, read_features
+from eagleray.evaluation.embeddings import open_embedding, read_features
 
 EACH = 1000  # samples of a cluster of the lowest level, in the mean
 CANDIDATES = 4096  # samples among which the first centres are drawn, at least
@@ -32,7 +31,7 @@ Tick = Callable[[str, int, int], None]  # a phase, and how many vectors it has h
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks need to know."""
+    """Describes the work to all ranks."""
 
     features: SampleTable
     table: SampleTable
@@ -67,7 +66,7 @@ def cluster(
     Raises UserError when that is none of this data, when numbers contradict each other, and when `out` has another
     table; Outage when a store does not answer."""
     index = open_index(url, note=note)
-    embedding = features_of(features, index)
+    embedding = open_embedding(features, index)
     levels = list(clusters) or default_levels(len(index))
     check(levels, similar, keep, len(index))
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
@@ -79,20 +78,7 @@ def cluster(
             ray_ranks(work_on_ray, task, workers=workers, gpus=gpus, note=note)
         else:
             with PhaseProgress("vectors") as tick:
-                work(task, world.local().device, tick)
-    return table
-
-
-def features_of(folder: str, index: Index) -> SampleTable:
-    """Return the embedding of an index's samples. Raises UserError when the folder has none."""
-    about = read_about(folder)
-    if about is None or about.what != WHAT:
-        raise UserError(f"{folder}: no features; expected a folder that eagleray embed has written")
-    if about.data != data_digest(index, np.arange(len(index))):
-        raise UserError(f"{folder}: features of other images ({about.images:,}, here {len(index):,})")
-    table = SampleTable(folder, about)
-    if missing := len(table.missing()):
-        raise UserError(f"{folder}: {missing} of {len(table.parts)} parts are missing; eagleray embed continues")
+                work(task, index, world.local().device, tick)
     return table
 
 
@@ -125,12 +111,12 @@ def work_on_ray(task: Task, note: Note) -> None:
             shown[phase] = done * 4 // total
             note(f"{phase}: {done:,} of {total:,} vectors")
 
-    work(task, world.device_of(task.gpus), tick)
-
-
-def work(task: Task, device: torch.device, tick: Tick) -> None:
-    """Find clusters and copies with the other ranks; rank 0 writes the table."""
     index = dist.together(lambda: index_of(task.url, task.table.about.data))
+    work(task, index, world.device_of(task.gpus), tick)
+
+
+def work(task: Task, index: Index, device: torch.device, tick: Tick) -> None:
+    """Find clusters and copies with the other ranks; rank 0 writes the table."""
     found = find_clusters(task, device, tick)
     original, similarity = find_copies(task, index, found.of, device, tick)
     if dist.rank() == 0:

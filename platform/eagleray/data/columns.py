@@ -99,6 +99,16 @@ def weights_of(
             raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
 
 
+def samples_where(
+    index: Index, url: str, where: str, columns: str
+) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64]]]:
+    """Yield for which samples of each shard the expression of the option `--where` is true, and their bytes. `columns`
+    is the file of `--columns` or empty. Raises UserError."""
+    source = Source(url=url, where=where, columns=(columns,) if columns else ())
+    for weight, size in weights_of(index, np.arange(len(index.shards)), source, key="--"):
+        yield weight > 0, size
+
+
 def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
     """Yield neighbouring shards that have about ROWS samples together."""
     ends = np.cumsum(np.diff(index.first)[shards])

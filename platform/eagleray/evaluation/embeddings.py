@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.data import sample_table
+from eagleray.data.digests import data_digest
 from eagleray.data.index import Index
-from eagleray.data.sample_table import SampleTable, complete_tables
+from eagleray.data.sample_table import SampleTable, complete_tables, read_about
 
 WHAT, FOLDER, COLUMN = "embedding", "embeddings", "feature"
 
@@ -44,6 +45,19 @@ def _read_part(table: SampleTable, number: int) -> tuple[NDArray[np.float32], ND
     features = np.zeros((len(column), dim), np.float32)
     features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # without the rows that are null
     return features, fine
+
+
+def open_embedding(folder: str, index: Index) -> SampleTable:
+    """Return the embedding of an index's samples that is in a folder. Raises UserError when the folder has none."""
+    about = read_about(folder)
+    if about is None or about.what != WHAT:
+        raise UserError(f"{folder}: no features; expected a folder that eagleray embed has written")
+    if about.data != data_digest(index, np.arange(len(index))):
+        raise UserError(f"{folder}: features of other images ({about.images:,}, here {len(index):,})")
+    table = SampleTable(folder, about)
+    if missing := len(table.missing()):
+        raise UserError(f"{folder}: {missing} of {len(table.parts)} parts are missing; eagleray embed continues")
+    return table
 
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:

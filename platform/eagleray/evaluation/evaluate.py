@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eagleray import config
-from eagleray.base.console import out, print_error
+from eagleray.base.console import print_error, say
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.config import plugins
 from eagleray.data.digests import data_digest
@@ -86,7 +86,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     If a protocol cannot run, a line says why, and the others continue.
 
     Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
-    note = note or (lambda line: out.print(line, markup=False))
+    note = note or say
     if request.gpus and not request.workers:
         raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")
     names, refused = select(request.protocols)

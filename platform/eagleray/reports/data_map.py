@@ -1,7 +1,7 @@
 """A page on a data set: a map of its features, its clusters and near copies, the ends of its columns, and what an
 expression would keep and leave out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from eagleray.base import files
 from eagleray.base.errors import UserError
-from eagleray.config.source import Source
 from eagleray.data import sample_table
-from eagleray.data.columns import MEASURED, weights_of
+from eagleray.data.columns import MEASURED, samples_where
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
-from eagleray.evaluation.embeddings import FOLDER, WHAT, read_features
+from eagleray.evaluation.embeddings import beside, read_features
 from eagleray.reports.data_plots import Pixels, histogram_uri, images_uri, map_uri, principal
 from eagleray.reports.page import Page, Picture, Pictures, Section, Table, Tile, footer_text, render
 
@@ -53,7 +52,7 @@ class Data:
         for table in self.columns:
             read = pa.concat_tables([table.read(part, table.columns()) for part in parts])
             found |= {name: read[name] for name in table.columns()}
-        return pa.table(found) if found else pa.table({"": pa.nulls(len(self.samples))})
+        return pa.table(found)
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return a column of numbers of those samples, nan where they have none."""
@@ -73,12 +72,16 @@ class Data:
         return Picture(images_uri(images, columns), alt, caption) if images else None
 
 
+def group(pictures: Iterable[Picture | None]) -> Pictures:
+    """Return a group of those pictures that there are."""
+    return Pictures([picture for picture in pictures if picture])
+
+
 def data_map(url: str, index: Index, out: Path, *, features: SampleTable | None, where: str, columns: str) -> None:
     """Write the page. Without `features` an embedding beside the shards is used, if there is one. Raises UserError for
     a wrong expression, and when the page cannot be written."""
     tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
-    known = complete_tables(index.shards, FOLDER, lambda a: a.what == WHAT and a.images == len(index))
-    data = Data(url, index, tables, features or next(known, None))
+    data = Data(url, index, tables, features or beside(index, {}))
     sections = [preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]
     page = Page(
         title=f"Data set {url.rstrip('/').rpartition('/')[2]}",
@@ -121,10 +124,8 @@ def preview(data: Data, where: str, columns: str) -> Section | None:
     """Return what an expression keeps and what it leaves out, None without an expression. Raises UserError."""
     if not where:
         return None
-    source = Source(url=data.url, where=where, columns=(columns,) if columns else ())
-    weighed = list(weights_of(data.index, np.arange(len(data.index.shards)), source, key="--"))
-    kept = np.concatenate([weight > 0 for weight, _ in weighed])
-    size = np.concatenate([size for _, size in weighed])
+    of_shards = zip(*samples_where(data.index, data.url, where, columns), strict=True)
+    kept, size = (np.concatenate(parts) for parts in of_shards)
     rows = [
         [name, int(chosen.sum()), 100 * float(chosen.mean()), int(size[chosen].sum()) / 1e9]
         for name, chosen in (("kept", kept), ("left out", ~kept))
@@ -136,7 +137,7 @@ def preview(data: Data, where: str, columns: str) -> Section | None:
         some = np.sort(draw.choice(some, min(KEPT, len(some)), replace=False))
         pictures.append(data.sheet(some, f"{name} images", f"{name}, at random", columns=6))
     table = Table("How much is kept", ["", "Images", "%", "GB"], rows)
-    return Section("Preview", [table, Pictures([p for p in pictures if p])], [f"where: {where}"])
+    return Section("Preview", [table, group(pictures)], [f"where: {where}"])
 
 
 def on_map(data: Data) -> Section | None:
@@ -180,7 +181,7 @@ def clusters(data: Data) -> Section | None:
             spread = rows[np.argsort(-near[rows])][np.linspace(0, len(rows) - 1, min(EACH, len(rows))).astype(int)]
             said = f"cluster {number:.0f}: {count:,.0f} images" + ("" if few else f" ({name.lower()})")
             pictures.append(data.sheet(data.samples[spread], f"Images of cluster {number:.0f}", said))
-        blocks.append(Pictures([p for p in pictures if p]))
+        blocks.append(group(pictures))
     text = (
         "Of each cluster, from the image nearest to its centre to the one farthest from it. Near copies do not count."
     )
@@ -203,7 +204,7 @@ def copies(data: Data) -> Section | None:
         said = f"cosine similarity {similar[row]:.4f}: {name}, and its copy {data.index.key(int(pair[1]))}"
         pictures.append(data.sheet(pair, "An image and its near copy", said, columns=2))
     text = [f"{len(copied):,} of {len(data.table):,} images are near copies. From the least similar pair to the most."]
-    return Section("Near copies", [Pictures([p for p in pictures if p])], text)
+    return Section("Near copies", [group(pictures)], text)
 
 
 def sample_of(index: Index, name: str) -> int:
@@ -232,4 +233,4 @@ def ends(data: Data) -> Section | None:
     if not pictures:
         return None
     text = "What is at the ends of a column shows where to cut."
-    return Section("Columns", [Pictures([p for p in pictures if p])], [text])
+    return Section("Columns", [group(pictures)], [text])

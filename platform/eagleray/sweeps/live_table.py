@@ -9,7 +9,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from eagleray.base.console import out
+from eagleray.base.console import out, say
 from eagleray.base.files import read_history
 from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
@@ -33,7 +33,7 @@ class Show:
         if out.is_terminal:
             self.live.start()
         else:
-            self.study.note = lambda line: out.print(line, markup=False)
+            self.study.note = say
         return self
 
     def __exit__(self, *_: object) -> None:

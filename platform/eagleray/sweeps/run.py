@@ -12,7 +12,7 @@ from typing import Any
 
 from eagleray import config
 from eagleray.base import files
-from eagleray.base.console import out, stop_on_signal
+from eagleray.base.console import out, say, stop_on_signal
 from eagleray.base.errors import UserError, hide_secrets, one_line
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
@@ -196,7 +196,7 @@ def check_data(sweep: Sweep, folder: str | Path) -> None:
     labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
         recipe = resolve_paths(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))
-        plan = make_plan(replace(recipe, out=str(folder)), note=lambda line: out.print(line, markup=False))
+        plan = make_plan(replace(recipe, out=str(folder)), note=say)
         if labelled and not plan.index.labelled:
             raise UserError(f"objective.key={sweep.objective.key}: needs labels, which data.train does not have")
 

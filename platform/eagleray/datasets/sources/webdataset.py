@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
-from eagleray.config.source import Source as Selected
-from eagleray.data.columns import weights_of
+from eagleray.data.columns import samples_where
 from eagleray.data.index import open_index
 from eagleray.data.tar_scan import LARGEST, MEMBERS, image_extensions, key_and_extension
 from eagleray.datasets.sources.files import find_file
@@ -29,16 +28,14 @@ LARGEST_TEXT = 2**24  # bytes of a .cls or .json
 def webdataset(options: PrepareOptions) -> SourceFiles:
     """Find the shards in a folder, or those that a pattern with wildcards or braces names."""
     blobs = store.list_shards(options.origin)
+    if options.columns and not options.where:
+        raise UserError(f"--columns {options.columns}: is for --where, which is missing")
     tables = [find_file(options.columns)] if options.columns else []
-    if not options.where:
-        if options.columns:
-            raise UserError(f"--columns {options.columns}: is for --where, which is missing")
-        return SourceFiles(blobs, lambda: Listing(itertools.chain.from_iterable(ordered_map(_samples, blobs))))
 
     def listing() -> Listing:
-        wanted = _wanted(options)
+        wanted = _wanted(options) if options.where else None
         items = itertools.chain.from_iterable(ordered_map(_samples, blobs))
-        return Listing(_marked(item, wanted) for item in items)
+        return Listing(items if wanted is None else (_marked(item, wanted) for item in items))
 
     return SourceFiles([*blobs, *tables], listing)
 
@@ -46,11 +43,10 @@ def webdataset(options: PrepareOptions) -> SourceFiles:
 def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
     """Return for each shard where the images are for which `--where` is true, in rising order. Raises UserError."""
     index = open_index(options.origin, note=lambda _: None)
-    source = Selected(url=options.origin, where=options.where, columns=(options.columns,) if options.columns else ())
-    weights = weights_of(index, np.arange(len(index.shards)), source, key="--")
+    of_shards = samples_where(index, options.origin, options.where, options.columns)
     wanted = {
-        blob.url: np.sort(index.column(shard, ["offset"])["offset"].to_numpy()[weight > 0])
-        for shard, (blob, (weight, _)) in enumerate(zip(index.shards, weights, strict=True))
+        blob.url: np.sort(index.column(shard, ["offset"])["offset"].to_numpy()[kept])
+        for shard, (blob, (kept, _)) in enumerate(zip(index.shards, of_shards, strict=True))
     }
     if not sum(map(len, wanted.values())):
         raise UserError(f"--where: {options.where}: leaves none of {len(index)} samples")
