@@ -139,6 +139,13 @@ def test_photometric(environment: dict[str, str]) -> None:
     assert all(out[f"{name}_images_per_s"] > 0 for name in names)
 
 
+def test_decode(environment: dict[str, str]) -> None:
+    out = result(environment, "decode.py", "--megapixels", "0.1", "1", "--images", "1", "--rounds", "1")
+    assert set(out["speedup"]) == {"0.1 MP dino", "0.1 MP mocov3", "1 MP dino", "1 MP mocov3"}
+    assert out["difference"]["0.1 MP dino"] == {"mean": 0, "largest": 0}  # nothing to reduce
+    assert 0 < out["difference"]["1 MP dino"]["mean"] < 10
+
+
 def test_gpu_script_is_bash() -> None:
     subprocess.run(["bash", "-n", BENCHMARKS / "gpu.sh"], check=True)
 

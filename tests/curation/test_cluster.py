@@ -120,6 +120,18 @@ def test_ranks_write_what_one_process_writes(
         assert all(0 < done <= total for done, total in phases.values())
 
 
+@pytest.mark.slow
+def test_ray_workers_write_what_one_process_writes(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(sample_table, "ROWS", 16_384)  # in the workers it is not changed
+    features = request.getfixturevalue("features")
+    options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.98, "seed": 3}
+    alone = columns(eagleray.find_clusters(features, shards, tmp_path / "alone", **options))
+    shared = columns(eagleray.find_clusters(features, shards, tmp_path / "shared", workers=2, **options))
+    pandas.testing.assert_frame_equal(shared, alone, atol=1e-5)
+
+
 def work(task: Task) -> dict[str, tuple[int, int]]:
     sample_table.ROWS = 64
     shown: dict[str, tuple[int, int]] = {}

@@ -156,3 +156,44 @@ def test_the_shortest_form_of_a_recipe(data: Path):
         assert config.check(Data, config.to_plain(read), "data") == read
     with pytest.raises(UserError, match="unknown key; did you mean 'where'"):
         config.check(Data, {"train": {"url": "a", "were": "b"}}, "data")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_in_many_files_is_one(data: Path, tmp_path: Path, kind: str):
+    """As img2dataset leaves one beside each tar, in which a column may be of another type, or missing."""
+    index = opened({"url": str(data)})
+    scores = {f"s{i:04d}": i / SAMPLES for i in range(SAMPLES)}
+    keys = list(scores)
+    for number, part in enumerate((keys[:50], keys[50:51], keys[51:])):
+        more = {"language": ["en"] * len(part)} if number else {}
+        table(tmp_path / f"{number:05d}.{kind}", key=part, score=[scores[k] for k in part], **more)
+    table(tmp_path / f"00003.{kind}", key=["elsewhere"], score=[1])  # a whole number
+    table(tmp_path / "other.txt", key=keys[:1], score=[5.0])
+    want = np.array([scores[index.key(i)] > 0.25 for i in range(len(index))])
+    source = {"url": str(data), "columns": str(tmp_path / f"*.{kind}"), "where": "score > 0.25"}
+    assert (weights(source) == want).all()
+    braces = source | {"columns": str(tmp_path / f"0000{{0..3}}.{kind}")}
+    assert (weights(braces) == want).all()
+    spoken = weights(source | {"where": "language = 'en'"})
+    assert (spoken == [index.key(i) not in keys[:50] for i in range(len(index))]).all()
+
+
+def test_only_columns_that_expressions_name_are_read(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Captions and URLs of millions of images would not fit into memory."""
+    keys = [f"s{i:04d}" for i in range(SAMPLES)]
+    path = table(tmp_path / "a.parquet", key=keys, score=[1.0] * SAMPLES, caption=["a dog"] * SAMPLES)
+    read, names = [], pq.read_table
+    monkeypatch.setattr(pq, "read_table", lambda *a, columns: (read.extend(columns), names(*a, columns=columns))[1])
+    weights({"url": str(data), "columns": path, "where": "score > 0"})
+    assert read == ["key", "score"]
+    with pytest.raises(UserError, match=r"there are .*caption"):
+        weights({"url": str(data), "columns": path, "where": "skore > 0"})
+
+
+def test_files_that_do_not_fit_each_other_are_refused(data: Path, tmp_path: Path):
+    table(tmp_path / "a.parquet", key=["s0001"], score=[1.0])
+    table(tmp_path / "b.parquet", key=["s0002"], score=["high"])
+    with pytest.raises(UserError, match=r"\*.parquet: its files have other columns: .*score"):
+        weights({"url": str(data), "columns": str(tmp_path / "*.parquet"), "where": "score > 0"})
+    with pytest.raises(UserError, match=r"none-\*.parquet: no such table"):
+        weights({"url": str(data), "columns": str(tmp_path / "none-*.parquet"), "where": "score > 0"})

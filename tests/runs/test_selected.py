@@ -1,5 +1,6 @@
 """Runs that read a selection of their data: exact over a stop, recorded, and answerable for each sample."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
 from eagleray.cli import main
 from eagleray.config import yaml_text
+from eagleray.data.index import open_index
 from eagleray.data.selection import Selection
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -40,6 +42,27 @@ def test_a_stop_changes_nothing(small: Path, shards: Path, tmp_path: Path):
     api.pretrain(*given(small, shards, tmp_path / "all", "max_steps=1", choice='{url: "%s"}'))
     assert read_lines(tmp_path / "all" / "starts.jsonl")[0]["order"] != digests[0]
     assert whole.summary["steps"] == 14
+
+
+def test_the_report_shows_what_is_read_and_what_is_not(small: Path, shards: Path, tmp_path: Path):
+    run = api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=1"))
+    page = Path(eagleray.report(run)[0]).read_text()
+    section = page[page.index("Choice of samples</h2>") :]
+    label = open_index(str(shards / "train")).label
+    weight = np.where(label < 8, 1 + label % 3 / 2, 0)
+    kept = int((weight > 0).sum())
+
+    def numbers(name: str) -> list[float]:
+        return [float(n) for n in re.findall(rf'data-label="{name}"><data value="([\d.]+)">', section)]
+
+    assert numbers("Images") == [kept, 320 - kept, 320]  # the last is that of the source
+    assert numbers("Readings in an epoch") == pytest.approx([weight.sum()])
+    assert numbers("% of an epoch") == [100]
+    assert "where of source 1: label &lt; 8" in section
+    assert len(set(re.findall(r'src="(data:image/webp;base64,.*?)"', section))) == 2
+    drawn = (tmp_path / "out" / "choice.json").stat().st_mtime_ns
+    api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=2"))
+    assert (tmp_path / "out" / "choice.json").stat().st_mtime_ns == drawn, "once is enough"
 
 
 def test_a_choice_of_few_samples_is_better_written_as_shards():

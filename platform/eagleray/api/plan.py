@@ -80,8 +80,10 @@ def plan(
     check_parallel(loaded, check_method(loaded))
     ranks = max(recipes.span(loaded.workers)[1], 1)
     known, files = _data(loaded, str(recipe), images)
-    rate = input_rate or calibrate.input_rate(Views.of(loaded.views), files)
-    data = replace(known, core_rate=rate, store_rate=store_rate and 1e6 * store_rate)
+    views, scaled = Views.of(loaded.views), loaded.data.decode == "scaled"
+    rate = input_rate or calibrate.input_rate(views, files, scaled=scaled)
+    scaled_rate = calibrate.input_rate(views, files, scaled=True) if files and not (scaled or input_rate) else None
+    data = replace(known, core_rate=rate, scaled_rate=scaled_rate, store_rate=store_rate and 1e6 * store_rate)
     target = target_of(gpu or "", accelerator, ranks) if accelerator else _here(loaded)
     result = forecast(loaded, target, data)
     if not result.fits:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,7 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
         if recipe.teacher and not begun:
             check_teacher(recipe, recipe.teacher)
         write_beginning(recipe, line)
+        note_choice(plan)
         stop = StopRequest(out, command)
         with (
             contextlib.closing(stop),
@@ -181,6 +183,19 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
         return
     if why := append(tracking, folder / layout.MLFLOW, {}, [page, page.with_suffix("")]):
         say(f"the report was not sent to MLflow: {why}; it is {page}")
+
+
+def note_choice(plan: Plan) -> None:
+    """Write into the run folder which samples the run reads, where its recipe chooses some, for the report."""
+    from eagleray.reports import choice
+
+    out, selection = plan.recipe.out, plan.stream.selection
+    if selection is None or json.loads(remote.read_note(out, layout.CHOICE) or "{}").get("digest") == selection.digest:
+        return
+    try:
+        remote.write_note(out, layout.CHOICE, json.dumps(asdict(choice.of_plan(plan))))
+    except Exception as e:  # pictures are not worth a run
+        say(f"warning: the report will not show the choice of samples: {one_line(e)}")
 
 
 def check_weights(recipe: Recipe, source: str) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -33,6 +33,7 @@ class _Given:
     """The data as a user gives it."""
 
     data: Sources
+    decode: Literal["full", "scaled"]
 
 
 class Loader:
@@ -48,9 +49,10 @@ class Loader:
     Each `for` loop yields the batches up to the end of an epoch, and the next loop continues with the next epoch. A
     batch has `views` (tensors of (B, 3, H, W), normalised, on `device`), `label` (B,), -1 where there is none, and
     `index` (B,), the position in the data. `len(loader)` is the steps of an epoch, `state_dict()` and
-    `load_state_dict()` keep the position. Broken images are replaced and listed in `bad`, up to a share of `bad_limit`.
-    `cache` is a folder on this machine's disk that keeps what was fetched, up to `cache_size` bytes. `plugins` are
-    Python files and modules that register operations of the views.
+    `load_state_dict()` keep the position. With `decode="scaled"` a large JPEG is decoded at a half, a quarter or an
+    eighth of its size where every crop is reduced further. Broken images are replaced and listed in `bad`, up to a
+    share of `bad_limit`. `cache` is a folder on this machine's disk that keeps what was fetched, up to `cache_size`
+    bytes. `plugins` are Python files and modules that register operations of the views.
 
     Raises UserError for wrong settings or data, and Outage when a store stays away.
 
@@ -74,6 +76,7 @@ class Loader:
         workers: int | None = None,
         lanes: int | None = None,
         device: str | torch.device = "cpu",
+        decode: Literal["full", "scaled"] = "full",
         bad_limit: float = 0.01,
         cache: str | Path | None = None,
         cache_size: int = 100 * 2**30,
@@ -89,10 +92,11 @@ class Loader:
         rank, ranks = rank_of()
         lanes = lanes or next(n for n in range(min(LANES, batch), 0, -1) if batch % n == 0)
         workers = min(WORKERS, max(batch // ranks, 1)) if workers is None else workers
-        given = config.check(_Given, {"data": str(data) if isinstance(data, Path) else data}, "")
+        given = config.check(_Given, {"data": str(data) if isinstance(data, Path) else data, "decode": decode}, "")
         index = open_index(given.data, files.cache_folder("index"), note=lambda _: None)
         disk = Cache(Path(cache), cache_size) if cache else None
-        self._stream = Stream(index, Views.of(described), seed, lanes, batch, disk, selection=select(index))
+        chosen, scaled = Views.of(described), given.decode == "scaled"
+        self._stream = Stream(index, chosen, seed, lanes, batch, disk, selection=select(index), scaled=scaled)
         self._loader = stream_loader.Loader(
             self._stream, rank=rank, ranks=ranks, workers=workers, device=torch.device(device)
         )

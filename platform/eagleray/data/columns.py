@@ -4,11 +4,12 @@ DuckDB evaluates the expressions; it can read no files meanwhile. Rows pass thro
 grow with the data.
 """
 
+import fnmatch
 import functools
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from eagleray.data import sample_table
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.data.selection import Selection, check_weights
-from eagleray.storage.store import store
+from eagleray.storage.store import absolute, expand_braces, store
 
 KEY = "data.train"
 OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns of every index, and their names there
@@ -81,7 +82,7 @@ def weights_of(
     names = {m[1] or m[2] for text in (source.where, source.weight) if text for m in NAMES.finditer(text)}
     tables = complete_tables([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
     measured = [Measured(table) for table in tables] if names else []
-    given = [Table(url) for url in source.columns]
+    given = [Table(url, names) for url in source.columns]
     excluded = Table(source.exclude) if source.exclude else None
     known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
     wanted = [name for name in known if name in names]
@@ -130,23 +131,24 @@ def own_columns(index: Index, shard: int, wanted: Sequence[str], measured: Seque
 
 class Table:
     """A table of the user's with a row for each of some samples: Parquet or CSV, with the column `key`, and `shard`
-    where keys are not unique among the shards."""
+    where keys are not unique among the shards. It may be one file or many."""
 
-    def __init__(self, url: str) -> None:
-        """Raises UserError when there is no such table, it has no keys, or some of them twice."""
+    def __init__(self, url: str, wanted: Collection[str] = ()) -> None:
+        """Read the keys and the columns that are `wanted`. Raises UserError when there is no such table, it has no
+        keys, or some of them twice, and when its files have other columns than each other."""
         self.url, self.found = url, 0
-        data = io.BytesIO(read_file(url))
+        read = [_read(file, {"key", "shard", *wanted}) for file in files_of(url)]
         try:
-            self.table = pq.read_table(data) if url.lower().endswith(".parquet") else _read_csv(data)
-        except (pa.ArrowException, OSError) as e:
-            raise UserError(f"{url}: cannot be read: {' '.join(str(e).split())[:200]}") from None
+            self.table = pa.concat_tables([table for table, _ in read], promote_options="permissive")
+        except pa.ArrowException as e:
+            raise UserError(f"{url}: its files have other columns: {' '.join(str(e).split())[:200]}") from None
         if "key" not in self.table.column_names:
-            raise UserError(f"{url}: has no column key; it has {', '.join(self.table.column_names)}")
+            raise UserError(f"{url}: has no column key; it has {', '.join(read[0][1])}")
         self.by_shard = "shard" in self.table.column_names
         self.keys = self._joined(self.table["key"].cast(pa.string()), self.table["shard"] if self.by_shard else None)
         if len(pc.unique(self.keys)) < len(self.keys):
             raise UserError(f"{url}: has a key twice; a column shard tells samples of one key apart")
-        self.names = [c for c in self.table.column_names if c not in ("key", "shard")]
+        self.names = [c for c in dict.fromkeys(c for _, names in read for c in names) if c not in ("key", "shard")]
 
     def rows_of(self, samples: pa.Table) -> pa.ChunkedArray:
         """Return the row of each sample, by its columns key and shard; null where the table has none."""
@@ -204,6 +206,35 @@ class Measured:
         if self.last[0] != number:
             self.last = number, self.table.read(number, self.names)
         return self.last[1]
+
+
+def files_of(url: str) -> list[str]:
+    """Return the files that a URL names, which may have braces, and wildcards in the file name. Raises UserError."""
+    files: list[str] = []
+    for one in expand_braces(url):
+        folder, _, name = absolute(one).rpartition("/")
+        if any(c in name for c in "*?["):
+            there = [blob.url for blob in store(folder).list(folder + "/")]
+            found = sorted(file for file in there if fnmatch.fnmatchcase(file.rpartition("/")[2], name))
+            if not found:
+                raise UserError(f"{url}: no such table")
+            files += found
+        else:
+            files.append(one)
+    return files
+
+
+def _read(url: str, wanted: Collection[str]) -> tuple[pa.Table, list[str]]:
+    """Return a table with those of its columns that are wanted, and the names of all. Raises UserError."""
+    data = io.BytesIO(read_file(url))
+    try:
+        if not url.lower().endswith(".parquet"):
+            table = _read_csv(data)
+            return table.select([c for c in table.column_names if c in wanted]), table.column_names
+        names = pq.read_schema(data).names
+        return pq.read_table(data, columns=[c for c in names if c in wanted]), names
+    except (pa.ArrowException, OSError) as e:
+        raise UserError(f"{url}: cannot be read: {' '.join(str(e).split())[:200]}") from None
 
 
 def _read_csv(data: io.BytesIO) -> pa.Table:

@@ -15,7 +15,8 @@ from torch.utils.data import get_worker_info
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.data.blocks import Block, Fetcher
-from eagleray.data.decode import BadImage, decode
+from eagleray.data.decode import BadImage
+from eagleray.data.decode_crops import check_scaled, decode_crops
 from eagleray.data.index import Index
 from eagleray.data.order import Epoch, Lane, Run, Share, lane_length
 from eagleray.data.quarantine import BadSample
@@ -24,7 +25,6 @@ from eagleray.data.shared_lane import Follower, Leader
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views import photometric_cpu, sampling
-from eagleray.views.crop import crop
 from eagleray.views.operations import operate
 from eagleray.views.randaugment import augment
 from eagleray.views.sampling import Views
@@ -85,6 +85,11 @@ class Stream:
     patience: float = PATIENCE  # seconds to retry a store that does not answer
     colours: bool = False  # whether the reader also applies the photometric operations, as no accelerator does
     selection: Selection | None = None  # how often each sample is read in an epoch; None: as the index says
+    scaled: bool = False  # whether JPEGs are decoded at a part of their size where every crop is reduced further
+
+    def __post_init__(self) -> None:
+        if self.scaled:
+            check_scaled()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -216,14 +221,12 @@ class Stream:
 
         Return the sample's random numbers, (V, WIDTH) and (V, EXTRA_WIDTH).
         """
-        sample, block, image = self._decode(part, item)
         lane_run = item.lane_run
         # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
         key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
         u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=epoch, sample=key)
-        boxes = sampling.crops(self.views, u, *image.shape[1:])
         crops = [view[row] for group in part.pixels for view in group]
-        crop(image, boxes, self.views.views, crops)
+        sample, block = self._decode(part, item, u, crops)
         more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=epoch, sample=key)
         for pixels, view, v in zip(crops, self.views.views, more, strict=True):
             if view.randaugment:
@@ -236,14 +239,18 @@ class Stream:
         part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 
-    def _decode(self, part: StepPart, item: "_NextSample") -> tuple[int, Block, Tensor]:
-        """Decode a sample. If it is broken, decode the next good one of its block, then of the lane's other blocks.
+    def _decode(
+        self, part: StepPart, item: "_NextSample", u: NDArray[np.float64], crops: list[Tensor]
+    ) -> tuple[int, Block]:
+        """Decode a sample and write its crops. If it is broken, the next good one of its block stands in, then of the
+        lane's other blocks.
 
         Raises UserError when no sample of the lane can be decoded.
         """
         for sample, block in self._candidates(item):
             try:
-                return sample, block, decode(block.bytes(sample))
+                decode_crops(block.bytes(sample), self.views, u, crops, scaled=self.scaled)
+                return sample, block
             except BadImage as e:
                 part.bad.append(self.index.bad_sample(sample, str(e)))
         last = part.bad[-1]

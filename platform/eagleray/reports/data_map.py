@@ -1,7 +1,7 @@
 """A page on a data set: a map of its features, its clusters and near copies, the ends of its columns, and what an
 expression would keep and leave out."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +15,16 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, samples_where
-from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.evaluation.embeddings import beside, read_features
-from eagleray.reports.data_plots import Pixels, histogram_uri, images_uri, map_uri, principal
-from eagleray.reports.page import Page, Picture, Pictures, Section, Table, Tile, footer_text, render
+from eagleray.reports.choice import Choice, images_of
+from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, principal
+from eagleray.reports.page import Page, Picture, Pictures, Section, Tile, footer_text, render
 
 PARTS = 12  # of a table that are looked at, spread over all
 POINTS, ON_MAP = 3000, 150  # on the map, and how many of them as images
-ENDS, EACH, PAIRS, KEPT = 8, 8, 12, 24  # images at the ends of a column, of a cluster, pairs of copies, kept images
+ENDS, EACH, PAIRS = 8, 8, 12  # images at the ends of a column, of a cluster, pairs of copies
 CLUSTERS = 12  # the largest and the smallest clusters that are shown
 
 
@@ -58,17 +58,9 @@ class Data:
         """Return a column of numbers of those samples, nan where they have none."""
         return self.table[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
 
-    def images(self, samples: NDArray[np.int64]) -> Iterator[tuple[int, Pixels]]:
-        """Yield the number of each sample whose image decodes, and the image."""
-        for sample in samples.tolist():
-            try:
-                yield sample, decode(self.index.read(sample, sample + 1)).permute(1, 2, 0).numpy()
-            except BadImage:
-                continue
-
     def sheet(self, samples: NDArray[np.int64], alt: str, caption: str, columns: int = 4) -> Picture | None:
         """Return a picture of the images of samples, None where none decodes."""
-        images = [image for _, image in self.images(samples)]
+        images = [image for _, image in images_of(self.index, samples)]
         return Picture(images_uri(images, columns), alt, caption) if images else None
 
 
@@ -126,18 +118,8 @@ def preview(data: Data, where: str, columns: str) -> Section | None:
         return None
     of_shards = zip(*samples_where(data.index, data.url, where, columns), strict=True)
     kept, size = (np.concatenate(parts) for parts in of_shards)
-    rows = [
-        [name, int(chosen.sum()), 100 * float(chosen.mean()), int(size[chosen].sum()) / 1e9]
-        for name, chosen in (("kept", kept), ("left out", ~kept))
-    ]
-    draw = np.random.default_rng(0)
-    pictures = []
-    for name, chosen in (("Kept", kept), ("Left out", ~kept)):
-        some = np.flatnonzero(chosen)
-        some = np.sort(draw.choice(some, min(KEPT, len(some)), replace=False))
-        pictures.append(data.sheet(some, f"{name} images", f"{name}, at random", columns=6))
-    table = Table("How much is kept", ["", "Images", "%", "GB"], rows)
-    return Section("Preview", [table, group(pictures)], [f"where: {where}"])
+    sizes = int(size[kept].sum()), int(size.sum())
+    return Choice.of(kept, sizes, data.index, [f"where: {where}"]).section("Preview")
 
 
 def on_map(data: Data) -> Section | None:
@@ -156,7 +138,7 @@ def on_map(data: Data) -> Section | None:
     colour = np.nan_to_num(data.column(highest)[rows]).astype(np.int64) if highest else np.zeros(len(rows), np.int64)
     shown = np.sort(draw.choice(len(rows), min(ON_MAP, len(rows)), replace=False))
     at = {int(data.samples[rows[i]]): int(i) for i in shown}
-    images = [(at[sample], image) for sample, image in data.images(data.samples[rows[shown]])]
+    images = [(at[sample], image) for sample, image in images_of(data.index, data.samples[rows[shown]])]
     of = f"colours are those of {highest}" if highest else "all in one colour, as there are no clusters yet"
     caption = f"{len(rows):,} images by the two principal components of their features; {of}."
     picture = Picture(map_uri(places[:, 0], places[:, 1], colour, images), "A map of the images", caption)

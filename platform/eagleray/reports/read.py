@@ -45,6 +45,7 @@ class Run:
     why: str  # more about the state, in a sentence
     log: Sequence[str]  # its last lines
     forecast: dict[str, Any]  # what was expected of its memory and speed
+    choice: dict[str, Any]  # which samples it reads, see reports.choice
 
     @property
     def last(self) -> int:
@@ -101,6 +102,7 @@ def read(url: str) -> Run:
         why=why,
         log=log[-LAST:],
         forecast=_json(folder / layout.FORECAST, {}),
+        choice=_json(folder / layout.CHOICE, {}),
     )
 
 

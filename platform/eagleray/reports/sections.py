@@ -13,6 +13,7 @@ import yaml
 from eagleray.evaluation.results import UNTRAINED as BARE
 from eagleray.evaluation.results import Result, format_settings, without_twins
 from eagleray.reports import plots
+from eagleray.reports.choice import Choice
 from eagleray.reports.page import (
     BUDGET,
     LEAST,
@@ -57,6 +58,7 @@ def page(run: Run, folder: Path) -> Page:
         Section("Pictures", evaluation_pictures(run)),
         Section("Time", times(run)),
         Section("Plan", plan_and_fact(run), narrow=True),
+        choice(run),
         Section("Bad samples", bad_samples(run)),
         Section("Log", [Texts([("the last lines of train.log", "\n".join(run.log))])] if shows_log(run) else []),
         Section("Recipe", recipe(run), ["Resolved: every default is written out."]),
@@ -283,6 +285,12 @@ def plan_and_fact(run: Run) -> list[Table]:
         ["model FLOP utilisation", plan.get("mfu"), median(metrics.MFU)],
     ]
     return [Table(plan["line"], ["", "Expected", "Measured"], [row for row in rows if row[1:] != [None, None]])]
+
+
+def choice(run: Run) -> Section:
+    """Return what the run reads of its data and what it leaves out, where its recipe chooses."""
+    title = "Choice of samples"
+    return Choice(**run.choice).section(title) if run.choice else Section(title, [])
 
 
 def bad_samples(run: Run) -> list[Table]:

@@ -13,14 +13,13 @@ from PIL import Image
 
 from eagleray.base import devices
 from eagleray.base.allocator import keep_freed_memory
-from eagleray.data.decode import decode
+from eagleray.data.decode_crops import decode_crops
 from eagleray.engine.precision import Precision
 from eagleray.runs.accelerators import Rates
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import made_up, steps, trace_images
 from eagleray.views import sampling
-from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 IMAGES = 4  # of the step that is measured
@@ -62,10 +61,10 @@ def calibrated(
     return rates.slowed(min(times[1:]) / rates.seconds(trace))
 
 
-def input_rate(views: Views, files: Sequence[bytes] = (), seconds: float = SECONDS) -> float:
+def input_rate(views: Views, files: Sequence[bytes] = (), seconds: float = SECONDS, *, scaled: bool = False) -> float:
     """Return how many images a second one core of this machine decodes and crops into the views.
 
-    `files` are image files; without any, one of ImageNet's usual size is made.
+    `files` are image files; without any, one of ImageNet's usual size is made. `scaled` is as in a Stream.
     """
     files = files or [photograph()]
     out = [torch.empty(3, v.size, v.size, dtype=torch.uint8) for v in views.views]
@@ -74,9 +73,8 @@ def input_rate(views: Views, files: Sequence[bytes] = (), seconds: float = SECON
     try:
         began = time.perf_counter()
         while time.perf_counter() < began + seconds:
-            image = decode(files[images % len(files)])
             u = sampling.uniforms(len(views.views), seed=0, epoch=0, sample=images)
-            crop(image, sampling.crops(views, u, *image.shape[1:]), views.views, out)
+            decode_crops(files[images % len(files)], views, u, out, scaled=scaled)
             images += 1
         return images / (time.perf_counter() - began)
     finally:

@@ -19,6 +19,7 @@ from eagleray.runs.step_trace import StepTrace, trace_step
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # of each accelerator: its context, libraries' work space, buffers of exchanges
 SPLIT = 1.05  # by which freed memory in unfit pieces raises what the allocator takes
+WORTH = 1.2  # times as fast, below which another way to decode is not worth mentioning
 HIDDEN = 0.5  # share of a step, its backward pass, behind which gradients are exchanged
 MODEL, INPUT, STORE, EXCHANGE, HOST = "model", "decoding", "store", "exchange of gradients", "host"
 
@@ -45,6 +46,7 @@ class Data:
     images: int
     image_bytes: float  # of an image file, on average
     core_rate: float | None = None  # images/s that one loader process decodes and crops
+    scaled_rate: float | None = None  # the same with data.decode=scaled, where that is not set
     store_rate: float | None = None  # B/s that the store gives to the whole run
 
 
@@ -236,6 +238,9 @@ def advice(recipe: Recipe, result: Forecast, data: Data) -> Iterator[str]:
     model, used = result.rates.get(MODEL), result.memory_needed / result.memory_of_device
     if model and result.limit == INPUT and data.core_rate:
         workers = math.ceil(model / data.core_rate / result.ranks)
+        if (data.scaled_rate or 0) > WORTH * data.core_rate:
+            times = (data.scaled_rate or 0) / data.core_rate
+            yield f"data.decode=scaled: these images, which are large, would be decoded {times:.1f} times as fast"
         yield f"data.workers={workers}: as many loader processes on each rank would keep up with the model"
     if result.limit == STORE:
         yield f"data.cache=FOLDER: the store gives less than the {model or 0:.0f} images/s that the model takes"

@@ -3,6 +3,7 @@
 RECIPE = "recipe.yaml"  # the resolved recipe
 ENVIRONMENT = "environment.json"  # packages, machine and command
 FORECAST = "plan.json"  # what was expected of the run's memory and speed
+CHOICE = "choice.json"  # which samples the run reads, with some images of them and of the others
 PROFILE = "profile"  # a folder: a trace of some steps, and a table of their dearest operations
 METRICS = "metrics.jsonl"  # a line every `log_steps` steps
 STEPS = "steps.jsonl"  # a line for each step: its loss and its gradient norm

@@ -174,7 +174,8 @@ def open_plan(
     selection = dist.from_rank_zero(partial(select, index))
     if selection:
         note(f"data.train: {selection}")
-    stream = Stream(index, views, recipe.seed, data.lanes, batch, cache, 60 * data.patience, selection=selection)
+    patient, scaled = 60 * data.patience, data.decode == "scaled"
+    stream = Stream(index, views, recipe.seed, data.lanes, batch, cache, patient, selection=selection, scaled=scaled)
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)
     steps = recipe.optim.epochs * stream.steps_per_epoch

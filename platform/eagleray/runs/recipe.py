@@ -70,6 +70,8 @@ class Data:
     lanes: PositiveInt = 64  # equal slices of a global batch, each of which is read from its own part of the data
     # Loader processes per rank; 0: in the training process; auto: two fewer than the CPUs of the rank
     workers: NonNegativeInt | Literal["auto"] = 4
+    # scaled: a large JPEG is decoded at a half, a quarter or an eighth of its size where every crop is reduced further
+    decode: Annotated[Literal["full", "scaled"], Field(exclude_if=lambda name: name == "full")] = "full"
     bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
     cache: str | None = None  # folder on each node's own disk that keeps what was fetched
     cache_size: Bytes = 100 * 2**30  # bytes, or such as 200GiB

@@ -1,0 +1,114 @@
+"""Decodes an image and crops its views; a large JPEG on request at a half, a quarter or an eighth of its size.
+
+A JPEG is stored in blocks of 8 x 8 pixels, of which a decoder can compute 4 x 4, 2 x 2 or 1 at once. That takes a
+fraction of the time, and where every crop is reduced further the views hardly differ.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from eagleray.base.errors import UserError
+from eagleray.data.decode import JPEG, check_jpeg, decode, is_frame, jpeg_segments, jpeg_size
+from eagleray.views import sampling
+from eagleray.views.crop import crop
+from eagleray.views.sampling import Views
+
+Boxes = NDArray[np.int64]  # (V, 4) top, left, height and width in pixels
+FACTORS = (8, 4, 2)
+EXIF, ORIENTATION = b"Exif\0\0", 0x112
+
+
+def check_scaled() -> None:
+    """Raises UserError when the package is missing that decodes JPEGs at a part of their size."""
+    if find_spec("simplejpeg") is None:
+        raise UserError("decode=scaled: needs the package simplejpeg, which is not installed; use decode=full")
+
+
+def decode_crops(
+    data: bytes | memoryview, views: Views, u: NDArray[np.float64], out: Sequence[Tensor], *, scaled: bool = False
+) -> None:
+    """Decode an image and write each view's crop, which the numbers `u` (V, WIDTH) place, into `out`, V x (3, S, S).
+
+    With `scaled` a JPEG is decoded at a half, a quarter or an eighth of its size where all its crops are at least so
+    many times as large as their views. Raises BadImage."""
+
+    def boxes(height: int, width: int) -> Boxes:
+        return sampling.crops(views, u, height, width)
+
+    found = _reduced(data, boxes, views.size) if scaled and data[:2] == JPEG else None
+    if found is None:
+        image = decode(data)
+        found = image, boxes(*image.shape[1:])
+    crop(found[0], found[1], views.views, out)
+
+
+def factor(boxes: Boxes, sizes: NDArray[np.int64]) -> int:
+    """Return by how much an image may be reduced, 8, 4, 2 or 1, so that no crop is enlarged to its view's size (V,)."""
+    least = (boxes[:, 2:] // sizes[:, None]).min()
+    return next((f for f in FACTORS if f <= least), 1)
+
+
+def reduced(boxes: Boxes, by: int) -> Boxes:
+    """Return the boxes in the pixels of the reduced image. Both ends are rounded alike, so that a box of n times `by`
+    pixels has n at least."""
+    first, last = (boxes[:, :2] + by // 2) // by, (boxes[:, :2] + boxes[:, 2:] + by // 2) // by
+    return np.concatenate([first, last - first], 1)
+
+
+def _reduced(
+    data: bytes | memoryview, boxes: Callable[[int, int], Boxes], sizes: NDArray[np.int64]
+) -> tuple[Tensor, Boxes] | None:
+    """Return a reduced image (3, h, w) and the boxes of its crops; None for an image that must be decoded as a whole,
+    or that the decoder finds something wrong with, which `decode` then judges as it always does. Raises BadImage."""
+    import simplejpeg
+
+    height, width, channels = jpeg_size(data)
+    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # a view would be enlarged
+        return None
+    check_jpeg(data)
+    turned = orientation(data)
+    placed = boxes(width, height) if turned > 4 else boxes(height, width)
+    by = factor(placed, sizes)
+    if by == 1:
+        return None
+    least = {"min_height": -(-height // by), "min_width": -(-width // by)}
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_factor=1, **least)
+    except ValueError:
+        return None
+    if pixels.shape[:2] != (least["min_height"], least["min_width"]):
+        return None
+    return upright(torch.from_numpy(pixels).permute(2, 0, 1), turned), reduced(placed, by)
+
+
+def orientation(data: bytes | memoryview) -> int:
+    """Return how a JPEG's camera was held, 1 to 8 as EXIF counts them; 1 where it does not say. Raises BadImage."""
+    for kind, at in jpeg_segments(data):
+        if is_frame(kind):
+            break
+        if kind == 0xE1 and data[at + 4 : at + 10] == EXIF:
+            exif = Image.Exif()
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about damaged tags
+                    exif.load(bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4])]))
+                    found = int(exif.get(ORIENTATION, 1))
+            except Exception:  # whatever a damaged table of tags leads to
+                return 1
+            return found if 1 <= found <= 8 else 1
+    return 1
+
+
+def upright(image: Tensor, turned: int) -> Tensor:
+    """Turn or mirror an image (3, H, W) by its EXIF orientation."""
+    if turned > 4:
+        image = image.mT
+    flips = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}.get(turned)
+    return image.flip(flips) if flips else image
