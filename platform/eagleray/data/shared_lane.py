@@ -18,6 +18,7 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.data.blocks import Content, Pool
 
 WAIT = 5.0  # seconds between two looks whether the other processes are alive
+SOON = 0.1  # the same at the end
 LEADER, FAILED = -2, -1  # instead of the number of a block: the leader's process, and an error that ended it
 
 
@@ -25,12 +26,14 @@ class SharedLane:
     """The queues of a lane, one for each reader of the rank but the leader."""
 
     def __init__(self, leader: int, readers: int) -> None:
-        self.leader = leader
+        self.leader, self.ended = leader, multiprocessing.Semaphore(0)
         self.queues: dict[int, Any] = {r: multiprocessing.Queue() for r in range(readers) if r != leader}
 
     def end_of(self, reader: int) -> "Leader | Follower":
         """Return what a reader fetches the lane's blocks with."""
-        return Leader(list(self.queues.values())) if reader == self.leader else Follower(self.queues[reader])
+        if reader == self.leader:
+            return Leader(list(self.queues.values()), self.ended)
+        return Follower(self.queues[reader], self.ended)
 
 
 class Leader:
@@ -38,8 +41,9 @@ class Leader:
 
     pool: Pool | None = None  # that of the fetcher
 
-    def __init__(self, queues: list[Any]) -> None:
-        self.queues = queues
+    def __init__(self, queues: list[Any], ended: Any) -> None:
+        """`ended` counts the other readers that have ended."""
+        self.queues, self.ended = queues, ended
         for queue in queues:
             queue.cancel_join_thread()  # a reader that has ended takes nothing more
         self._pass(LEADER, os.getpid())
@@ -59,6 +63,15 @@ class Leader:
         """Let the others know that no more blocks will come."""
         self._pass(FAILED, error)
 
+    def finish(self, over: Any) -> None:
+        """Wait until the other readers have ended, as what is shared can be taken only while this process lives, or
+        until the event `over` is set."""
+        parent = parent_process()
+        for _ in self.queues:
+            while not self.ended.acquire(timeout=SOON):
+                if over.is_set() or not (parent is None or parent.is_alive()):
+                    return
+
     def _pass(self, number: int, item: Any) -> None:
         for queue in self.queues:
             queue.put((number, item))  # without a limit: the leader itself is at most a few steps ahead
@@ -67,14 +80,18 @@ class Leader:
 class Follower:
     """Waits for the blocks that the leader of the lane fetches."""
 
-    def __init__(self, queue: Any) -> None:
-        self.queue = queue
+    def __init__(self, queue: Any, ended: Any) -> None:
+        self.queue, self.ended = queue, ended
         self.pool = Pool(1)  # one block after the other
         self.early: dict[int, Any] = {}  # blocks that overtook one
         self.over: Exception | None = None
 
     def fail(self, error: Exception) -> None:
         """Nobody waits for this reader."""
+
+    def finish(self, over: Any) -> None:
+        """Let the leader know that this reader takes nothing more."""
+        self.ended.release()
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:
         """Return the lane's block `number`. Raises the error that the leader met, and RuntimeError when the training
