@@ -145,10 +145,10 @@ def test_waiting_is_what_the_readers_let_the_loader_wait_and_nothing_else(
 def test_a_slow_reader_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*given: Any, **options: Any) -> None:
         time.sleep(0.05)
-        crop(*given, **options)
+        honest(*given, **options)
 
-    crop = reader.crop
-    monkeypatch.setattr(reader, "crop", slow)
+    honest = reader.decode_crops
+    monkeypatch.setattr(reader, "decode_crops", slow)
     loader = Loader(stream(folder), rank=0, ranks=1, workers=0, device=CPU)
     next(loader.batches(0))
     assert loader.waited >= 0.05 * BATCH
@@ -214,17 +214,17 @@ def test_readers_that_are_slower_than_the_one_that_fetches_get_all_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last blocks of a run: who fetched them has nothing more to do, but their memory is handed over by it."""
-    honest = reader.decode
+    honest = reader.decode_crops
 
-    def slow(data: memoryview) -> Tensor:
+    def slow(*given: Any, **options: Any) -> None:
         info = get_worker_info()
         if info and info.id:
             time.sleep(0.1)
-        return honest(data)
+        honest(*given, **options)
 
     s = dataclasses.replace(stream(folder, lanes=1, batch=4), views=Views.of([View(size=8)]))
     want = [batch.index for batch, _ in Loader(s, rank=0, ranks=1, workers=0, device=CPU).batches(0, 22)]
-    monkeypatch.setattr(reader, "decode", slow)
+    monkeypatch.setattr(reader, "decode_crops", slow)
     for _ in range(3):
         got = [batch.index for batch, _ in Loader(s, rank=0, ranks=1, workers=4, device=CPU).batches(0, 22)]
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
