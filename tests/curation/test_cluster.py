@@ -1,5 +1,6 @@
 """`eagleray data cluster`: columns for planted copies and rare subjects, which a recipe chooses by."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,23 @@ def work(task: Task) -> dict[str, tuple[int, int]]:
     sample_table.ROWS = 64
     shown: dict[str, tuple[int, int]] = {}
     index = open_index(task.url)
-    clustering.work(task, index, devices.CPU, lambda phase, done, total: shown.update({phase: (done, total)}))
+    clustering.work(task, index, devices.CPU, lambda phase, done, total: shown.update({phase: (done, total)}), print)
     assert dist.size() == 2
     return shown
+
+
+def test_features_that_tell_nothing_apart_are_noticed(
+    features: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An embedding by a backbone that has learned nothing calls most images copies of each other."""
+    eagleray.find_clusters(features, shards, tmp_path / "good", clusters=[3], similar=0.98)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "19 of 195 images are near copies" in said
+    assert "warning" not in said
+    eagleray.find_clusters(features, shards, tmp_path / "bad", clusters=[3], similar=0.1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"warning: these are 9\d%: the features hardly tell images apart", said)
+    assert "--similar above 0.1" in said
 
 
 def test_clusters_are_compared_in_batches_that_fit() -> None:

@@ -26,6 +26,7 @@ from eagleray.evaluation.embeddings import open_embedding, read_features
 EACH = 1000  # samples of a cluster of the lowest level, in the mean
 CANDIDATES = 4096  # samples among which the first centres are drawn, at least
 TOGETHER = 2**29  # bytes of features that are compared for copies at once
+MANY = 0.5  # share of near copies above which something is wrong
 Tick = Callable[[str, int, int], None]  # a phase, and how many vectors it has handled of how many
 
 
@@ -78,7 +79,7 @@ def cluster(
             ray_ranks(work_on_ray, task, workers=workers, gpus=gpus, note=note)
         else:
             with PhaseProgress("vectors") as tick:
-                work(task, index, world.local().device, tick)
+                work(task, index, world.local().device, tick, note)
     return table
 
 
@@ -112,15 +113,22 @@ def work_on_ray(task: Task, note: Note) -> None:
             note(f"{phase}: {done:,} of {total:,} vectors")
 
     index = dist.together(lambda: index_of(task.url, task.table.about.data))
-    work(task, index, world.device_of(task.gpus), tick)
+    work(task, index, world.device_of(task.gpus), tick, note)
 
 
-def work(task: Task, index: Index, device: torch.device, tick: Tick) -> None:
-    """Find clusters and copies with the other ranks; rank 0 writes the table."""
+def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note) -> None:
+    """Find clusters and copies with the other ranks; rank 0 writes the table and notes how many copies there are."""
     found = find_clusters(task, device, tick)
     original, similarity = find_copies(task, index, found.of, device, tick)
     if dist.rank() == 0:
         write(task.table, index, found, original, similarity)
+        copies = int((original >= 0).sum())
+        note(f"{copies:,} of {len(index):,} images are near copies")
+        if copies > MANY * len(index):
+            note(
+                f"warning: these are {copies / len(index):.0%}: the features hardly tell images apart; a model that "
+                f"was trained for longer does, or --similar above {task.table.about.settings['similar']:g}"
+            )
 
 
 def vectors(table: SampleTable, samples: NDArray[np.int64], device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
