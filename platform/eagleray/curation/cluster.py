@@ -193,7 +193,7 @@ def find_copies(
             copy, similarity = (v.cpu().numpy() for v in near_copies(part, task.table.about.settings["similar"]))
             found.append((some, np.where(copy < 0, -1, some[copy]), similarity))
         done += last - first
-        tick("near copies", dist.size() * done, max(len(order), dist.size() * done))
+        tick("near copies", min(dist.size() * done, len(order)), len(order))
     original, near = np.full(len(of), -1, np.int64), np.full(len(of), np.nan, np.float32)
     for parts in dist.gather_at_zero(found) or ():
         for some, copy, similarity in parts:

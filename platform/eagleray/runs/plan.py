@@ -172,8 +172,6 @@ def open_plan(
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch
     selection = dist.from_rank_zero(partial(select, index))
-    if selection:
-        note(f"data.train: {selection}")
     patient, scaled = 60 * data.patience, data.decode == "scaled"
     stream = Stream(index, views, recipe.seed, data.lanes, batch, cache, patient, selection=selection, scaled=scaled)
     if (images := stream.samples_per_epoch) < recipe.optim.batch:

@@ -87,6 +87,8 @@ def pretrain(
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
+        if plan.stream.selection:
+            log.info("data.train: %s", plan.stream.selection)
         if world.why:
             log.warning("started again: %s", world.why)
         if recipe.start and not resumes:
