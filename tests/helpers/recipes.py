@@ -29,12 +29,14 @@ METHODS = {
     "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
+    "dinov2": "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, patch_bottleneck: 8, freeze_last: 0.1",
     "distill": (
         "hidden: 32, teacher: {name: vit_tiny_patch16_224, weights: WEIGHTS, "
         "options: {img_size: 16, patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}"
     ),
     "drloc": "classes: 20, mixup: 0.0, cutmix: 0.0, pairs: 8, weight: {value: 0.5}, ema: 0.9",
     "esvit": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1, region_from: 0.15",
+    "ibot": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
     "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
     "moby": "dim: 12, hidden: 16, queue: 64",
     "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
@@ -47,7 +49,7 @@ METHODS = {
     "swav": "dim: 12, hidden: 16, prototypes: 20, queue: 40, queue_start: 0.1, freeze_prototypes: 1",
     "vicreg": "dim: 12, hidden: 16",
 }
-VIEWS = dict.fromkeys(("dino", "esvit", "selfpatch", "swav"), CROPS)
+VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= dict.fromkeys(("distill", "instdisc"), "[{size: 16, scale: [0.3, 1.0]}]")
 

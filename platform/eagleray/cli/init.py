@@ -14,6 +14,8 @@ from eagleray.base.files import writing
 # The recipe that each method starts from, where it is not its first one on ImageNet.
 BASES: Mapping[str, str] = {
     "dino": "dino_vits16_in1k_ep100",
+    "ibot": "ibot_vits16_in1k_ep800",
+    "dinov2": "dinov2_vits16_in1k_ep200",
     "mocov3": "mocov3_vits16_in1k_ep300",
     "byol": "byol_vits16_in1k_ep300",
     "simclr": "simclr_vits16_in1k_ep300",

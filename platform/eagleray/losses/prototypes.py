@@ -14,7 +14,7 @@ so teacher and student rows never meet in K dimensions: a few rows of either are
 serves the loss and both gradients, and is dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +96,7 @@ def assignment_stats(t: Scores, center: Tensor, tau: float) -> dict[str, Tensor]
     return {"entropy": entropy(p), "usage": usage(p)}
 
 
-def mean_scores(z: Tensor, w: Tensor, n: int) -> Tensor:
+def mean_scores(z: Tensor, w: Tensor, n: int | Tensor) -> Tensor:
     """Return the mean (K,) of the scores z W^T over the n rows of all ranks, computed from the mean of z."""
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         return w.to(sum_dtype(z)) @ (dist.total(z.to(sum_dtype(z)).sum(0)) / n)
@@ -109,6 +109,19 @@ def update_center(center: Tensor, t: Scores, rows: Sequence[int], momentum: floa
     """
     n = len(t.z) // rows[dist.rank()] * sum(rows)
     center.lerp_(mean_scores(t.z, t.w, n), 1 - momentum)
+
+
+def score_chunks(t: Scores, tau: float) -> Iterator[Tensor]:
+    """Yield the scores z W^T / tau, a few rows (R, K) at a time, without a gradient."""
+    w = t.w.detach().to(product_dtype(t.z))
+    for part in _parts(len(t.z), chunk_rows(w)):
+        with torch.autocast(w.device.type, enabled=False):
+            yield product((t.z[part].detach().to(sum_dtype(t.z)) / tau).to(w.dtype), w.T)
+
+
+def chunk_rows(w: Tensor) -> int:
+    """Return how many rows of scores of prototypes (K, d) are in memory at once."""
+    return max(1, (CHUNK if devices.is_accelerator(w.device) else CPU_CHUNK) // len(w))
 
 
 def H(t: Scores, s: Scores, pairs: Match, center: Tensor, tau_t: float, tau_s: float) -> Tensor:
@@ -137,8 +150,7 @@ def cross_entropy(
     have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in float32.
     `chunk` is the largest number of scores in memory at once.
     """
-    chunk = chunk or (CHUNK if devices.is_accelerator(s.device) else CPU_CHUNK)
-    rows = max(1, chunk // len(w_s))
+    rows = chunk_rows(w_s) if chunk is None else max(1, chunk // len(w_s))
     dtype = product_dtype(s)
     with torch.autocast(s.device.type, enabled=False):
         args = (s, w_s, t.detach(), w_t.detach(), center, *pairs, tau_t, tau_s, rows, dtype)

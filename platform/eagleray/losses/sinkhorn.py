@@ -1,9 +1,12 @@
 """Sinkhorn-Knopp computes soft assignments that use every prototype equally (Cuturi 2013, arXiv:1306.0895; SwAV)."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from eagleray.base import dist
+from eagleray.losses.prototypes import Scores, score_chunks
 
 
 @torch.no_grad()
@@ -21,3 +24,22 @@ def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
         log_q = log_q - dist.gather(own, (1,) * dist.size()).logsumexp(0)  # the same mass for every prototype
         log_q = log_q - log_q.logsumexp(1, keepdim=True)  # the same mass for every sample
     return log_q.exp()
+
+
+@torch.no_grad()
+def sinkhorn_center(t: Scores, epsilon: float, iterations: int) -> Tensor:
+    """Return the centre c (K,) for which softmax((t - c) / epsilon) are the assignments of rows t that `sinkhorn`
+    returns.
+
+    Only a few rows of scores are in memory at once. Ranks may have different numbers of rows, or none.
+    """
+    u = torch.zeros(len(t.w), device=t.z.device)  # c / epsilon, for which the prototypes have the same mass
+    for i in range(iterations):
+        own = torch.full_like(u, -math.inf)
+        for x in score_chunks(t, epsilon):  # (R, K)
+            if i:
+                x -= (x - u).logsumexp(1, keepdim=True)  # the same mass for every row
+            own = torch.logaddexp(own, x.logsumexp(0))
+        u = dist.gather(own.unsqueeze(0), (1,) * dist.size()).logsumexp(0)
+        u = u.where(u > -math.inf, 0)  # no rank has a row
+    return epsilon * u

@@ -4,7 +4,7 @@ import difflib
 import keyword
 import types
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import timm
@@ -16,7 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.models import vit
 from eagleray.models.class_token import class_token_pooled, class_tokens
 from eagleray.models.micro_batch import micro_batched
-from eagleray.models.packing import packable, packed_features
+from eagleray.models.packing import Hidden, masked_features, packable, packed_features
 from eagleray.models.stages import stage_outputs, stages, widths
 from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
 
@@ -76,9 +76,12 @@ class Backbone(nn.Module):
                 raise UserError("backbone.freeze_patch=true: there is no patch projection with backbone.stem=conv")
             self.model.patch_embed.requires_grad_(False)
 
-    def forward(self, images: Tensor) -> Features:
-        """Return the features of images (B, 3, H, W)."""
-        return Features(*micro_batched(self._features, images, self.micro_batch if self.training else None))
+    def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
+        """Return the features of images (B, 3, H, W), some of whose patches may be hidden from a `maskable` model."""
+        size = self.micro_batch if self.training else None
+        if hidden is None:
+            return Features(*micro_batched(self._features, images, size))
+        return Features(*micro_batched(partial(self._features, token=hidden.token), images, size, hidden.mask))
 
     def pooled(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches in memory."""
@@ -102,11 +105,13 @@ class Backbone(nn.Module):
             return [self.pooled(x) for x in views]
         return list(self.pooled(torch.cat(list(views))).chunk(len(views)))
 
-    def sizes(self, images: Sequence[Tensor]) -> list[Features]:
-        """Return the features of images (B, 3, S, S) of several sizes, in one forward where the model can do that."""
+    def sizes(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Features]:
+        """Return the features of images (B, 3, S, S) of several sizes, in one forward where the model can do that.
+
+        Patches of the images of the first size may be hidden from a `maskable` model."""
         if not self._packs(images):
-            return [self(x) for x in images]
-        outs = self._run(images)
+            return [self(images[0], hidden), *(self(x) for x in images[1:])]
+        outs = self._run(images, hidden=hidden)
         return [self._split(out, x) for out, x in zip(outs, images, strict=True)]
 
     def pooled_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
@@ -127,15 +132,17 @@ class Backbone(nn.Module):
         out: Tensor = self.model.forward_head(self._run([images], pooled=True)[0], pre_logits=True)
         return out
 
-    def _features(self, images: Tensor) -> Features:
-        return self._split(self._run([images])[0], images)
+    def _features(self, images: Tensor, mask: Tensor | None = None, token: Tensor | None = None) -> Features:
+        hidden = None if mask is None or token is None else Hidden(mask, token)
+        return self._split(self._run([images], hidden=hidden)[0], images)
 
-    def _run(self, images: Sequence[Tensor], *, pooled: bool = False) -> list[Tensor]:
+    def _run(self, images: Sequence[Tensor], *, pooled: bool = False, hidden: Hidden | None = None) -> list[Tensor]:
         """Return the output of the model's `forward_features` for images of one size or, where it packs, of several.
 
         With `pooled` the output may be the class token alone. Evaluations take whole outputs, as timm computes them."""
         run = compiled_outputs if self.compiled and self.training else outputs
-        return run(self.model, list(images), pooled and self.training and class_token_pooled(self.model))
+        class_token = pooled and self.training and class_token_pooled(self.model)
+        return run(self.model, list(images), class_token, hidden)
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
         """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`."""
@@ -144,9 +151,12 @@ class Backbone(nn.Module):
             if getattr(self.model, "output_fmt", "NCHW") != "NHWC":
                 out = out.permute(0, 2, 3, 1)
             return Features(pooled, out.flatten(1, 2), (out.shape[1], out.shape[2]))
+        return Features(pooled, out[:, self.model.num_prefix_tokens :], self.patch_grid(images))
+
+    def patch_grid(self, images: Tensor) -> tuple[int, int]:
+        """Return the rows and columns of patches that a ViT makes of images (B, 3, H, W)."""
         ph, pw = self.model.patch_embed.patch_size
-        patches = out[:, self.model.num_prefix_tokens :]
-        return Features(pooled, patches, (images.shape[2] // ph, images.shape[3] // pw))
+        return images.shape[2] // ph, images.shape[3] // pw
 
     @property
     def dims(self) -> list[int]:
@@ -189,12 +199,14 @@ class Backbone(nn.Module):
         return (attn.q_norm(q) @ attn.k_norm(k).mT * attn.scale).softmax(-1)
 
 
-def outputs(model: Any, images: list[Tensor], class_token: bool) -> list[Tensor]:
+def outputs(model: Any, images: list[Tensor], class_token: bool, hidden: Hidden | None) -> list[Tensor]:
     """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several: all
     tokens, or the class token alone."""
     if class_token:
         return class_tokens(model, images)
-    return [model.forward_features(images[0])] if len(images) == 1 else packed_features(model, images)
+    if len(images) > 1:
+        return packed_features(model, images, hidden)
+    return [model.forward_features(images[0]) if hidden is None else masked_features(model, images[0], hidden)]
 
 
 # One function for all backbones, compiled for each model and each list of sizes.

@@ -5,13 +5,34 @@ trains with packed sequences too (Oquab et al. 2023, arXiv:2304.07193, section 5
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, DropPath
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+
+
+class Hidden(NamedTuple):
+    """Patches in whose place a token stands. A grid of h x w patches, D channels."""
+
+    mask: Tensor  # (B, h, w) true for a hidden patch
+    token: Tensor  # (1, D)
+
+
+def maskable(model: Any) -> bool:
+    """Return whether patches of a model can be hidden; of timm's models, those of plain ViTs that keep every patch."""
+    return isinstance(model, VisionTransformer) and isinstance(model.patch_drop, nn.Identity)
+
+
+def masked_features(model: Any, images: Tensor, hidden: Hidden) -> Tensor:
+    """Return what the `forward_features` of a `maskable` model returns for images (B, 3, S, S) with hidden patches."""
+    x = embedded(model, images, hidden)
+    for block in model.blocks:
+        x = block(x)
+    out: Tensor = model.norm(x)
+    return out
 
 
 def packable(model: Any) -> bool:
@@ -35,24 +56,33 @@ def plain(block: nn.Module) -> bool:
     )
 
 
-def packed_features(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
-    """Return what the model's `forward_features` returns for each of the images (B, 3, S, S) of several sizes."""
+def packed_features(model: Any, sizes: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor]:
+    """Return what the model's `forward_features` returns for each of the images (B, 3, S, S) of several sizes.
+
+    Patches of the images of the first size may be hidden."""
     if hasattr(model, "forward_sizes"):
         return model.forward_sizes(sizes)  # type: ignore[no-any-return]
-    x, shapes = packed_tokens(model, sizes)
+    x, shapes = packed_tokens(model, sizes, hidden)
     factors = drop_factors(drop_rates(model.blocks), sum(b for b, _ in shapes), x)
     return unpacked(model.norm(packed_blocks(model.blocks, x, shapes, factors)), shapes)
 
 
-def packed_tokens(model: Any, sizes: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+def packed_tokens(
+    model: Any, sizes: Sequence[Tensor], hidden: Hidden | None = None
+) -> tuple[Tensor, list[tuple[int, int]]]:
     """Return what enters a ViT's blocks: the tokens (T, D) of images of several sizes, and the shape (B, N) of each."""
-    tokens = [embedded(model, x) for x in sizes]
+    tokens = [embedded(model, x, None if i else hidden) for i, x in enumerate(sizes)]
     return torch.cat([x.flatten(0, 1) for x in tokens]), [(x.shape[0], x.shape[1]) for x in tokens]
 
 
-def embedded(model: Any, images: Tensor) -> Tensor:
-    """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block."""
-    tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor:
+    """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block. A hidden patch has a
+    position."""
+    patches = model.patch_embed(images)  # (B, h, w, D) or (B, h * w, D)
+    if hidden is not None:
+        mask = hidden.mask.reshape(patches.shape[:-1]).unsqueeze(-1)
+        patches = torch.where(mask, hidden.token.to(patches.dtype), patches)
+    tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(patches)))
     return tokens
 
 

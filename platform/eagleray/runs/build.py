@@ -70,7 +70,7 @@ def check_method(recipe: Recipe) -> Method:
                     f"backbone.name={recipe.backbone.name}: its features have {found} "
                     f"channels, but the model states {backbone.dim}"
                 )
-        method.check_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views])
+        method.check_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views for _ in range(v.count)])
     return method
 
 

@@ -1,0 +1,30 @@
+"""KoLeo spreads features apart: the Kozachenko-Leonenko estimator of their entropy (Sablayrolles et al. 2019).
+
+arXiv:1806.03198, equation 5, as DINOv2 uses it (Oquab et al. 2023, arXiv:2304.07193, section 4). B images, D channels.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.base.autocast import in_float32
+
+EPS = 1e-8  # the authors' code's, added to each difference and to the distance
+
+
+@in_float32
+def koleo_loss(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Return the mean of -log d of the rows of x (B, D), scaled to length one, where d is the distance to the nearest
+    other row of all ranks.
+
+    The authors search among the images of one GPU; here the result is the same for any number of ranks.
+    """
+    x = F.normalize(x, dim=1, eps=EPS)
+    others = dist.gather_with_grad(x, rows)
+    own = torch.arange(len(x), device=x.device).unsqueeze(1) + dist.offset(rows)
+    nearest = (x.detach() @ others.detach().T).scatter(1, own, -math.inf).argmax(1)
+    distance = F.pairwise_distance(x, others[nearest], eps=EPS)
+    return -(distance + EPS).log().mean()

@@ -1,0 +1,155 @@
+"""Masked image modelling: a student predicts what its teacher makes of patches that are hidden from the student.
+
+iBOT (Zhou et al. 2022, arXiv:2111.07832) and DINOv2 (Oquab et al. 2023, arXiv:2304.07193). Blocks of patches are hidden
+as in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1). B images on this rank, V views of which the first two are
+masked, a grid of h x w = N patches, n hidden patches in all, D channels.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from eagleray.base import devices, dist
+from eagleray.base.errors import UserError
+from eagleray.losses.prototypes import Match, Scores
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.heads import PrototypeHead
+from eagleray.models.packing import Hidden, maskable
+
+TRIES, ASPECT = 10, 0.3  # of a block that fits, and of its sides, in BEiT and in the code of both methods
+
+Shares = NDArray[np.float64]  # (2, images of all ranks) the share of the patches of each crop that is to be hidden
+
+
+class Masks(NamedTuple):
+    """The patches of the first two views that are hidden from the student."""
+
+    hidden: Tensor  # (2 * B, h, w) view-major, true for a hidden patch
+    rows: Tensor  # (n,) positions of hidden patches among all 2 * B * N
+    pairs: Match  # each hidden patch with the teacher's; a mean over the patches of a crop, then over the 2 * B crops
+
+
+def independent_shares(images: int, probability: float, bounds: tuple[float, float], step: int) -> Shares:
+    """Draw iBOT's shares: uniform within the bounds with a probability, and else zero, for each crop on its own."""
+    draw = np.random.default_rng(step).random((2, 2, images))
+    return np.where(draw[0] < probability, bounds[0] + draw[1] * (bounds[1] - bounds[0]), 0.0)
+
+
+def stratified_shares(images: int, probability: float, bounds: tuple[float, float], step: int) -> Shares:
+    """Draw DINOv2's shares: of exactly this part of the crops, one from each of as many equal parts of the bounds."""
+    generator = np.random.default_rng(step)
+    order, masked = generator.permutation(2 * images), int(2 * images * probability)
+    part = (order + generator.random(2 * images)) / max(masked, 1)
+    return np.where(order < masked, bounds[0] + part * (bounds[1] - bounds[0]), 0.0).reshape(2, images)
+
+
+def draw_masks(
+    shares: Shares, grid: tuple[int, int], smallest: int, rows: tuple[int, ...], step: int, device: torch.device
+) -> Masks:
+    """Hide blocks of at least `smallest` patches of this rank's crops.
+
+    A mask follows from the step and from the image's place in the batch of all ranks, so it is the same for any number
+    of ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device.
+    """
+    first, patches = dist.offset(rows), grid[0] * grid[1]
+    mine = shares[:, first : first + rows[dist.rank()]]
+    hidden = np.stack(
+        [
+            block_mask(Random(f"{step} {view} {first + i}"), grid, int(share * patches), smallest)
+            for view, crops in enumerate(mine)
+            for i, share in enumerate(crops)
+        ]
+    )
+    return masks_of(hidden, device)
+
+
+def masks_of(hidden: NDArray[np.bool_], device: torch.device) -> Masks:
+    """Return masks (2 * B, h, w) on a device, to which they are copied without waiting for it."""
+    counts = hidden.sum((1, 2))
+    weight = np.repeat(1 / np.maximum(counts, 1) / len(counts), counts).astype(np.float32)
+    at, rows, weights = (_on_device(x, device) for x in (hidden, np.flatnonzero(hidden), weight))
+    return Masks(at, rows, Match(torch.arange(len(rows), device=device).unsqueeze(1), weights))
+
+
+def block_mask(random: Random, grid: tuple[int, int], patches: int, smallest: int) -> NDArray[np.bool_]:
+    """Return a mask (h, w) of blocks that hide `patches` patches, or fewer where the last blocks do not fit."""
+    h, w = grid
+    mask, left, tries = np.zeros(grid, bool), patches, 0
+    while left > 0 and tries < TRIES:
+        tries += 1
+        area, aspect = random.uniform(smallest, left), math.exp(random.uniform(math.log(ASPECT), -math.log(ASPECT)))
+        height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if not (height < h and width < w):
+            continue
+        top, start = random.randrange(h - height + 1), random.randrange(w - width + 1)
+        block = mask[top : top + height, start : start + width]
+        new = block.size - int(block.sum())
+        if 0 < new <= left:
+            block[:] = True
+            left, tries = left - new, 0
+    return mask
+
+
+def _on_device(x: NDArray[Any], device: torch.device) -> Tensor:
+    on_host = torch.from_numpy(x)
+    return (on_host.pin_memory() if devices.has_streams(device) else on_host).to(device, non_blocking=True)
+
+
+class MaskedEncoder(Encoder[PrototypeHead]):
+    """An encoder with a head for images and one for patches, and a learned token in place of hidden patches.
+
+    Raises UserError for a backbone whose patches cannot be hidden.
+    """
+
+    def __init__(self, backbone: Backbone, head: PrototypeHead, patch_head: PrototypeHead | None) -> None:
+        """Without a `patch_head`, patches share the head of images."""
+        super().__init__(backbone, head)
+        if not maskable(backbone.model):
+            raise UserError(
+                "backbone.name: expected a plain vision transformer of timm, whose patches can be hidden, "
+                f"got {type(backbone.model).__name__}"
+            )
+        self.patch_head = patch_head
+        self.mask_token = nn.Parameter(torch.zeros(1, backbone.dim))
+
+    def embed(self, views: Sequence[Tensor], hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the pooled vectors (V * B, D) of V x (B, 3, S, S) and the patches (2 * B * N, D) of the first two.
+
+        `hidden` (2 * B, h, w) is true for patches of the first two views that the token replaces.
+        """
+        parts = groupby(enumerate(views), key=lambda view: (view[0] < 2, view[1].shape))
+        images = [torch.cat([x for _, x in part]) for _, part in parts]
+        outs = self.backbone.sizes(images, None if hidden is None else Hidden(hidden, self.mask_token))
+        return torch.cat([out.pooled for out in outs]), outs[0].patches.flatten(0, 1)
+
+    def image_scores(self, pooled: Tensor) -> Scores:
+        """Return the scores of images with pooled vectors (n, D)."""
+        return Scores(self.head(pooled), self.head.last.weight)
+
+    def patch_scores(self, patches: Tensor) -> Scores:
+        """Return the scores of patches (n, D)."""
+        head = self.patch_head or self.head
+        return Scores(head(patches), head.last.weight)
+
+    @property
+    def prototypes(self) -> list[nn.Module]:
+        """The last layers of the heads."""
+        return [self.head.last] if self.patch_head is None else [self.head.last, self.patch_head.last]
+
+    def check_views(self, views: Sequence[Tensor], bounds: tuple[float, float]) -> None:
+        """Raises UserError for large crops of two sizes, and for bounds that are no range or hide no patch of them."""
+        sizes = [x.shape[3] for x in views[:2]]
+        if sizes[0] != sizes[1]:
+            raise UserError(f"views: the first two, the large crops, are of {sizes} pixels; expected one size")
+        if bounds[0] > bounds[1]:
+            raise UserError(f"method.mask_ratio={list(bounds)}: expected the smaller number first")
+        patches = math.prod(self.backbone.patch_grid(views[0]))
+        if int(bounds[1] * patches) < 1:
+            raise UserError(f"method.mask_ratio={list(bounds)}: hides none of the {patches} patches of a large crop")

@@ -1,0 +1,118 @@
+"""DINOv2 joins the losses of DINO and iBOT, balances their targets and spreads features apart (Oquab et al. 2023).
+
+arXiv:2304.07193, section 4. Where its text leaves a choice open, this follows the authors' code. B images, V views, N
+patches of a large crop, n hidden patches, K prototypes of images, P of patches, D channels.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
+from eagleray.data.batch import Batch
+from eagleray.losses.koleo import koleo_loss
+from eagleray.losses.masked import MaskedEncoder, draw_masks, stratified_shares
+from eagleray.losses.prototypes import H, Scores, assignment_stats, match_views, mean_scores, update_center
+from eagleray.losses.sinkhorn import sinkhorn_center
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import PrototypeHead, drop_gradients
+
+ITERATIONS, SMALLEST = 3, 4  # of Sinkhorn-Knopp; patches of a block, at least: both of the authors' code
+
+
+class DINOv2(Method):
+    """The student sees all views, the first two with hidden patches; the teacher sees the first two whole."""
+
+    views = (2, 100)
+    shardable = True
+    center: Tensor  # (K,)
+    patch_center: Tensor  # (P,)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        prototypes: PositiveInt = 131072,
+        patch_prototypes: PositiveInt | None = 131072,  # of a head for patches alone; None: they share that of images
+        hidden: PositiveInt = 2048,
+        bottleneck: PositiveInt = 256,
+        patch_bottleneck: PositiveInt = 256,  # of the head for patches alone
+        mask_probability: Share = 0.5,  # the part of the large crops of which patches are hidden
+        mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # bounds of the share of their patches that are hidden
+        # mean: of the scores, as in DINO, which the authors' run on ImageNet-1k has.
+        centering: Literal["sinkhorn", "mean"] = "sinkhorn",
+        koleo_weight: NonNegativeFloat = 0.1,
+        student_temp: PositiveFloat = 0.1,
+        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True),
+        momentum: Schedule = Schedule(value=0.994, end=1.0),
+        center_momentum: Share = 0.9,  # of centering=mean
+        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+    ) -> None:
+        super().__init__()
+        self.mask_probability, self.mask_ratio, self.centering = mask_probability, mask_ratio, centering
+        self.koleo_weight, self.student_temp, self.teacher_temp = koleo_weight, student_temp, teacher_temp
+        self.momentum, self.center_momentum, self.freeze_last = momentum, center_momentum, freeze_last
+        # Unlike in DINO, the prototypes' lengths are always trained.
+        head, patch_head = (
+            k and PrototypeHead(backbone.dim, k, hidden=hidden, bottleneck=d, free_scale=True)
+            for k, d in ((prototypes, bottleneck), (patch_prototypes, patch_bottleneck))
+        )
+        self.student = MaskedEncoder(backbone, head, patch_head)
+        self.teacher = ema_copy(self.student)
+        self.register_buffer("center", torch.zeros(prototypes))
+        self.register_buffer("patch_center", torch.zeros(patch_prototypes or prototypes))
+
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        self.student.check_views(views, self.mask_ratio)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        images, tau_t, tau_s = len(batch.views[0]), self.teacher_temp(at), self.student_temp
+        grid = self.student.backbone.patch_grid(batch.views[0])
+        shares = stratified_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.step)
+        masks = draw_masks(shares, grid, SMALLEST, batch.rows, at.step, batch.views[0].device)
+
+        x, patches = self.student.embed(batch.views, masks.hidden)  # (V * B, D), (2 * B * N, D)
+        s, s_patches = self.student.image_scores(x), self.student.patch_scores(patches[masks.rows])
+        with torch.no_grad():
+            y, patches = self.teacher.embed(batch.views[:2])
+            t, t_patches = self.teacher.image_scores(y), self.teacher.patch_scores(patches[masks.rows])
+        center, patch_center = self.centers(t, t_patches, tau_t)
+
+        dino = H(t, s, match_views(t, s, images), center, tau_t, tau_s)
+        ibot = H(t_patches, s_patches, masks.pairs, patch_center, tau_t, tau_s)
+        # Not between two crops of an image, so for each of them apart.
+        koleo = torch.stack([koleo_loss(view, batch.rows) for view in x[: 2 * images].chunk(2)]).sum()
+        stats = assignment_stats(t, center, tau_t)
+        if self.centering == "mean":
+            self.update_centers(t, t_patches, batch.rows)
+        loss = dino + ibot + self.koleo_weight * koleo
+        return {"loss": loss, "view": dino, "patch": ibot, "koleo": koleo, **stats}
+
+    def centers(self, t: Scores, t_patches: Scores, tau: float) -> tuple[Tensor, Tensor]:
+        """Return the centres (K,) and (P,) of the teacher's scores."""
+        if self.centering == "mean":
+            return self.center, self.patch_center
+        return sinkhorn_center(t, tau, ITERATIONS), sinkhorn_center(t_patches, tau, ITERATIONS)
+
+    def update_centers(self, t: Scores, t_patches: Scores, rows: tuple[int, ...]) -> None:
+        """Move both centres towards the mean scores of all ranks, that of patches towards those of hidden ones."""
+        update_center(self.center, t, rows, self.center_momentum)
+        n = dist.total(t_patches.z.new_full((), len(t_patches.z), dtype=torch.float32)).clamp(min=1)
+        self.patch_center.lerp_(mean_scores(t_patches.z, t_patches.w, n), 1 - self.center_momentum)
+
+    def before_step(self, at: Progress) -> None:
+        if at.epoch < self.freeze_last:
+            drop_gradients(*self.student.prototypes)
+
+    def after_step(self, at: Progress) -> None:
+        ema_update(self.teacher, self.student, self.momentum(at))
+
+    def export(self) -> Backbone:
+        return self.teacher.backbone
