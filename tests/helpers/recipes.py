@@ -29,7 +29,11 @@ METHODS = {
     "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
-    "dinov2": "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, patch_bottleneck: 8, freeze_last: 0.1",
+    # A first step of SGD makes all features nearly the same, where KoLeo's gradient, 1 / d, enlarges roundings.
+    "dinov2": (
+        "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, patch_bottleneck: 8, freeze_last: 0.1, "
+        "koleo_weight: 0.001"
+    ),
     "distill": (
         "hidden: 32, teacher: {name: vit_tiny_patch16_224, weights: WEIGHTS, "
         "options: {img_size: 16, patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}"

@@ -1,8 +1,10 @@
 """KoLeo is large where features are near each other, whatever their lengths."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from eagleray.base import dist
 from eagleray.losses.koleo import koleo_loss
 
 
@@ -29,3 +31,17 @@ def test_two_equal_features_have_a_finite_loss_and_gradient() -> None:
     x = torch.ones(4, 3, requires_grad=True)
     koleo_loss(x, (4,)).backward()
     assert x.grad.isfinite().all()
+
+
+def test_two_ranks_find_the_neighbours_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients reach both features of a pair, wherever they are."""
+    x, rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(2)).requires_grad_(), (5, 4)
+    whole = koleo_loss(x, (9,))
+    [want] = torch.autograd.grad(whole, x)
+    monkeypatch.setattr(dist, "gather_with_grad", lambda *_: F.normalize(x, dim=1))
+    losses = []
+    for rank, own in enumerate(x.split(rows)):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        losses.append(koleo_loss(own, rows) * len(own) / 9)
+    torch.testing.assert_close(sum(losses), whole)
+    torch.testing.assert_close(torch.autograd.grad(sum(losses), x)[0], want)

@@ -171,7 +171,12 @@ def test_the_parts_of_a_method_get_our_names(tmp_path: Path):
     assert layout is not None
     of_dino = recognise(dino(state))
     assert of_dino is not None
-    assert layout.parts.keys() == of_dino.parts.keys(), "iBOT's head of masked patches belongs to no method here"
+    assert layout.parts.keys() == of_dino.parts.keys() | {"patch_center", "student.mask_token"}
+    assert torch.equal(layout.parts["student.mask_token"], torch.ones(1, 384))
+    layout = recognise(dinov2(state))
+    assert layout is not None
+    assert {"teacher.mask_token", "teacher.head.last.parametrizations.weight.original1"} <= layout.parts.keys()
+    assert "teacher.patch_head.last.parametrizations.weight.original1" in layout.parts
 
 
 @pytest.mark.parametrize("other", [{}, {"epoch": 3}, {"model": {"norm.weight": torch.ones(3)}}, {"state_dict": 3}])

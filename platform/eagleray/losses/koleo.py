@@ -1,6 +1,6 @@
 """KoLeo spreads features apart: the Kozachenko-Leonenko estimator of their entropy (Sablayrolles et al. 2019).
 
-arXiv:1806.03198, equation 5, as DINOv2 uses it (Oquab et al. 2023, arXiv:2304.07193, section 4). B images, D channels.
+arXiv:1806.03198, as DINOv2 uses it (Oquab et al. 2023, arXiv:2304.07193, section 4). B images, D channels.
 """
 
 import math

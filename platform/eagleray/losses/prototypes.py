@@ -116,7 +116,8 @@ def score_chunks(t: Scores, tau: float) -> Iterator[Tensor]:
     w = t.w.detach().to(product_dtype(t.z))
     for part in _parts(len(t.z), chunk_rows(w)):
         with torch.autocast(w.device.type, enabled=False):
-            yield product((t.z[part].detach().to(sum_dtype(t.z)) / tau).to(w.dtype), w.T)
+            x = product((t.z[part].detach().to(sum_dtype(t.z)) / tau).to(w.dtype), w.T)
+        yield x
 
 
 def chunk_rows(w: Tensor) -> int:

@@ -5,6 +5,7 @@ patches of a large crop, n hidden patches, K prototypes of images, P of patches,
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -60,11 +61,9 @@ class DINOv2(Method):
         self.koleo_weight, self.student_temp, self.teacher_temp = koleo_weight, student_temp, teacher_temp
         self.momentum, self.center_momentum, self.freeze_last = momentum, center_momentum, freeze_last
         # Unlike in DINO, the prototypes' lengths are always trained.
-        head, patch_head = (
-            k and PrototypeHead(backbone.dim, k, hidden=hidden, bottleneck=d, free_scale=True)
-            for k, d in ((prototypes, bottleneck), (patch_prototypes, patch_bottleneck))
-        )
-        self.student = MaskedEncoder(backbone, head, patch_head)
+        make = partial(PrototypeHead, backbone.dim, hidden=hidden, free_scale=True)
+        patch_head = make(patch_prototypes, bottleneck=patch_bottleneck) if patch_prototypes else None
+        self.student = MaskedEncoder(backbone, make(prototypes, bottleneck=bottleneck), patch_head)
         self.teacher = ema_copy(self.student)
         self.register_buffer("center", torch.zeros(prototypes))
         self.register_buffer("patch_center", torch.zeros(patch_prototypes or prototypes))

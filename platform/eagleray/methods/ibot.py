@@ -5,6 +5,7 @@ patches of a large crop, n hidden patches, K prototypes of images, P of patches,
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -50,11 +51,9 @@ class IBOT(Method):
         self.mask_probability, self.mask_ratio = mask_probability, mask_ratio
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
         self.momentum, self.center_momentum, self.freeze_last = momentum, center_momentum, freeze_last
-        head, patch_head = (
-            k and PrototypeHead(backbone.dim, k, hidden=hidden, bottleneck=bottleneck, free_scale=free_scale)
-            for k in (prototypes, patch_prototypes)
-        )
-        self.student = MaskedEncoder(backbone, head, patch_head)
+        make = partial(PrototypeHead, backbone.dim, hidden=hidden, bottleneck=bottleneck, free_scale=free_scale)
+        patch_head = make(patch_prototypes) if patch_prototypes else None
+        self.student = MaskedEncoder(backbone, make(prototypes), patch_head)
         self.teacher = ema_copy(self.student)
         self.register_buffer("center", torch.zeros(prototypes))
         self.register_buffer("patch_center", torch.zeros(patch_prototypes or prototypes))

@@ -201,7 +201,7 @@ class Backbone(nn.Module):
 
 def outputs(model: Any, images: list[Tensor], class_token: bool, hidden: Hidden | None) -> list[Tensor]:
     """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several: all
-    tokens, or the class token alone."""
+    tokens, or the class token alone. Patches of the images of the first size may be hidden."""
     if class_token:
         return class_tokens(model, images)
     if len(images) > 1:

@@ -41,17 +41,20 @@ def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
     states = {role: tensors_in(_mapping(checkpoint, role)) for role in (STUDENT, TEACHER)}
     backbones = {role: dict(_dino_backbone(state)) for role, state in states.items()}
     parts = {f"{role}.{k}": v for role, state in states.items() for k, v in _dino_heads(state)}
+    for role, backbone in backbones.items():
+        parts |= {f"{role}.mask_token": backbone.pop(name) for name in MASK_TOKENS if name in backbone}
     losses = tensors_in(_mapping(checkpoint, "dino_loss") or _mapping(checkpoint, "ibot_loss"))
     parts |= {ours: losses[k].flatten() for k, ours in CENTRES.items() if k in losses}
     heads = _vit_heads(backbones[TEACHER], lambda width: width // 64 if width in WIDTHS else None)
     return Layout(_dino_authors(checkpoint, states[TEACHER]), TEACHER, backbones, parts, heads)
 
 
-# The names of heads, and those that eagleray's methods have for them. iBOT's and DINOv2's heads of masked patches
-# belong to no method here.
+# The names of heads, and those that eagleray's methods have for them. iBOT's layers of patches alone, the second ones,
+# belong to no method here: where patches share the head of images, they are the first ones again.
 IBOT_PATCHES = re.compile(r"\.(last_layer|mlp|last_norm)2\.")
-DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": ""}
-CENTRES = {"center": "center", "center_grid": "region_center"}
+DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": "patch_head."}
+CENTRES = {"center": "center", "center_grid": "region_center", "center2": "patch_center"}
+MASK_TOKENS = ("masked_embed", "mask_token")  # of iBOT, of DINOv2
 
 
 def _dino_authors(checkpoint: Mapping[str, Any], teacher: State) -> str:
@@ -72,7 +75,7 @@ def _dino_backbone(state: State) -> Iterator[tuple[str, Tensor]]:
 def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the heads. The prototypes are weight-normalised by PyTorch's older or newer function."""
     for theirs, ours in DINO_HEADS.items():
-        for key in (k for k in state if ours and k.startswith(theirs) and not IBOT_PATCHES.search(k)):
+        for key in (k for k in state if k.startswith(theirs) and not IBOT_PATCHES.search(k)):
             name = key.removeprefix(theirs).replace("last_layer.", "last.")
             name = name.replace("weight_g", "parametrizations.weight.original0")
             yield ours + name.replace("weight_v", "parametrizations.weight.original1"), state[key]
