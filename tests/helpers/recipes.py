@@ -42,6 +42,8 @@ METHODS = {
     "esvit": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1, region_from: 0.15",
     "ibot": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
     "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
+    "lejepa": "embedding: 16, hidden: 16, dim: 12, slices: 32",
+    "mae": "mask_ratio: 0.5, decoder_dim: 16, decoder_depth: 1, decoder_heads: 2",
     "moby": "dim: 12, hidden: 16, queue: 64",
     "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
     "mocov3": "dim: 16, hidden: 32",
@@ -53,9 +55,10 @@ METHODS = {
     "swav": "dim: 12, hidden: 16, prototypes: 20, queue: 40, queue_start: 0.1, freeze_prototypes: 1",
     "vicreg": "dim: 12, hidden: 16",
 }
-VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "selfpatch", "swav"), CROPS)
+VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
-VIEWS |= dict.fromkeys(("distill", "instdisc"), "[{size: 16, scale: [0.3, 1.0]}]")
+VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
+VIT_ONLY = ("mae",)
 
 
 @functools.cache

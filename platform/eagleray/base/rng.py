@@ -1,4 +1,4 @@
-"""Temporarily seeds the global random generators of Python and NumPy, because timm draws from them."""
+"""Seeds random generators: for the draws of a step, and those of Python and NumPy, because timm draws from them."""
 
 import random
 import threading
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 _lock = threading.Lock()  # the loader's thread draws too where there are no loader processes
 
@@ -22,3 +23,9 @@ def seed_global_generators(seed: int) -> Iterator[None]:
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def step_generator(step: int, device: torch.device) -> torch.Generator:
+    """Return a generator seeded by the step alone. A method draws for the rows of all ranks with it and takes its own
+    rows, so the draw is the same for any number of ranks and after a restart."""
+    return torch.Generator(device).manual_seed(step)

@@ -21,6 +21,7 @@ BASES: Mapping[str, str] = {
     "simclr": "simclr_vits16_in1k_ep300",
     "swav": "swav_vits16_in1k_ep300",
     "moco": "moco_resnet50_in1k_ep200",
+    "lejepa": "lejepa_vits16_in1k_ep100",
     "esvit": "esvit_swint_in1k_ep300",
     "moby": "moby_swint_in1k_ep300",
     "selfpatch": "selfpatch_vits16_in1k_ep200",

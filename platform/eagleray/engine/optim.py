@@ -22,6 +22,7 @@ def make(
     *,
     decay: str,
     momentum: float = 0.9,
+    beta2: float = 0.999,
     constant: Sequence[str] = (),
     constant_lr: float = 0.0,
     layer_decay: float | None = None,
@@ -34,18 +35,18 @@ def make(
     """
     groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
     whole = divide_groups(groups)
-    optimizer = _create(name, groups, momentum)
+    optimizer = _create(name, groups, momentum, beta2)
     follow(optimizer, whole)
     return optimizer
 
 
-def _create(name: str, groups: list[dict[str, Any]], momentum: float) -> torch.optim.Optimizer:
+def _create(name: str, groups: list[dict[str, Any]], momentum: float, beta2: float) -> torch.optim.Optimizer:
     if name == "lars":
         return LARS(groups, momentum=momentum)
     if name == "lamb":
         return LAMB(groups)
     if name == "adamw":
-        return torch.optim.AdamW(groups, fused=True)
+        return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
     assert name == "sgd", name
     sgd = torch.optim.SGD(groups, momentum=momentum, fused=True)
     for p in (p for group in groups for p in group["params"]):

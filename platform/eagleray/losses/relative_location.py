@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagleray.base import dist
+from eagleray.base.rng import step_generator
 from eagleray.models.heads import mlp
 
 HIDDEN = 512
@@ -66,11 +67,6 @@ def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, devic
         torch.rand(views, sum(rows), n, generator=step_generator(step, device), device=device).argsort(2), rows
     )
     return torch.arange(n, device=device).expand_as(second), second
-
-
-def step_generator(step: int, device: torch.device) -> torch.Generator:
-    """Return a generator seeded by the step alone: the pairs of all ranks are the same for any number of ranks."""
-    return torch.Generator(device).manual_seed(step)
 
 
 def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:

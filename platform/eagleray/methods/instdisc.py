@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.base.autocast import in_float32
+from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
@@ -79,8 +80,7 @@ def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], step: int, dev
     A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
     the step alone, so it is the same for any number of ranks and after a restart.
     """
-    generator = torch.Generator(device).manual_seed(step)
-    drawn = torch.randint(n, (sum(rows), negatives), generator=generator, device=device)
+    drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(step, device), device=device)
     return drawn[dist.offset(rows) :][: rows[dist.rank()]]
 
 

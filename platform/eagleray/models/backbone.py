@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eagleray.base.errors import UserError
 from eagleray.models import vit
 from eagleray.models.class_token import class_token_pooled, class_tokens
+from eagleray.models.masking import visible_tokens
 from eagleray.models.micro_batch import micro_batched
 from eagleray.models.packing import Hidden, masked_features, packable, packed_features
 from eagleray.models.stages import stage_outputs, stages, widths
@@ -67,7 +68,9 @@ class Backbone(nn.Module):
         self.dim: int = self.model.num_features
         if position in ("sincos", "dino"):
             set_position(self.model, name, position)
-        if init == "moco" and stem == "timm":  # the authors leave a stem of convolutions at PyTorch's initialisation
+        if init == "mae":
+            vit.init_mae(self.model)
+        if init != "timm" and stem == "timm":  # MoCo v3 leaves a stem of convolutions at PyTorch's initialisation
             vit.init_patch(self.model.patch_embed.proj)
         if freeze_patch:
             if not hasattr(self.model, "patch_embed"):
@@ -119,6 +122,20 @@ class Backbone(nn.Module):
         if not self._packs(images):
             return [self.pooled(x) for x in images]
         return [self.model.forward_head(out, pre_logits=True) for out in self._run(images, pooled=True)]
+
+    def visible(self, images: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pooled vectors (B, D) and all tokens (B, P + n, D) of images (B, 3, S, S) of which the blocks see
+        only the patches at the positions kept (B, n), counted row by row; P are prefix tokens, such as the class token.
+
+        Of the backbones for which `masking.drops_patches` holds."""
+        size = self.micro_batch if self.training else None
+        pooled, tokens = micro_batched(self._visible, images, size, kept)
+        return pooled, tokens
+
+    def _visible(self, images: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        run = compiled_visible_tokens if self.compiled and self.training else visible_tokens
+        tokens = run(self.model, images, kept)
+        return self.model.forward_head(tokens, pre_logits=True), tokens
 
     def _packs(self, images: Sequence[Tensor]) -> bool:
         return len(images) > 1 and not (self.micro_batch and self.training) and packable(self.model)
@@ -209,8 +226,9 @@ def outputs(model: Any, images: list[Tensor], class_token: bool, hidden: Hidden 
     return [model.forward_features(images[0]) if hidden is None else masked_features(model, images[0], hidden)]
 
 
-# One function for all backbones, compiled for each model and each list of sizes.
+# One function of each kind for all backbones, compiled for each model and each list of sizes.
 compiled_outputs = torch.compile(outputs, dynamic=False)
+compiled_visible_tokens = torch.compile(visible_tokens, dynamic=False)
 
 
 class Encoder(nn.Module, Generic[Head]):

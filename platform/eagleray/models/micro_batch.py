@@ -22,7 +22,7 @@ def micro_batched(f: Callable[..., Any], x: Tensor, size: int | None, *more: Ten
         return f(x, *more)
     # Without gradients there is no backward pass to recompute for.
     run = (lambda *parts: checkpoint(f, *parts, use_reentrant=False)) if torch.is_grad_enabled() else f
-    outs = [run(*parts) for parts in zip(*(y.split(size) for y in (x, *more)), strict=True)]
+    outs = [run(*parts) for parts in zip(*(t.split(size) for t in (x, *more)), strict=True)]
     if isinstance(outs[0], Tensor):
         return torch.cat(outs)
     return tuple(torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*outs, strict=True))

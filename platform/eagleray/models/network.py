@@ -36,7 +36,7 @@ class Network:
     # Initial weights: a run, a checkpoint, a file of tensors, or timm:NAME for timm's pretrained ones; None: random.
     weights: str | None = None
     drop_path: Share = 0.0  # drop path of the trained network; momentum copies drop nothing
-    init: Literal["timm", "moco"] = "timm"
+    init: Literal["timm", "moco", "mae"] = "timm"  # the initial weights of a ViT: as in timm, MoCo v3 or MAE
     # A ViT's positions at any crop size: a trained table, resampled as in timm or in DINO; a fixed table; none.
     position: Literal["timm", "sincos", "dino", "none"] = "timm"
     # A ViT's pooled vector. timm: as its model pools; mean: of the patches, with neither class token nor final norm;

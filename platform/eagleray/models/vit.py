@@ -1,6 +1,7 @@
-"""MoCo v3's changes to a ViT for which timm has no argument (Chen, Xie and He 2021, arXiv:2104.02057).
+"""The changes of MoCo v3 and MAE to a ViT for which timm has no argument.
 
-They are batch norm before the MLPs, a convolutional stem, fixed positions and the first layer's initialisation.
+They are batch norm before the MLPs, a convolutional stem, fixed positions and the initialisation of layers (Chen, Xie
+and He 2021, arXiv:2104.02057; He et al. 2021, arXiv:2111.06377).
 """
 
 import itertools
@@ -58,6 +59,7 @@ MEAN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
 # The arguments of timm's VisionTransformer by key and value of a recipe's backbone section.
 ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
     ("init", "moco"): {"weight_init": "moco"},
+    ("init", "mae"): {"weight_init": "moco"},  # which `init_mae` replaces
     ("position", "none"): {"pos_embed": "none"},
     ("pool", "mean"): {**MEAN, "final_norm": False},
     ("pool", "norm_mean"): {**MEAN, "final_norm": True},
@@ -70,10 +72,18 @@ def set_sincos(model: Any) -> None:
     """Set fixed 2-D sine-cosine positions, zero for the class token. Raises ValueError unless 4 divides the width."""
     if model.embed_dim % 4:
         raise ValueError(f"needs a width that is a multiple of 4, not {model.embed_dim}")
-    table = build_sincos2d_pos_embed(model.patch_embed.grid_size, model.embed_dim, interleave_sin_cos=True)
-    prefix = model.pos_embed.shape[1] - len(table)
-    table = torch.cat([torch.zeros(prefix, model.embed_dim), table])
-    model.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
+    grid = model.patch_embed.grid_size
+    model.pos_embed = sincos(grid, model.embed_dim, prefix=model.pos_embed.shape[1] - grid[0] * grid[1])
+
+
+def sincos(grid: tuple[int, int], dim: int, *, prefix: int) -> nn.Parameter:
+    """Return fixed 2-D sine-cosine positions (1, prefix + N, dim) of a grid of N patches, zero for the prefix.
+
+    They are MoCo v3's. Those of MAE have the halves of the channels swapped, the columns before the rows, which makes
+    no difference to a network with random weights.
+    """
+    table = build_sincos2d_pos_embed(list(grid), dim, interleave_sin_cos=True)
+    return nn.Parameter(torch.cat([torch.zeros(prefix, dim), table]).unsqueeze(0), requires_grad=False)
 
 
 def init_patch(projection: nn.Conv2d) -> None:
@@ -82,3 +92,16 @@ def init_patch(projection: nn.Conv2d) -> None:
     nn.init.uniform_(projection.weight, -bound, bound)
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
+
+
+def init_mae(module: nn.Module) -> None:
+    """Initialise a ViT or blocks of one as MAE's authors do: linear layers after Glorot and Bengio, without treating
+    query, key and value apart, the patch projection like a linear layer, tokens with a deviation of 0.02."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    for name, p in module.named_parameters():
+        if name.endswith(("cls_token", "mask_token", "reg_token")):
+            nn.init.normal_(p, std=0.02)

@@ -81,6 +81,7 @@ def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
         method,
         decay=o.decay,
         momentum=o.momentum,
+        beta2=o.beta2,
         constant=o.constant_lr,
         constant_lr=lr,
         layer_decay=o.layer_decay,

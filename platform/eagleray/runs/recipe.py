@@ -90,6 +90,7 @@ class Data:
 class Optim:
     name: Literal["adamw", "lars", "lamb", "sgd"] = "adamw"
     momentum: Share = 0.9  # of lars and sgd
+    beta2: Annotated[Share, Field(exclude_if=lambda decay: decay == 0.999)] = 0.999  # of adamw: of squared gradients
     batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
     # Images in the backbone at once on each rank, with the gradient of all; auto: as many as fit; None: all.
     micro_batch: PositiveInt | Literal["auto"] | None = None

@@ -1,0 +1,36 @@
+"""A plain vision transformer on some of the patches of each image (He et al. 2021, arXiv:2111.06377, MAE's encoder).
+
+B images, N patches, n of them kept, P prefix tokens, such as the class token, D channels.
+"""
+
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from eagleray.models.packing import embedded
+
+
+def drops_patches(model: Any) -> bool:
+    """Return whether `visible_tokens` trains the whole of a model: of timm's, only plain ViTs without layers after
+    their pooling."""
+    return (
+        type(model) is VisionTransformer
+        and model.attn_pool is None
+        and not any(p.requires_grad for p in model.fc_norm.parameters())
+    )
+
+
+def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
+    """Return what a ViT's `forward_features` returns for images (B, 3, S, S) whose patches are dropped before the first
+    block, but for those at the positions kept (B, n), counted row by row: tokens (B, P + n, D)."""
+    x, first = embedded(model, images), model.num_prefix_tokens
+    tokens = torch.cat([x[:, :first], take(x[:, first:], kept)], 1)
+    out: Tensor = model.norm(model.blocks(tokens))
+    return out
+
+
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows of each image in x (B, N, D) at positions (B, n), as (B, n, D)."""
+    return x.gather(1, positions.unsqueeze(2).expand(-1, -1, x.shape[2]))
