@@ -42,6 +42,8 @@ RECIPES = {
     "drloc": "drloc_swint_in100_ep100",
     "esvit": "esvit_swint_in1k_ep300",
     "instdisc": "instdisc_resnet50_in1k_ep200",
+    "lejepa": "lejepa_vits16_in1k_ep100",
+    "mae": "mae_vits16_in1k_ep1600",
     "moby": "moby_swint_in1k_ep300",
     "moco": "moco_resnet50_in1k_ep200",
     "mocov3": "mocov3_vits16_in1k_ep300",
@@ -62,6 +64,7 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 FEW = {"dim": 16, "hidden": 32, "region_hidden": 32, "patch_hidden": 32, "bottleneck": 16, "prototypes": 64}
 FEW |= {"patch_prototypes": 32, "queue": 64, "negatives": 16, "norm_group": 2, "heads": 3}
+FEW |= {"embedding": 16, "slices": 32, "decoder_dim": 32, "decoder_heads": 4}
 
 
 class Counter(TorchDispatchMode):

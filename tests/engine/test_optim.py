@@ -148,6 +148,16 @@ def test_momentum_is_the_recipes(name: str):
         torch.testing.assert_close(at[1] - at[2], (1 + momentum) * (at[0] - at[1]))
 
 
+def test_the_average_of_squared_gradients_is_as_slow_as_the_recipe_says():
+    for beta2 in (0.999, 0.95):
+        params, optimizer = made("adamw", beta2=beta2)
+        for p in params:
+            p.grad = torch.full_like(p, 2.0)
+        optimizer.step()
+        for p in params:
+            torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], torch.full_like(p, 4 * (1 - beta2)))
+
+
 def test_groups_hold_every_parameter_once():
     method = Two()
     method.encoder[0].weight.requires_grad_(False)

@@ -90,7 +90,8 @@ class Data:
 class Optim:
     name: Literal["adamw", "lars", "lamb", "sgd"] = "adamw"
     momentum: Share = 0.9  # of lars and sgd
-    beta2: Annotated[Share, Field(exclude_if=lambda decay: decay == 0.999)] = 0.999  # of adamw: of squared gradients
+    # Of adamw: the share of its value that the average of squared gradients keeps in a step.
+    beta2: Annotated[float, Field(ge=0, lt=1, exclude_if=lambda share: share == 0.999)] = 0.999
     batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
     # Images in the backbone at once on each rank, with the gradient of all; auto: as many as fit; None: all.
     micro_batch: PositiveInt | Literal["auto"] | None = None
