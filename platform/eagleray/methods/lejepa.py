@@ -48,8 +48,7 @@ class LeJEPA(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         z = self.encoder(batch.views).unflatten(0, (len(batch.views), -1))  # (V, B, C)
         a = directions(z.shape[2], self.slices, at.step, z.device)  # (C, M)
-        global_views = [x.shape == batch.views[0].shape for x in batch.views]
-        sim = prediction(z, sum(global_views))
+        sim = prediction(z, global_views=sum(x.shape == batch.views[0].shape for x in batch.views))
         gaussian = sigreg(z, a, batch.rows, reach=self.reach)
         loss = (1 - self.weight) * sim + self.weight * gaussian
         return {"loss": loss, "prediction": sim, "sigreg": gaussian}
