@@ -91,7 +91,8 @@ class _Decoder(nn.Module):
     def __init__(self, backbone: Backbone, dim: int, depth: int, heads: int) -> None:
         super().__init__()
         model: Any = backbone.model
-        norm, patch = partial(nn.LayerNorm, eps=1e-6), model.patch_embed.patch_size
+        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # what timm's type for it does not allow
+        patch = model.patch_embed.patch_size
         self.prefix = model.num_prefix_tokens
         self.embed = nn.Linear(model.embed_dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
