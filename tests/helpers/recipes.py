@@ -58,7 +58,7 @@ METHODS = {
 VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
-VIT_ONLY = ("mae",)
+VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
 
 
 @functools.cache
