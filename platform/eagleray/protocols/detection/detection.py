@@ -52,7 +52,8 @@ def detection(
     if not train.trainable():
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
-    net = build(copy.deepcopy(backbone), len(train.categories), settings)
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
+    net = build(backbone, len(train.categories), settings)
     tag = digest(weights_digest(backbone), config.to_plain(settings), tree_digest(coco, times=True))
     name = f"detection-{tag[:8]}"
     out.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ def segmentation(
     check(head, steps, width, batch)
     masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
-    backbone = copy.deepcopy(backbone)
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
     weights = weights_digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
