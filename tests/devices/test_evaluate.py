@@ -23,6 +23,8 @@ PROTOCOLS: dict[str, dict[str, str]] = {  # their settings
     "knn": {"k": "7"},
     "linear": {"epochs": "2"},
     "linear@dino": {"epochs": "2"},
+    "linear_augmented": {"epochs": "2", "batch": "64", "rates": "0.1,1"},
+    "semi_supervised": {"epochs": "2", "batch": "64", "labels": "0.5"},
     "logistic": {},
     "correspondence": {"limit": "20"},
     "throughput": {"rounds": "1", "batch": "2"},

@@ -27,7 +27,8 @@ def make(
     constant_lr: float = 0.0,
     layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `lars` is MoCo v3's; `lamb` is that of its paper.
+    """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `nesterov` is `sgd` with Nesterov's momentum; `lars`
+    is MoCo v3's; `lamb` is that of its paper.
 
     SwAV's LARC is not `lars`: LARC divides by |g| + wd * |p|, and it scales and decays vectors too. Raises UserError
     for a name in `constant` that is not a submodule of the method, and for `layer_decay` when timm does not define the
@@ -47,8 +48,8 @@ def _create(name: str, groups: list[dict[str, Any]], momentum: float, beta2: flo
         return LAMB(groups)
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
-    assert name == "sgd", name
-    sgd = torch.optim.SGD(groups, momentum=momentum, fused=True)
+    assert name in ("sgd", "nesterov"), name
+    sgd = torch.optim.SGD(groups, momentum=momentum, nesterov=name == "nesterov", fused=True)
     for p in (p for group in groups for p in group["params"]):
         sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # otherwise a skipped first step leaves it uninitialised
     return sgd

@@ -59,7 +59,7 @@ class Request:
 
     def data(self, protocol: Protocol) -> dict[str, str]:
         """Return the URLs and folders that a protocol reads, by the name of their option; paths are absolute."""
-        urls = {"train": self.train, "test": self.test} if "labels" in protocol.needs else {}
+        urls = {"train": self.train, "test": self.test} if {"labels", "labelled"} & {*protocol.needs} else {}
         urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
         folders = {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
         return {k: store.absolute(v) for k, v in (urls | folders).items() if v}
@@ -107,7 +107,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
         for name in names:
             evaluation.run_or_refuse(name)
     known = results.load(report.folder)
-    report.rows = list(results.rows(report.results, known, published(targets[0])))
+    report.rows = list(results.rows(report.results, known, targets[0].published))
     log_to_mlflow(report, targets[0], note)
     return report
 
@@ -207,7 +207,8 @@ class Evaluation:
     def check(self, need: str) -> None:
         """Raise UserError when the command lacks the kind of data `need`, which a protocol requires."""
         r = self.request
-        available: dict[str, Any] = {"labels": r.train, "images": r.train or r.test, "patches": "any", **r.folders}
+        available: dict[str, Any] = {"labels": r.train, "labelled": r.train, "images": r.train or r.test}
+        available |= {"patches": "any", **r.folders}
         if not available.get(need):
             raise UserError(f"needs {DATA_OPTIONS[need]}")
 
@@ -227,6 +228,8 @@ class Evaluation:
         if "size" in options and "resize" in settings and "resize" not in options:
             settings["resize"] = round(settings["resize"] * protocol.parse(options)["size"] / settings["size"])
         settings |= protocol.parse({**protocol.preset, **options})
+        if isinstance(keys := settings.get("labels"), str):  # a file, which workers have to find
+            settings["labels"] = store.absolute(keys)
         size, resize = settings.get("size", 0), settings.get("resize", settings.get("size", 0))
         if resize < size:
             raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
@@ -247,6 +250,9 @@ class Evaluation:
                     check_images(backbone, size)
                 inputs.append(self.images)
                 data = data_digest(self.images, np.arange(len(self.images)))
+            elif need == "labelled":
+                inputs.append(self.sets)
+                data = self.sets.digest
             else:
                 url = store.absolute(self.request.folders[need])
                 inputs.append(local_folder(url, self.note))
@@ -260,7 +266,10 @@ class Evaluation:
         run: Any = protocol.run
         if workers := self.request.workers:
             architecture, urls = self.request.architecture, tuple(copies.values())
-            job = Job(self.target.name, architecture, self.target.digest, name, urls, arguments, gpus=self.request.gpus)
+            shards = self.request.data(protocol) if "labelled" in protocol.needs else {}
+            job = Job(
+                self.target.name, architecture, self.target.digest, name, urls, arguments, self.request.gpus, shards
+            )
             extra["elsewhere"] = partial(measure_videos, job, workers)
             if protocol.ranks:
                 run = partial(run_on_ranks, job, workers)
@@ -318,8 +327,7 @@ class Evaluation:
             url = urls[option == "--test"]
             raise UserError(f"{option} {url}: none of the labelled images in these shards decodes")
         extraction |= {"train_images": images[0], "test_images": images[1]}
-        digests = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
-        return replace(outcome, settings={**outcome.settings, **extraction}), digest(digests)
+        return replace(outcome, settings={**outcome.settings, **extraction}), sets.digest
 
     def kinds(self, size: int, kind: str) -> list[str]:
         """Return the types of features to extract in one forward pass: `kind`, and those that other protocols need.
@@ -360,17 +368,6 @@ class Evaluation:
 
         If the index cannot be written beside the shards, it is written to the folder of results."""
         return open_index(url, remote.view_dir(self.report.folder), note=self.note)
-
-
-def published(target: Target) -> dict[str, float]:
-    """Return the numbers that the paper reports for the recipe of a run; empty for other backbones."""
-    if not target.run or not target.recipe:
-        return {}
-    try:
-        command = json.loads((remote.view_dir(target.run) / layout.ENVIRONMENT).read_text())["command"]
-    except (OSError, ValueError, KeyError):
-        return {}
-    return results.published(command, config.to_plain(target.recipe))
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:

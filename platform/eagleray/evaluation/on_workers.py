@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,15 @@ from eagleray.base import dist
 from eagleray.base.progress import progress_over
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.ray_ranks import Note, ray_ranks
+from eagleray.data.index import Index, open_index
+from eagleray.data.index_of_ranks import open_on_all
 from eagleray.engine import world
 from eagleray.evaluation.extraction import Task, own_features
 from eagleray.evaluation.target import load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
-from eagleray.protocols.probes import renumber
+from eagleray.protocols.probes import ProbeSets, renumber
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.storage.folder_copy import local_folder
 
@@ -39,15 +41,25 @@ class Job:
     folders: tuple[str, ...]  # paths and URLs, in the order in which the protocol needs them
     arguments: Mapping[str, Any]
     gpus: bool  # each worker has a GPU
+    shards: Mapping[str, str] = field(default_factory=dict)  # URLs of labelled shards: train, and perhaps test
 
-    def load(self, note: Note = lambda _: None) -> tuple[Backbone, list[Path]]:
-        """Return the backbone on this worker's device, and the folders of this machine with the data. A copy of a
-        folder is noted.
+    def load(self, note: Note = lambda _: None) -> tuple[Backbone, list[Any]]:
+        """Return the backbone on this worker's device, and the data: the folders of this machine, and the labelled
+        images. A copy of a folder is noted. With shards it is called by all ranks together.
 
         Raises UserError when they cannot be read, or the weights are no longer those of the command."""
-        return load_in_worker(self.backbone, self.architecture, self.digest, self.gpus), [
-            local_folder(url, note) for url in self.folders
-        ]
+        backbone = load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
+        data: list[Any] = [local_folder(url, note) for url in self.folders]
+        if self.shards:
+            train, test = (_open(self.shards.get(name)) for name in ("train", "test"))
+            assert train
+            data.append(ProbeSets.of(train, test, None))
+        return backbone, data
+
+
+def _open(url: str | None) -> Index | None:
+    """Open the index of the shards at a URL on all ranks together."""
+    return open_on_all(lambda: open_index(url, note=lambda _: None)) if url else None
 
 
 def measure_videos(
@@ -89,9 +101,9 @@ def run_on_ranks(
 
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
     """Run a protocol as one of several ranks; return its outcome, with names of pictures, and its files."""
-    backbone, folders = job.load(note)
+    backbone, data = job.load(note)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = PROTOCOLS[job.protocol].run(backbone, *folders, out=Path(folder), note=note, **job.arguments)
+        outcome = PROTOCOLS[job.protocol].run(backbone, *data, out=Path(folder), note=note, **job.arguments)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     return replace(outcome, pictures=tuple(Path(picture.name) for picture in outcome.pictures)), files
 

@@ -1,6 +1,7 @@
 """Load the backbone to evaluate: from a run, from timm, from a file of tensors, or with random weights."""
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -11,17 +12,19 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.engine import world
 from eagleray.engine.export import export_in, read_export
+from eagleray.evaluation import results
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import TIMM, Network
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
-from eagleray.runs import remote
+from eagleray.runs import layout, remote
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
@@ -56,6 +59,17 @@ class Target:
     def digest(self) -> str:
         """The digest of the architecture, the weights, and the mean and standard deviation of its training pixels."""
         return weights_digest(self.backbone, self.architecture, self.pixels)
+
+    @property
+    def published(self) -> dict[str, float]:
+        """The numbers that the paper reports for the recipe of a run; empty for other backbones."""
+        if not self.run or not self.recipe:
+            return {}
+        try:
+            command = json.loads((remote.view_dir(self.run) / layout.ENVIRONMENT).read_text())["command"]
+        except (OSError, ValueError, KeyError):
+            return {}
+        return results.published(command, config.to_plain(self.recipe))
 
 
 def load_target(name: str, architecture: str | None = None) -> Target:

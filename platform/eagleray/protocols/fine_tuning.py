@@ -1,4 +1,4 @@
-"""Fine-tune a backbone as part of a larger network, for detection and segmentation, on one rank or several.
+"""Fine-tune a backbone as part of a larger network, or a classifier on it, on one rank or several.
 
 The global batches do not depend on the number of ranks: each rank takes its rows of them. Gradients are averaged and
 batch norm is synchronised over ranks, as with mmsegmentation's SyncBN and in XCiT's detectors; dropout and drop path
@@ -57,6 +57,7 @@ def fine_tune(
     net: Trainee,
     batches: Callable[[int], Iterable[tuple[Progress, Any]]],
     *,
+    optimizer: str = "adamw",
     steps: int,
     batch: int,
     lr: Callable[[Progress], float],
@@ -66,29 +67,29 @@ def fine_tune(
     scratch: Path,
     note: Note,
 ) -> None:
-    """Train a network in place with AdamW, continuing from the newest checkpoint in the folder if there is one.
+    """Train a network in place, continuing from the newest checkpoint in the folder if there is one.
 
-    `batches` is a function that returns the batches from a step on; each has `batch` images on all ranks together. The
-    folder may be an s3:// URL; then `scratch` is a folder of this machine for files on their way. Called by all ranks
-    together.
+    `optimizer` is one of the names of `optim.make`. `batches` is a function that returns the batches from a step on;
+    each has `batch` images on all ranks together. The folder may be an s3:// URL; then `scratch` is a folder of this
+    machine for files on their way. Called by all ranks together.
 
     Raises UserError when the checkpoints or the data cannot be read."""
     device = next(net.parameters()).device
     world = World(device)
     world.synchronise(net)
-    optimizer = optim.make("adamw", net, decay="timm")
+    optimiser = optim.make(optimizer, net, decay="timm")
     precision = Precision.of("auto", device)
     start = 0
     if state := dist.from_rank_zero(lambda: checkpoint.newest(folder, scratch)):
         net.load_state_dict(state["net"])
-        optimizer.load_state_dict(state["optimizer"])
+        optimiser.load_state_dict(state["optimizer"])
         precision.load_state_dict(state.get("precision", {}))
         start = int(state["step"])
         note(f"{name}: continues after step {start} of {steps}")
     trained = loop.fit(
         cast(Any, net),  # no Method, but it has what the loop uses of one
         batches(start),
-        optimizer,
+        optimiser,
         lr=lr,
         weight_decay=lambda _: weight_decay,
         seed=seed,
@@ -104,7 +105,7 @@ def fine_tune(
             done = step.at.step + 1
             report(done, mean_loss(step.values["loss"], step.batch.rows))
             if world.rank == 0 and (done == steps or time.monotonic() - last_save > SAVE_SECONDS):
-                parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+                parts = {"net": net.state_dict(), "optimizer": optimiser.state_dict()}
                 writer.save(done, {"step": done, "precision": precision.state_dict()} | parts)
                 last_save = time.monotonic()
     finally:

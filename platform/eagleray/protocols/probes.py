@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.types import Format
+from eagleray.data.digests import data_digest
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.image_batches import THREADS, Reading
 from eagleray.protocols.registry import PROTOCOLS
@@ -54,6 +56,11 @@ class ProbeSets:
         return replace(
             self, train_samples=subset(self.train_samples, train), test_samples=subset(self.test_samples, test)
         )
+
+    @property
+    def digest(self) -> str:
+        """The digest of both sets of images and their labels."""
+        return digest([data_digest(self.train, self.train_samples), data_digest(self.test, self.test_samples)])
 
     def check(self) -> None:
         """Raise UserError when a classifier trained on the training set cannot be tested on the test set."""

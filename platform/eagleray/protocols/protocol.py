@@ -17,6 +17,7 @@ from eagleray.protocols.outcome import Outcome
 # The data that a protocol may need, and the options of `eagleray evaluate` that name it.
 DATA_OPTIONS = {
     "labels": "--train URL of labelled shards",
+    "labelled": "--train URL of labelled shards",
     "images": "--train or --test URL",
     "coco": "--coco DIR",
     "masks": "--masks DIR",
@@ -37,7 +38,8 @@ class Protocol:
     * With "labels", they are the features of a training set and those of a test set.
     * With "suite", they are a function that returns the features of the shards at a URL, and the URL of the suite's
       folder.
-    * Otherwise, they are the backbone, then the images as an Index or the folder that the protocol needs.
+    * Otherwise, they are the backbone, then what the protocol needs: with "labelled" the labelled images as ProbeSets,
+      with "images" the images as an Index, else a folder.
 
     Its keyword-only arguments are the settings of the protocol, except for those of PASSED: `out`, a folder for
     pictures; `note`, a function that is called with lines about the progress; `checkpoints`, the folder or URL for

@@ -18,6 +18,12 @@ VARIANTS = {
     "esvit": DINO,
     "selfpatch": DINO,
 }
+PAPERS = (
+    ("mocov3", "MoCo v3", "pooled"),
+    ("dino", "DINO, on the last 4 blocks", "last4"),
+    ("esvit", "EsViT, on the last 4 blocks", "last4"),
+    ("selfpatch", "SelfPatch", "pooled"),
+)
 SHIPPED = {
     "knn": Protocol(
         "weighted vote of the k nearest training images, as in DINO and InstDisc",
@@ -26,27 +32,51 @@ SHIPPED = {
         ranks=True,
     ),
     "linear": Protocol(
-        "linear classifier whose learning rate is picked on held-out training images",
+        "linear classifier on cached features, its learning rate picked on held-out training images",
         f"{HERE}.linear:linear",
         ("labels",),
         ranks=True,
     ),
     **{
         f"linear@{name}": Protocol(
-            f"linear classifier with the settings of {title}",
+            f"linear classifier on cached features, with the settings of {title}",
             f"{HERE}.linear:linear",
             ("labels",),
             features,
             VARIANTS[name],
             ranks=True,
         )
-        for name, title, features in (
-            ("mocov3", "MoCo v3", "pooled"),
-            ("dino", "DINO, on the last 4 blocks", "last4"),
-            ("esvit", "EsViT, on the last 4 blocks", "last4"),
-            ("selfpatch", "SelfPatch", "pooled"),
-        )
+        for name, title, features in PAPERS
     },
+    "linear_augmented": Protocol(
+        "linear classifier on random crops and flips of all labelled images, the backbone running in every step",
+        f"{HERE}.linear_augmented:linear_augmented",
+        ("labelled",),
+        ranks=True,
+    ),
+    **{
+        f"linear_augmented@{name}": Protocol(
+            f"the same as {title} trains it",
+            f"{HERE}.linear_augmented:linear_augmented",
+            ("labelled",),
+            preset={k: v for k, v in VARIANTS[name].items() if k != "scaled"} | {"features": features},
+            ranks=True,
+        )
+        for name, title, features in PAPERS
+    },
+    "semi_supervised": Protocol(
+        "the whole backbone fine-tuned on 1 % of the labels, as in SimCLR",
+        f"{HERE}.semi_supervised:semi_supervised",
+        ("labelled",),
+        ranks=True,
+    ),
+    "semi_supervised@10": Protocol(
+        "the same on 10 % of the labels",
+        f"{HERE}.semi_supervised:semi_supervised",
+        ("labelled",),
+        preset={"labels": 0.1, "epochs": 30},
+        ranks=True,
+    ),
     "correspondence": Protocol(
         "how often a patch is matched to itself in the mirrored image, as in EsViT",
         f"{HERE}.correspondence:correspondence",

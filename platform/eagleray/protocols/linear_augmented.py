@@ -1,0 +1,189 @@
+"""Train a linear classifier on a frozen backbone's features of random crops, as MoCo v3, DINO, EsViT and SelfPatch do.
+
+SGD, momentum 0.9, no weight decay and a cosine schedule by epochs, on all labels. Every step sends the images through
+the backbone, which is in evaluation mode. The test images are not cropped at random, so their features are computed
+once. B images, D features, C classes, R learning rates.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.data.index import Note
+from eagleray.models.backbone import Backbone
+from eagleray.protocols import feature_types
+from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
+from eagleray.protocols.digests import digest, weights_digest
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.feature_shards import BATCH
+from eagleray.protocols.features import LabelledFeatures, subset
+from eagleray.protocols.fine_tuning import Trainee, fine_tune
+from eagleray.protocols.label_subset import choose
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.probes import ONE_IN, ProbeSets
+from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
+
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # for a batch of 256; they scale linearly with the batch
+HELD_OUT = 50_000  # images at most that pick the learning rate
+
+
+@in_eval_mode
+def linear_augmented(
+    backbone: Backbone,
+    sets: ProbeSets,
+    out: Path,
+    note: Note,
+    *,
+    size: PositiveInt,
+    resize: PositiveInt,
+    features: str = "pooled",
+    epochs: PositiveInt = 100,
+    batch: PositiveInt = 1024,
+    rates: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = RATES,
+    labels: float | str = 1.0,
+    seed: NonNegativeInt = 0,
+    checkpoints: str | None = None,
+) -> Outcome:
+    """Measure top-1 and top-5 accuracy in percent after the last epoch, and after the epoch with the highest top-1 on
+    the test set, which the papers' scripts print.
+
+    `size` is the side of the crops and `resize` the short side of test images in pixels, `features` one of the types of
+    features. `labels` is the share of the labels, or a file with the keys of the images. Of several learning rates, a
+    tenth of the training images picks one; `Classifiers` says how. Calling the function again with the same arguments
+    continues a training that was stopped, from its checkpoint in the folder `checkpoints`, by default `out`. Called by
+    all ranks together, which share the images.
+
+    Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
+    sets, device = choose(sets, labels, seed), next(backbone.parameters()).device
+    feature_types.check(backbone, features, size)
+    batches = AugmentedBatches.of(
+        sets.train, sets.train_samples, size=size, batch=batch, epochs=epochs, seed=seed, device=device, note=note
+    )
+    settings: dict[str, Any] = {"epochs": epochs, "batch": batch, "rates": list(rates), "labels": labels, "seed": seed}
+    settings |= {"features": features, "size": size, "resize": resize, "crops": "random"}
+    settings |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
+    classes = class_numbers(sets.train, sets.train_samples, device)
+    kept_out = subset(sets.train_samples, max(len(sets.train_samples) // ONE_IN, 1))
+    extract = partial(centre_crops, backbone, classes, size=size, resize=resize, kind=features)
+    test = extract(sets.test, sets.test_samples)
+    net = Classifiers(
+        partial(crop_features, backbone, features),
+        test,
+        classes,
+        rates,
+        epochs,
+        held_out=mask(kept_out, len(sets.train), device) if len(rates) > 1 else None,
+        seed=seed,
+    ).to(device)
+    name = f"linear_augmented-{digest(settings, sets.digest, weights_digest(backbone))[:8]}"
+    fine_tune(
+        "linear_augmented",
+        net,
+        batches,
+        optimizer="sgd",
+        steps=batches.steps,
+        batch=batch,
+        lr=lambda at: sum(rates) * batch / 256 * 0.5 * (1 + math.cos(math.pi * int(at.epoch) / epochs)),
+        weight_decay=0.0,
+        seed=seed,
+        folder=f"{checkpoints or out}/{name}",
+        scratch=out / name,
+        note=note,
+    )
+    picked = net.pick(extract(sets.train, subset(kept_out, HELD_OUT))) if len(rates) > 1 else 0
+    found = without_trivial(summary(net.curve[:, picked].cpu()), len(classes), note) | {"lr": rates[picked]}
+    return Outcome({f"linear_augmented/{number}": value for number, value in found.items()}, settings)
+
+
+def summary(curve: Tensor) -> dict[str, float]:
+    """Return the numbers of a classifier from its top-1 and top-5 accuracy after every epoch, (epochs, 2)."""
+    best = int(curve[:, 0].argmax())
+    pairs = {"top1": curve[-1, 0], "top5": curve[-1, 1], "best": curve[best, 0], "best_top5": curve[best, 1]}
+    return {name: float(value) for name, value in pairs.items()} | {"best_epoch": best + 1}
+
+
+class Classifiers(Trainee):
+    """Linear classifiers of all learning rates, trained side by side.
+
+    With a step size s, SGD moves the weights of s times a loss as far as s times the step size would: the classifiers
+    are one layer whose loss is the sum of theirs, each times its rate. Of several rates, each has a second classifier
+    that learns nothing from the images that are held out. The one that is best on these picks the rate, and the
+    classifier with all labels is the result, so that neither the test set picks nor a label is spared."""
+
+    def __init__(
+        self,
+        read: Callable[[Tensor], Tensor],
+        test: LabelledFeatures,
+        classes: Tensor,
+        rates: tuple[float, ...],
+        epochs: int,
+        *,
+        held_out: Tensor | None,
+        seed: int,
+    ) -> None:
+        """`read` returns the features (B, D) of images, `test` are this rank's test images, `classes` (C,) the labels,
+        and `held_out` (N,) says which images of the index pick the rate."""
+        super().__init__()
+        self.read, self.test, self.classes, self.held_out = read, test, classes, held_out
+        shares = torch.tensor(rates, dtype=torch.float64, device=classes.device) / sum(rates)
+        self.shares = shares.float().repeat(1 if held_out is None else 2)  # (H,)
+        self.head = nn.Linear(test.x.shape[1], len(self.shares) * len(classes))
+        generator = torch.Generator().manual_seed(seed)
+        weight = 0.01 * torch.randn(len(classes), test.x.shape[1], generator=generator)
+        self.head.weight.data = weight.repeat(len(self.shares), 1)
+        self.head.bias.data.zero_()
+        # Accuracies in percent on the test set, after each epoch, of each rate, top-1 and top-5. A parameter, so that
+        # checkpoints keep it.
+        self.curve = nn.Parameter(torch.zeros(epochs, len(rates), 2), requires_grad=False)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the class scores (B, H, C) of features (B, D), in float32."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.head(x.float()).unflatten(1, (len(self.shares), -1))  # type: ignore[no-any-return]
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        """Return the mean of the classifiers' losses, weighted by their rates."""
+        [images] = batch.views
+        z = self.scores(self.read(images))
+        y = torch.searchsorted(self.classes, batch.label)
+        losses = F.cross_entropy(z.mT, y.unsqueeze(1).expand(z.shape[:2]), reduction="none")  # (B, H)
+        if self.held_out is not None:
+            all_labels, others = losses.chunk(2, 1)
+            spared = self.held_out[batch.index].unsqueeze(1)
+            losses = torch.cat([all_labels, others.masked_fill(spared, 0) * ONE_IN / (ONE_IN - 1)], 1)
+        return {"loss": (losses.mean(0) * self.shares).sum()}
+
+    @torch.no_grad()
+    def after_step(self, at: Progress) -> None:
+        """Measure the classifiers after the last step of an epoch."""
+        if (at.step + 1) % at.steps_per_epoch == 0:
+            self.curve[int(at.epoch)] = top_accuracies(self.scores, self.test, len(self.shares))[: self.curve.shape[1]]
+
+    def pick(self, held_out: LabelledFeatures) -> int:
+        """Return the number of the rate whose second classifier is best on the images that are held out."""
+        accuracies = top_accuracies(self.scores, held_out, len(self.shares))
+        return int(accuracies[self.curve.shape[1] :, 0].argmax())
+
+
+@torch.no_grad()
+def crop_features(backbone: Backbone, kind: str, images: Tensor) -> Tensor:
+    """Return the features (B, D) of images (B, 3, S, S), a few images at a time, as no gradient needs the others."""
+    return torch.cat([feature_types.read(backbone, part, [kind])[kind] for part in images.split(BATCH)])
+
+
+def mask(samples: NDArray[np.int64], total: int, device: torch.device) -> Tensor:
+    """Return which of `total` samples (total,) are among some."""
+    out = torch.zeros(total, dtype=torch.bool)
+    out[torch.from_numpy(samples)] = True
+    return out.to(device)

@@ -1,0 +1,108 @@
+"""Fine-tune a whole backbone and a linear classifier on a few labels, as SimCLR does: Chen et al. 2020,
+arXiv:2002.05709, appendix B.5.
+
+SGD with Nesterov's momentum 0.9, no warm-up, no weight decay, and random crops and flips only. B images, C classes.
+"""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.data.index import Note
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
+from eagleray.protocols.digests import digest, weights_digest
+from eagleray.protocols.drop_path import set_drop_path
+from eagleray.protocols.eval_mode import check_images
+from eagleray.protocols.fine_tuning import Trainee, fine_tune
+from eagleray.protocols.label_subset import choose
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.probes import ProbeSets
+from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
+
+
+def semi_supervised(
+    backbone: Backbone,
+    sets: ProbeSets,
+    out: Path,
+    note: Note,
+    *,
+    size: PositiveInt,
+    resize: PositiveInt,
+    labels: float | str = 0.01,
+    epochs: PositiveInt = 60,
+    batch: PositiveInt = 4096,
+    lr: PositiveFloat = 0.05,
+    seed: NonNegativeInt = 0,
+    checkpoints: str | None = None,
+) -> Outcome:
+    """Measure top-1 and top-5 accuracy in percent of a copy of the backbone that is trained on a few labels.
+
+    `labels` is the share of the labels, or a file with the keys of the images. `lr` is the learning rate for a batch of
+    256; it scales linearly. `size` is the side of the crops and `resize` the short side of test images in pixels.
+    Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in
+    the folder `checkpoints`, by default `out`. Called by all ranks together, which share the images.
+
+    Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
+    sets, device = choose(sets, labels, seed), next(backbone.parameters()).device
+    check_images(backbone, size)
+    batches = AugmentedBatches.of(
+        sets.train, sets.train_samples, size=size, batch=batch, epochs=epochs, seed=seed, device=device, note=note
+    )
+    settings: dict[str, Any] = {"epochs": epochs, "batch": batch, "lr": lr, "labels": labels, "seed": seed}
+    settings |= {"size": size, "resize": resize, "crops": "random"}
+    settings |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
+    name = f"semi_supervised-{digest(settings, sets.digest, weights_digest(backbone))[:8]}"
+    net = Classifier(backbone, class_numbers(sets.train, sets.train_samples, device), seed).to(device)
+    fine_tune(
+        "semi_supervised",
+        net,
+        batches,
+        optimizer="nesterov",
+        steps=batches.steps,
+        batch=batch,
+        lr=lambda at: lr * batch / 256 * 0.5 * (1 + math.cos(math.pi * at.step / batches.steps)),
+        weight_decay=0.0,
+        seed=seed,
+        folder=f"{checkpoints or out}/{name}",
+        scratch=out / name,
+        note=note,
+    )
+    test = centre_crops(
+        net.backbone, net.classes, sets.test, sets.test_samples, size=size, resize=resize, kind="pooled"
+    )
+    [[top1, top5]] = top_accuracies(net.scores, test, 1).tolist()
+    found = without_trivial({"top1": top1, "top5": top5}, len(net.classes), note)
+    return Outcome({f"semi_supervised/{number}": value for number, value in found.items()}, settings)
+
+
+class Classifier(Trainee):
+    """A backbone with a linear classifier, both trained."""
+
+    def __init__(self, backbone: Backbone, classes: Tensor, seed: int) -> None:
+        """`classes` (C,) are the labels of the classes, in ascending order."""
+        super().__init__()
+        self.backbone, self.classes = copy.deepcopy(backbone).requires_grad_(True), classes
+        set_drop_path(self.backbone.model, 0.0)  # no regularisation
+        self.head = nn.Linear(backbone.dim, len(classes))
+        nn.init.normal_(self.head.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
+        nn.init.zeros_(self.head.bias)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the class scores (B, 1, C) of features (B, D), in float32."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.head(x.float()).unsqueeze(1)  # type: ignore[no-any-return]
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        """Return the cross-entropy."""
+        [images] = batch.views
+        z = self.scores(self.backbone.pooled(images))[:, 0]
+        return {"loss": F.cross_entropy(z, torch.searchsorted(self.classes, batch.label))}
