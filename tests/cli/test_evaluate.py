@@ -299,6 +299,12 @@ REFUSED = [
     ({"settings": {"rates": "[]"}}, "linear", "linear: --rates: tuple should have at least 1 item"),
     ({"settings": {"logistic.seed": "-1"}}, "logistic", "logistic: --seed: input should be greater than or equal to 0"),
     ({}, "knnn", "--protocol knnn: unknown; did you mean 'knn'?"),
+    ({"train": None}, "linear_augmented", "linear_augmented: needs --train URL of labelled shards"),
+    ({}, "linear_augmented", "linear_augmented: --batch 1024: more than the 320 labelled images to train on"),
+    ({"settings": {"labels": "0"}}, "linear_augmented", "linear_augmented: --labels 0: expected a share above 0"),
+    ({"settings": {"labels": "2"}}, "semi_supervised", "semi_supervised: --labels 2: expected a share above 0"),
+    ({"settings": {"labels": "a.txt"}}, "semi_supervised@10", "semi_supervised@10: --labels /"),
+    ({"settings": {"size": "33"}}, "semi_supervised@10", "semi_supervised@10: VisionTransformer cannot take images of"),
 ]
 
 
@@ -355,6 +361,7 @@ def test_labels_that_do_not_match(shards: Path, tmp_path: Path, request_: Callab
     assert "these shards have no labels" in request_("knn", train=str(tmp_path / "none")).refused[0]
     assert "--test: these shards have no labels" in request_("knn", test=str(tmp_path / "none")).refused[0]
     assert "is also in --train" in request_("knn", test=str(shards / "train")).refused[0]
+    assert "these shards have no labels" in request_("linear_augmented", train=str(tmp_path / "none")).refused[0]
 
 
 def test_a_setting_that_no_protocol_has(request_: Callable[..., evaluate.Report]):

@@ -1,5 +1,6 @@
 """Protocols on the backbone itself in several Ray workers give what they give in one process."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,33 @@ def test_networks_are_fine_tuned_by_ranks_on_ray(name: str, tmp_path: Path):
     assert again.pictures == several.pictures == [several.pictures[0]]
     assert again.settings == several.settings
     assert len(list((tmp_path / "out").glob(f"pictures/untrained/{name}*/step-*.pt"))) == 1
+
+
+@pytest.mark.slow
+def test_classifiers_of_random_crops_are_trained_by_ranks(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without --test, so that each rank holds out the same tenth; checkpoints are beside the results."""
+
+    def ranks(function: Any, task: Any, *, workers: int, gpus: bool, note: Any) -> Any:
+        (tmp_path / "stores").mkdir(exist_ok=True)
+        return on_ranks(workers, function, tmp_path / "stores", task, print, start="spawn")[0]
+
+    monkeypatch.setattr(on_workers, "ray_ranks", ranks)
+    names = ("linear_augmented", "semi_supervised")
+    settings = {"epochs": "2", "batch": "50", "size": "32", "resize": "32", "rates": "0.1", "labels": "0.5"}
+    found = {}
+    for workers in (0, 2):
+        out = tmp_path / str(workers)
+        request = evaluate.Request("untrained:test_vit", names, str(shards / "train"), settings=settings, out=str(out))
+        report = evaluate.evaluate(replace(request, workers=workers))
+        assert report.refused == []
+        found[workers] = report.results
+        assert all(len(list(out.glob(f"pictures/untrained/{name}-*/step-*.pt"))) == 1 for name in names)
+    for one, several in zip(found[0], found[2], strict=True):
+        assert several.numbers == pytest.approx(one.numbers, abs=3.2)  # an image of 32 is 3.1 %
+        assert (several.settings, several.data, several.data_digest) == (one.settings, one.data, one.data_digest)
+        assert one.settings["train_images"] == 144
 
 
 PROBES = {"knn": 0.0, "logistic": 1e-3, "linear": 2.0}  # by how much several ranks may differ from one, in percent
