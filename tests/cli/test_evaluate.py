@@ -304,7 +304,11 @@ REFUSED = [
     ({"settings": {"labels": "0"}}, "linear_augmented", "linear_augmented: --labels 0: expected a share above 0"),
     ({"settings": {"labels": "2"}}, "semi_supervised", "semi_supervised: --labels 2: expected a share above 0"),
     ({"settings": {"labels": "a.txt"}}, "semi_supervised@10", "semi_supervised@10: --labels /"),
-    ({"settings": {"size": "33"}}, "semi_supervised@10", "semi_supervised@10: VisionTransformer cannot take images of"),
+    (
+        {"settings": {"semi_supervised@10.size": "33"}},
+        "semi_supervised@10",
+        "semi_supervised@10: VisionTransformer cannot take images of",
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
-from eagleray.protocols.eval_mode import check_images
+from eagleray.protocols.eval_mode import check_images, in_eval_mode
 from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.protocols.label_subset import choose
 from eagleray.protocols.outcome import Outcome
@@ -29,6 +29,7 @@ from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
 
 
+@in_eval_mode
 def semi_supervised(
     backbone: Backbone,
     sets: ProbeSets,
