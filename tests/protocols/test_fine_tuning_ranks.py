@@ -90,6 +90,16 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path):
     assert len(table.splitlines()) == 3
 
 
+def test_the_backbone_of_a_momentum_teacher_is_trained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its parameters have no gradients when it comes."""
+    teacher = resnet().requires_grad_(False)
+    monkeypatch.setitem(globals(), "resnet", lambda: teacher)
+    segment(masks(tmp_path / "set"), tmp_path / "out", steps=1, stop=1, batch=2)
+    name, stem = next(teacher.named_parameters())
+    after = weights(tmp_path / "out")
+    assert not torch.equal(after[f"maps.backbone.{name}"].float(), stem)
+
+
 def losses(outcome: Outcome) -> list[float]:
     return [float(line.split("loss ")[1].split()[0]) for line in outcome.settings["notes"] if "loss " in line]
 
