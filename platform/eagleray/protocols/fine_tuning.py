@@ -57,7 +57,7 @@ def fine_tune(
     net: Trainee,
     batches: Callable[[int], Iterable[tuple[Progress, Any]]],
     *,
-    optimizer: str = "adamw",
+    algorithm: str = "adamw",
     steps: int,
     batch: int,
     lr: Callable[[Progress], float],
@@ -69,7 +69,7 @@ def fine_tune(
 ) -> None:
     """Train a network in place, continuing from the newest checkpoint in the folder if there is one.
 
-    `optimizer` is one of the names of `optim.make`. `batches` is a function that returns the batches from a step on;
+    `algorithm` is one of the names of `optim.make`. `batches` is a function that returns the batches from a step on;
     each has `batch` images on all ranks together. The folder may be an s3:// URL; then `scratch` is a folder of this
     machine for files on their way. Called by all ranks together.
 
@@ -77,19 +77,19 @@ def fine_tune(
     device = next(net.parameters()).device
     world = World(device)
     world.synchronise(net)
-    optimiser = optim.make(optimizer, net, decay="timm")
+    optimizer = optim.make(algorithm, net, decay="timm")
     precision = Precision.of("auto", device)
     start = 0
     if state := dist.from_rank_zero(lambda: checkpoint.newest(folder, scratch)):
         net.load_state_dict(state["net"])
-        optimiser.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
         precision.load_state_dict(state.get("precision", {}))
         start = int(state["step"])
         note(f"{name}: continues after step {start} of {steps}")
     trained = loop.fit(
         cast(Any, net),  # no Method, but it has what the loop uses of one
         batches(start),
-        optimiser,
+        optimizer,
         lr=lr,
         weight_decay=lambda _: weight_decay,
         seed=seed,
@@ -105,7 +105,7 @@ def fine_tune(
             done = step.at.step + 1
             report(done, mean_loss(step.values["loss"], step.batch.rows))
             if world.rank == 0 and (done == steps or time.monotonic() - last_save > SAVE_SECONDS):
-                parts = {"net": net.state_dict(), "optimizer": optimiser.state_dict()}
+                parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
                 writer.save(done, {"step": done, "precision": precision.state_dict()} | parts)
                 last_save = time.monotonic()
     finally:

@@ -91,7 +91,7 @@ def linear_augmented(
         "linear_augmented",
         net,
         batches,
-        optimizer="sgd",
+        algorithm="sgd",
         steps=batches.steps,
         batch=batch,
         lr=lambda at: sum(rates) * batch / 256 * 0.5 * (1 + math.cos(math.pi * int(at.epoch) / epochs)),

@@ -67,7 +67,7 @@ def semi_supervised(
         "semi_supervised",
         net,
         batches,
-        optimizer="nesterov",
+        algorithm="nesterov",
         steps=batches.steps,
         batch=batch,
         lr=lambda at: lr * batch / 256 * 0.5 * (1 + math.cos(math.pi * at.step / batches.steps)),
