@@ -3,7 +3,7 @@ RUN := .venv/bin
 DATA ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test test-all soak faults fuzz lint audit
+.PHONY: setup demo test test-all soak faults fuzz lint audit docs
 
 setup: .venv/.done
 
@@ -59,3 +59,15 @@ lint: setup
 	$(RUN)/ruff check
 	$(RUN)/ruff format --check
 	$(RUN)/mypy
+
+# The pages of docs/ as site/index.html, which opens without a network; a dead link ends it. Its tool has an environment of
+# its own: no page imports the package, whose environment has 7 GB. What is written from the code is kept in docs/, and tests
+# say when it is out of date.
+docs: .venv-docs/.done
+	.venv-docs/bin/mkdocs build --quiet --strict
+	@echo "docs: open site/index.html"
+
+.venv-docs/.done: constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
+	@touch $@

@@ -1,0 +1,146 @@
+"""Every page: its links lead somewhere, its commands parse, and what is written from the code is up to date."""
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from helpers import pages
+from helpers.pages import PAGES, ROOT, Command, anchors, links, name
+from PIL import Image
+
+from eagleray.api.job_commands import COMMANDS
+from eagleray.cli import main
+from eagleray.config import bundled
+from eagleray.runs import recipe
+
+GROUP = typer.main.get_command(main.app)
+FOUND = list(pages.commands())
+RECIPES = ("pretrain", "show", "plan", "submit")  # whose first word is a recipe and whose others are its keys
+
+# Where the commands of a page run, or why they are only parsed. A page with commands stands in one of the two.
+RUN = {
+    "docs/begin/photos.md": "docs/test_start_pages.py",
+    "docs/begin/bucket.md": "docs/test_start_pages.py",
+    "docs/cluster.md": "docs/test_cluster_page.py",
+    "docs/plugins.md": "docs/test_plugins_page.py",
+}
+CLUSTER = "needs a cluster; docs/test_cluster_page.py and cluster/test_jobs.py run such commands with stand-ins"
+PAPER = "trains a model of a paper; cli/ and runs/ run such commands with small ones"
+PUBLIC = "needs public archives; datasets/ runs such commands with small ones"
+MODELS = "needs a trained backbone; evaluation/ and cli/ run such commands with small ones"
+PARSED = {
+    "README.md": PAPER,
+    "docs/begin/gpu.md": "needs GPUs",
+    "docs/begin/cluster.md": CLUSTER,
+    "docs/choose.md": PAPER,
+    "docs/data.md": PAPER,
+    "docs/evaluate.md": MODELS,
+    "docs/export.md": MODELS,
+    "docs/finetune.md": PAPER,
+    "docs/jobs.md": CLUSTER,
+    "docs/methods.md": PAPER,
+    "docs/operate/sizes.md": "traces models of papers for minutes; cli/test_plan.py plans small ones",
+    "docs/plan.md": "traces models of papers for minutes; cli/test_plan.py plans small ones",
+    "docs/prepare.md": PUBLIC,
+    "docs/recipes.md": PAPER,
+    "docs/report.md": MODELS,
+    "docs/running.md": PAPER,
+    "docs/select.md": PAPER,
+    "docs/sick.md": MODELS,
+    "docs/start.md": PAPER,
+    "docs/tune.md": "trains for hours; sweeps/ runs small sweeps",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path):
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("command", FOUND, ids=lambda c: f"{c.page}: {c.text[:60]}")
+def test_every_command_parses(command: Command):
+    words = command.words()
+    kind: Any = GROUP
+    while hasattr(kind, "commands") and words:
+        assert words[0] in kind.commands or words[0].startswith("-"), command.text
+        if words[0].startswith("-"):  # an option of eagleray itself
+            return
+        kind = kind.commands[words.pop(0)]
+    if command.whole or words:
+        parse(kind, words, partial=not command.whole)
+
+
+def parse(kind: Any, words: list[str], *, partial: bool) -> None:
+    """Parse the words of a command, and load the recipe that they name with the keys that they change."""
+    try:
+        values = kind.make_context(kind.name, list(words)).params
+    except Exception as error:
+        if not (partial and "Missing" in type(error).__name__):
+            pytest.fail(f"{' '.join(words)}: {error}")
+        return
+    if kind.name == "submit" and values["name"] in COMMANDS:
+        parse(GROUP.commands[values["name"]], own(values["words"]), partial=True)
+    elif kind.name in RECIPES and values["name"] in bundled.names():
+        keys = own(values.get("overrides") or values.get("words") or ())
+        recipe.load(values["name"], [key for key in keys if "=" in key])
+
+
+def own(words: Any) -> list[str]:
+    """Return the words that a submitted command gets: not the options of `submit`."""
+    text = re.sub(r"--(follow|gpus \S+|address \S+)", "", "\0".join(words).replace("\0", " \0"))
+    return [word.strip() for word in text.split("\0") if word.strip()]
+
+
+def test_pages_with_commands_say_where_these_run_or_why_they_do_not():
+    typed = {c.page for c in FOUND if c.whole and not re.search(r"\s\[|\.\.\.$", c.text)}
+    assert not RUN.keys() & PARSED.keys()
+    assert typed - RUN.keys() - PARSED.keys() == set()
+    assert all((ROOT / "tests" / test).exists() for test in RUN.values())
+    assert all((ROOT / page).exists() for page in (*RUN, *PARSED))
+
+
+def test_every_make_target_of_the_pages_is_one():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        text = page.read_text()
+        typed = [*pages.FENCE.findall(text), *re.findall(r"`make [^`]+`", pages.FENCE.sub("", text))]
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", "\n".join(typed), re.M)
+        assert set(named) <= targets, name(page)
+
+
+def test_pages_that_are_written_from_the_code_are_up_to_date():
+    docs = ROOT / "docs"
+    for page, text in runpy.run_path(str(docs / "reference.py"))["pages"]().items():
+        assert (docs / page).read_text() == text, f"{page}: run `python docs/reference.py`"
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_code():
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    drawn = Image.open(ROOT / "docs" / "images" / "rooms.png").info[figures["NOTE"]]
+    assert drawn == figures["digest"](), "run `python docs/figures.py`"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
+    listed = re.findall(r"[\w./-]+\.md", str(yaml.safe_load(text)["nav"]))
+    there = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    there -= {p for p in there if re.match(r"decisions/\d", p)}  # listed by decisions/README.md
+    assert len(listed) == len(set(listed))
+    assert set(listed) - there == {
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "benchmarks/README.md",
+        "deploy/README.md",
+    }
+    assert not there - set(listed)
