@@ -77,7 +77,7 @@ def site_path(path: str) -> str | None:
             return None
     if path == "README.md" or path in PAGES:
         return path
-    if path.startswith("docs/"):
+    if path.startswith("docs/") and not path.endswith(".py"):  # scripts are no pages: exclude_docs
         return path.removeprefix("docs/")
     # Browsers show text, and offer to keep most other kinds of files.
     return f"files/{path}" if path.endswith(".png") else f"files/{path}.txt"

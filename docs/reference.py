@@ -320,8 +320,8 @@ def decisions() -> str:
 def llms() -> str:
     """Return the list of all pages for assistants, in the order of the site, as https://llmstxt.org describes it."""
     out = "# Eagleray\n\n> Pretrain vision transformers without labels, on Ray, straight from WebDataset shards in a "
-    out += "folder or an object store.\n\nCommands, keys and functions are listed in full under Reference; `AGENTS.md` says "
-    out += "how to build, test and change the code.\n"
+    out += "folder or an object store.\n\nCommands, keys and functions are listed in full under Reference; "
+    out += "`AGENTS.md` says how to build, test and change the code.\n"
     nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     for title, page, section in re.findall(r"^ *- (.*): (\S+\.md)$|^  - (\w+):$", nav, re.M):
         if section:

@@ -22,11 +22,12 @@ class Command(NamedTuple):
 
     def words(self) -> list[str]:
         """Return the words after `eagleray`, with examples for what a reader has to replace and what is optional."""
-        text = re.sub(r"(?<=\s)\[[^\[\]]*\]\.\.\.", "", self.text)  # [KEY=VALUE]...
+        text = re.sub(r"(?<=\s)\[([^\[\]]*\]\.\.\.|options\])", "", self.text)  # [KEY=VALUE]...
         text = re.sub(r"(?<=\s)\[([^\[\]]*)\]", r"\1", text)  # [--json]
         text = re.sub(r"(?<= )([\w.=-]+)\|[\w.|-]+", r"\1", text)  # timm|onnx
         words = shlex.split(re.sub(r"\s>\s.*", "", text), comments=True)[1:]
-        return [re.sub(r"^((?:seed|workers)=)?(?:N|MIB|P|R)$", r"\g<1>1", word) for word in words if word != "..."]
+        words = [re.sub(r"^((?:seed|workers)=)?(?:N|MIB|P|R)$", r"\g<1>1", word) for word in words if word != "..."]
+        return ["timm" if word == "LIBRARY" else word for word in words]
 
 
 def name(page: Path) -> str:
@@ -34,14 +35,16 @@ def name(page: Path) -> str:
 
 
 def commands() -> Iterator[Command]:
-    """Yield every command `eagleray ...` of the pages."""
+    """Yield every command `eagleray ...` of the pages, but for those that the parser itself has written."""
     for page in PAGES:
+        if "reference/" in name(page):
+            continue
         text = page.read_text()
         for block in COMMANDS.findall(text):
             for line in re.split(r"\n|&&|;", block.replace("\\\n", " ")):
                 line = re.sub(r"^\s*(\w+=\S+ )*", "", line)
                 if re.match(r"(?:\S*/)?eagleray\s", line):
-                    yield Command(name(page), line, whole="reference/" not in name(page))
+                    yield Command(name(page), line, whole=True)
         for span in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
             if span.startswith("eagleray "):
                 yield Command(name(page), " ".join(span.split()), whole=False)
