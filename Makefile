@@ -64,7 +64,7 @@ lint: setup
 # its own: no page imports the package, whose environment has 7 GB. What is written from the code is kept in docs/, and tests
 # say when it is out of date.
 docs: .venv-docs/.done
-	.venv-docs/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "docs: open site/index.html"
 
 .venv-docs/.done: constraints.txt

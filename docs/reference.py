@@ -343,9 +343,9 @@ def monitoring() -> str:
     """Return what people wrote of the page on monitoring, then the alert rules and the metrics of Prometheus."""
     out = (DOCS / "operate/monitoring.md").read_text().partition(MARK)[0] + MARK + "\n## Alert rules\n\n"
     rules = yaml.safe_load((DOCS.parent / "deploy/prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
-    out += head("Alert", "Condition", "For", "What to look at")
+    out += head("Alert", "What to look at", "For", "Condition")
     for rule in rules:
-        out += row(f"`{rule['alert']}`", f"`{rule['expr']}`", rule.get("for", ""), rule["annotations"]["action"])
+        out += row(f"`{rule['alert']}`", rule["annotations"]["action"], rule.get("for", ""), f"`{rule['expr']}`")
     out += "\n## Metrics\n\nEach has the labels `run` and `method`; the findings also `kind`.\n\n" + head(
         "Metric", "Meaning"
     )
