@@ -23,7 +23,7 @@ class Command(NamedTuple):
     def words(self) -> list[str]:
         """Return the words after `eagleray`, with examples for what a reader has to replace and what is optional."""
         text = re.sub(r"(?<=\s)\[([^\[\]]*\]\.\.\.|options\])", "", self.text)  # [KEY=VALUE]...
-        text = re.sub(r"(?<=\s)\[([^\[\]]*)\]", r"\1", text)  # [--json]
+        text = re.sub(r"(?<=\s)\[([A-Za-z-][^\[\]]*)\]", r"\1", text)  # [--json], and not a list of numbers
         text = re.sub(r"(?<= )([\w.=-]+)\|[\w.|-]+", r"\1", text)  # timm|onnx
         words = shlex.split(re.sub(r"\s>\s.*", "", text), comments=True)[1:]
         words = [re.sub(r"^((?:seed|workers)=)?(?:N|MIB|P|R)$", r"\g<1>1", word) for word in words if word != "..."]
