@@ -4,6 +4,14 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from eagleray.base.errors import UserError
+
+CHANGED = "has changed since it was indexed"
+
+
+class MissingFile(UserError):
+    """The bucket exists, but has no such file."""
+
 
 class Kind(enum.Enum):
     """The ways to deal with an error of a service."""
@@ -28,6 +36,8 @@ def _rule(kind: Kind, errors: str, source: str) -> Rule:
 
 S3 = "docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html"
 COMMON = "docs.aws.amazon.com, Common Errors of each service; STS and SSO answer with them too"
+GOOGLE = "cloud.google.com/storage/docs/json_api/v1/status-codes"
+AZURE = "learn.microsoft.com/rest/api/storageservices/blob-service-error-codes"
 BOTOCORE, RETRY = "botocore/exceptions.py", "botocore/data/_retry.json"
 
 # The first rule that has the error's code decides, and if none has, the first that has its status.
@@ -36,6 +46,8 @@ TABLE = (
     _rule(Kind.WAIT, "Throttling ThrottlingException RequestLimitExceeded RequestTimeoutException", COMMON),
     _rule(Kind.WAIT, "ThrottledException TooManyRequestsException PriorRequestNotComplete", COMMON),
     _rule(Kind.WAIT, "BandwidthLimitExceeded EC2ThrottledException IDPCommunicationError", RETRY),
+    _rule(Kind.WAIT, "rateLimitExceeded userRateLimitExceeded backendError", GOOGLE),
+    _rule(Kind.WAIT, "ServerBusy OperationTimedOut", AZURE),
     _rule(Kind.WAIT, "CredentialRetrievalError MetadataRetrievalError TokenRetrievalError", BOTOCORE),
     _rule(Kind.RENEW, "ExpiredToken InvalidToken TokenRefreshRequired RequestTimeTooSkewed", S3),
     _rule(Kind.RENEW, "ExpiredTokenException RequestExpired RequestInTheFuture TokenExpired", COMMON),

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any, Literal, TypeVar
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import error_classes
-from eagleray.storage.blob import Blob, new_buffer
-from eagleray.storage.error_classes import Kind
+from eagleray.storage.blob import Blob
+from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
+from eagleray.storage.http_body import READ_TIMEOUT, read_stream
 from eagleray.storage.metadata_service import failure
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
@@ -21,24 +21,17 @@ T = TypeVar("T")
 Right = Literal["list", "read", "write", "delete"]
 Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
-READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
-GRACE = 20.0  # seconds after which a transfer slower than SLOWEST is aborted
-SLOWEST = 64 * 2**10  # bytes per second
-PIECE = 2**20  # bytes between two checks of the speed
 PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
 MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
 UPLOADS = 4  # parts uploaded at once
-CHANGED = "has changed since it was indexed"
 VANISHED = "the AWS credentials that were found before are gone"
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
-class MissingFile(UserError):
-    """The bucket exists, but has no such file."""
-
-
 class S3Store:
     """Reads and writes s3:// URLs with a client per process; `call_with_retries` repeats requests, boto3 does not."""
+
+    lists = True
 
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
@@ -309,23 +302,8 @@ def signs(client: Any) -> bool:
 
 
 def read_body(body: Any, length: int) -> memoryview:
-    """Read a response body straight from the socket into a buffer.
-
-    Raises Transient when the body is too short or the transfer too slow."""
-    data, at, began = new_buffer(length), 0, time.monotonic()
-    stream = body._raw_stream._fp  # the raw response; its wrappers would copy every byte twice
-    while at < length:
-        count = stream.readinto(data[at : at + PIECE])
-        if not count:
-            body.close()
-            raise Transient(f"expected {length} bytes, got {at}")
-        at += count
-        seconds = time.monotonic() - began
-        if seconds > GRACE and at < SLOWEST * seconds:
-            body.close()
-            raise Transient(f"stalled: {at} bytes in {seconds:.0f} s")
-    body._raw_stream.release_conn()  # so that the next request reuses it
-    return data
+    """Read the body of a response. Raises Transient when it is too short or the transfer too slow."""
+    return read_stream(body._raw_stream, length)
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:

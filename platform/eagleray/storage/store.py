@@ -1,4 +1,4 @@
-"""Reads and writes local paths, file:// and s3:// URLs, and lists the shards that folders, globs and braces select."""
+"""Finds the store of a URL, and lists the shards that folders, globs and braces select."""
 
 import errno
 import fnmatch
@@ -19,7 +19,11 @@ from braceexpand import braceexpand
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import atomic_path, make_folder, sync_file, sync_folder
+from eagleray.storage.az import AzStore
 from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.gs import GsStore
+from eagleray.storage.https import NO_LISTING, HttpsStore, read_only
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 from eagleray.storage.s3 import S3Store
 
@@ -33,8 +37,11 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server 
 class Store(Protocol):
     """The interface of a store of files.
 
-    Methods raise UserError, which names the URL, and Outage when the store has not answered for `patience` seconds.
+    `lists` says whether folders can be listed, and files be written. Methods raise UserError, which names the URL, and
+    Outage when the store has not answered for `patience` seconds.
     """
+
+    lists: bool
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         """Return the files directly in a folder whose names begin with `start`, or the one file that the URL names."""
@@ -46,7 +53,7 @@ class Store(Protocol):
         """Return a string that changes when the content of the file does."""
 
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
-        """Return exactly `length` bytes from `start`; with `tag`, S3 refuses to read a file whose tag has changed."""
+        """Return exactly `length` bytes from `start`; with `tag`, a remote file whose tag has changed is refused."""
 
     def get(self, url: str) -> bytes:
         """Return the whole file. Raises FileNotFoundError when there is none."""
@@ -73,6 +80,8 @@ class Store(Protocol):
 
 class LocalStore:
     """Reads and writes local paths and file:// URLs."""
+
+    lists = True
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         path = local_path(url)
@@ -175,15 +184,30 @@ def _call_with_retries(url: str, run: Callable[[], T], patience: float, *, absen
     return call_with_retries(url, attempt, patience=patience)
 
 
-STORES: dict[str, Store] = {"file": LocalStore(), "s3": S3Store()}  # by the scheme of a URL
+_web = HttpsStore()
+STORES: dict[str, Store] = {  # by the scheme of a URL
+    "file": LocalStore(),
+    "s3": S3Store(),
+    "gs": GsStore(),
+    "az": AzStore(),
+    "https": _web,
+    "http": _web,
+}
 
 
 def store(url: str) -> Store:
     """Return the store that a URL belongs to. Raises UserError for a scheme that is not known."""
     scheme = url.partition("://")[0] if "://" in url else "file"
     if scheme not in STORES:
-        raise UserError(f"{hide_secrets(url)}: unknown scheme {scheme!r}; known are plain paths, file:// and s3://")
+        known = "plain paths, file://, s3://, gs://, az:// and https://"
+        raise UserError(f"{hide_secrets(url)}: unknown scheme {scheme!r}; known are {known}")
     return STORES[scheme]
+
+
+def check_writable(url: str) -> None:
+    """Raises UserError for a URL whose store can only be read, or has a scheme that is not known."""
+    if not store(url).lists:
+        raise read_only(url)
 
 
 def is_remote(url: str) -> bool:
@@ -252,16 +276,12 @@ def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> lis
     selected = [p for url in ([urls] if isinstance(urls, str) else urls) for p in patterns(url)]
     for folder, group in itertools.groupby(sorted(selected, key=lambda p: p.folder), key=lambda p: p.folder):
         mine = list(group)
-        # A prefix of characters, not of path components, is what a listing can be restricted to.
-        start = os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine])  # noqa: RUF071
-        files = {b.url.rpartition("/")[2]: b for b in _list_folder(folder, start, patience)}
+        files = {b.url.rpartition("/")[2]: b for b in _find(folder, mine, patience)}
         for p in mine:
             names = [n for n in files if p.matches(n)] if p.is_glob else [p.name][: p.name in files]
             if not names:
-                hint = (
-                    "; `eagleray prepare` makes them from images" if p.is_glob and not folder.startswith("s3:") else ""
-                )
                 what = "no .tar shards there" if p.is_glob else f"no shard {p.folder}/{p.name}"
+                hint = "; `eagleray prepare` makes them from images" if p.is_glob and not is_remote(folder) else ""
                 raise UserError(f"{p.url}: {what}{hint}")
             shards |= {files[n].url: files[n] for n in names}
     if not shards:
@@ -269,14 +289,25 @@ def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> lis
     return [shards[url] for url in sorted(shards)]
 
 
-def _list_folder(folder: str, start: str, patience: float) -> list[Blob]:
+def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
+    """Return the files of a folder that patterns may select; from a store without listings, those that they name."""
+    if store(folder + "/").lists:
+        # A prefix of characters, not of path components, is what a listing can be restricted to.
+        return _list(folder + "/", os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine]), patience)  # noqa: RUF071
+    if unnamed := [p.url for p in mine if p.is_glob]:
+        raise UserError(f"{unnamed[0]}: {NO_LISTING}")
+    names = dict.fromkeys(f"{folder}/{p.name}" for p in mine)
+    return [b for blobs in ordered_map(lambda url: _list(url, "", patience), names) for b in blobs]
+
+
+def _list(url: str, start: str, patience: float) -> list[Blob]:
     """List a folder of shards.
 
     If the store does not answer a command that a person waits for, UserError is raised, because the address is probably
     wrong. In a run, which has read from the store before and so has more `patience`, Outage is raised.
     """
     try:
-        return store(folder).list(folder + "/", start, patience=patience)
+        return store(url).list(url, start, patience=patience)
     except Outage as e:
         if patience > PATIENCE:
             raise

@@ -1,0 +1,169 @@
+"""Reads and writes az://CONTAINER/... URLs through the REST API of Azure Blob Storage.
+
+learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. The ETag of a blob is its tag."""
+
+import base64
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+from xml.etree import ElementTree
+
+from eagleray.base.errors import UserError
+from eagleray.storage.az_account import Accounts
+from eagleray.storage.blob import Blob
+from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.rest import Page, Refused, RestStore, body_of, bucket_and_key
+from eagleray.storage.retry import PATIENCE, Transient
+
+PART = 16 * 2**20  # bytes; a larger file is uploaded in blocks of this size
+MOST_PARTS = 50_000  # Azure's limit per blob; the blocks of larger files are longer
+UPLOADS = 4  # blocks uploaded at once
+UNSIGNED = "; no Azure credentials were found, so the request was anonymous"
+BLOB = {"x-ms-blob-type": "BlockBlob"}
+
+
+class AzStore(RestStore):
+    """Reads and writes az:// URLs in the storage account that the environment names."""
+
+    scheme = "az"
+    unsigned = UNSIGNED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._accounts = Accounts()
+
+    @property
+    def anonymous(self) -> bool:
+        return self._accounts.anonymous
+
+    def _renew(self) -> None:
+        self._accounts.renew()
+
+    def _ask(
+        self,
+        method: str,
+        bucket: str,
+        key: str = "",
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Any:
+        account = self._accounts.current()
+        path = f"/{quote(bucket)}" + (f"/{quote(key, safe='/~')}" if key else "")
+        signed = account.sign(method, path, query or {}, headers or {}, len(body or b""))
+        text = "&".join(t for t in (urlencode(query or {}, quote_via=quote), account.sas) if t)
+        return self._send(method, f"{account.endpoint}{path}" + (f"?{text}" if text else ""), headers=signed, body=body)
+
+    def _open(self, url: str, tag: str = "", span: str = "") -> Any:
+        headers = ({"Range": span} if span else {}) | ({"If-Match": tag.removeprefix("az:")} if tag else {})
+        return self._ask("GET", *bucket_and_key(url), headers=headers)
+
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+        query = {"restype": "container", "comp": "list", "prefix": prefix, "delimiter": delimiter, "marker": marker}
+        body = body_of(self._ask("GET", bucket, query={k: v for k, v in query.items() if v}))
+        try:
+            tree = ElementTree.fromstring(body.removeprefix(b"\xef\xbb\xbf"))
+        except ElementTree.ParseError as e:
+            raise Transient(f"a listing that is no XML: {e}") from None
+        blobs = [
+            Blob(f"az://{bucket}/{_name(b)}", int(b.findtext("Properties/Content-Length") or 0), _tag(b))
+            for b in tree.iterfind("Blobs/Blob")
+            if b.findtext("Properties/ResourceType") != "directory"
+        ]
+        folders = [_name(f) for f in tree.iterfind("Blobs/BlobPrefix")]
+        return Page(blobs, folders, tree.findtext("NextMarker") or "")
+
+    def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+        text = body.decode(errors="replace")
+        found = re.search(r"<Message>(.*?)(?:\n|RequestId:|</Message>)", text, re.DOTALL)
+        inside = re.search(r"<Code>(\w+)</Code>", text)
+        code = headers.get("x-ms-error-code") or (inside[1] if inside else "")
+        line = f"{code or status}: {' '.join(found[1].split())}" if found else code or f"status {status}"
+        return Refused(status, code, line[:400], missing=code == "BlobNotFound")
+
+    def look(self, url: str) -> tuple[bytes, float]:
+        def run() -> tuple[bytes, float]:
+            data, headers = self._whole(url)
+            now, written = (parsedate_to_datetime(headers[name]) for name in ("Date", "Last-Modified"))
+            return data, (now - written).total_seconds()
+
+        return self._call("read", url, run, PATIENCE)
+
+    def write(self, url: str, data: bytes) -> None:
+        try:
+            self._call("write", url, lambda: self._upload(url, data), PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def create(self, url: str, data: bytes) -> bool:
+        def run() -> bool:
+            try:
+                self._upload(url, data, {"If-None-Match": "*"})
+            except Refused as e:
+                if e.status != 412 and e.code != "BlobAlreadyExists":
+                    raise
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # an earlier attempt, whose answer was lost, may have made it
+                    return self._whole(url)[0] == data
+                return False
+            return True
+
+        try:
+            return self._call("write", url, run, PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def delete(self, url: str) -> None:
+        def run() -> None:
+            try:
+                body_of(self._ask("DELETE", *bucket_and_key(url)))
+            except Refused as e:
+                if not e.missing:
+                    raise
+
+        self._call("delete", url, run, PATIENCE)
+
+    def _upload(self, url: str, data: bytes, condition: Mapping[str, str] | None = None) -> None:
+        body_of(self._ask("PUT", *bucket_and_key(url), headers=BLOB | dict(condition or {}), body=data))
+
+    def _put(self, url: str, source: Path, patience: float) -> None:
+        size = source.stat().st_size
+        if size <= PART:
+            data = source.read_bytes()
+            self._call("write", url, lambda: self._upload(url, data), patience)
+            return
+        where, length = bucket_and_key(url), max(PART, -(-size // MOST_PARTS))
+
+        def ask(query: dict[str, str], body: bytes) -> None:
+            self._call("write", url, lambda: body_of(self._ask("PUT", *where, query=query, body=body)), patience)
+
+        def part(number: int) -> str:
+            name = base64.b64encode(f"{number:08d}".encode()).decode()
+            ask({"comp": "block", "blockid": name}, os.pread(file.fileno(), length, number * length))
+            return name
+
+        with source.open("rb", buffering=0) as file:
+            names = list(ordered_map(part, range(-(-size // length)), width=UPLOADS))
+        blocks = "".join(
+            f"<Latest>{name}</Latest>" for name in names
+        )  # blocks that no list names are deleted in a week
+        ask({"comp": "blocklist"}, f'<?xml version="1.0" encoding="utf-8"?><BlockList>{blocks}</BlockList>'.encode())
+
+
+def _name(element: ElementTree.Element) -> str:
+    """Return the name of a blob or folder, which is encoded where XML does not allow its letters."""
+    name = element.find("Name")
+    assert name is not None
+    return unquote(name.text or "") if name.get("Encoded") == "true" else name.text or ""
+
+
+def _tag(blob: ElementTree.Element) -> str:
+    """Return the ETag in quotes, as headers have it; listings leave them out."""
+    etag = (blob.findtext("Properties/Etag") or "").strip('"')
+    return f'az:"{etag}"'

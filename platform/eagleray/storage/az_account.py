@@ -1,0 +1,138 @@
+"""The storage account of Azure that the environment names, and how its requests are signed.
+
+learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key. The variables are those of the command `az`."""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import urlsplit
+
+from eagleray.base.errors import UserError, one_line
+from eagleray.storage.retry import Transient
+
+VERSION = "2021-12-02"  # of the API
+SCOPE = "https://storage.azure.com/.default"
+CONTENT = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
+CONDITIONS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
+MARGIN = 300  # seconds before a token ends in which a new one is asked for
+
+
+@dataclass(frozen=True)
+class Account:
+    """An account, its server, and its credentials: a key, a signature for URLs, a token, or none."""
+
+    name: str
+    endpoint: str  # with https:// and without a slash at its end
+    key: bytes = field(default=b"", repr=False)
+    sas: str = field(default="", repr=False)
+    token: Callable[[], str] | None = None
+
+    def sign(
+        self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str], length: int
+    ) -> dict[str, str]:
+        """Return the headers of a request, with its signature."""
+        named = {**headers, "x-ms-date": formatdate(usegmt=True), "x-ms-version": VERSION}
+        if self.token:
+            return named | {"Authorization": f"Bearer {self.token()}"}
+        if not self.key:
+            return named
+        lower = {k.lower(): v for k, v in named.items()} | ({"content-length": str(length)} if length else {})
+        text = [method, *(lower.get(name, "") for name in CONTENT + CONDITIONS)]
+        text += [f"{name}:{value}" for name, value in sorted(lower.items()) if name.startswith("x-ms-")]
+        text += [f"/{self.name}{urlsplit(self.endpoint).path}{path}"]
+        text += [f"{name}:{value}" for name, value in sorted(query.items())]
+        digest = hmac.new(self.key, "\n".join(text).encode(), hashlib.sha256).digest()
+        return named | {"Authorization": f"SharedKey {self.name}:{base64.b64encode(digest).decode()}"}
+
+
+class Accounts:
+    """The account of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._account: tuple[int, Account | None] = (0, None)
+        self._signs = False  # whether there were credentials
+
+    @property
+    def anonymous(self) -> bool:
+        """Return whether no credentials were found."""
+        return not self._signs
+
+    def renew(self) -> None:
+        """Read the environment and the credentials again for the next request."""
+        self._account = (0, None)
+
+    def current(self) -> Account:
+        """Return the account. Raises UserError when none is named."""
+        with self._lock:
+            process, account = self._account
+            if account is None or process != os.getpid():
+                account = read_account(os.environ)
+                signs = bool(account.key or account.sas or account.token)
+                if self._signs and not signs:
+                    raise Transient("the Azure credentials that were found before are gone")
+                self._account, self._signs = (os.getpid(), account), signs
+            return account
+
+
+def read_account(environ: Mapping[str, str]) -> Account:
+    """Return the account that environment variables name. Raises UserError when there is none, or a key is no key."""
+    text = environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    said = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    name = said.get("AccountName") or environ.get("AZURE_STORAGE_ACCOUNT", "")
+    endpoint = said.get("BlobEndpoint") or environ.get("AZURE_STORAGE_SERVICE_ENDPOINT", "")
+    if not name and not endpoint:
+        raise UserError("az://: no account; set AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING")
+    suffix, scheme = said.get("EndpointSuffix", "core.windows.net"), said.get("DefaultEndpointsProtocol", "https")
+    endpoint = (endpoint or f"{scheme}://{name}.blob.{suffix}").rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise UserError("az://: AZURE_STORAGE_SERVICE_ENDPOINT: expected https://HOST")
+    key = said.get("AccountKey") or environ.get("AZURE_STORAGE_KEY", "")
+    sas = said.get("SharedAccessSignature") or environ.get("AZURE_STORAGE_SAS_TOKEN", "")
+    try:
+        secret = base64.b64decode(key, validate=True)
+    except binascii.Error:
+        raise UserError("az://: the account key is not in base64; set AZURE_STORAGE_KEY") from None
+    token = None if secret or sas else find_token()
+    return Account(name, endpoint, secret, "" if secret else sas.lstrip("?"), token)
+
+
+def find_token() -> Callable[[], str] | None:
+    """Return a function that returns a valid token of azure-identity; None where it is not installed or has none.
+
+    Raises Transient when a service that has one does not answer."""
+    try:
+        from azure.core.exceptions import AzureError, ClientAuthenticationError
+        from azure.identity import DefaultAzureCredential
+    except ImportError:
+        return None
+    credential, lock, held = DefaultAzureCredential(), threading.Lock(), dict[str, Any]()
+
+    def token() -> str:
+        with lock:
+            if held.get("until", 0) < time.time() + MARGIN:
+                new = credential.get_token(SCOPE)
+                held.update(until=new.expires_on, token=new.token)
+            return str(held["token"])
+
+    def patient() -> str:
+        try:
+            return token()
+        except AzureError as e:
+            raise Transient(one_line(e)) from None
+
+    try:
+        token()
+    except ClientAuthenticationError:
+        return None
+    except AzureError as e:
+        raise Transient(one_line(e)) from None
+    return patient

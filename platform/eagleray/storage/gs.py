@@ -1,0 +1,262 @@
+"""Reads and writes gs:// URLs through the JSON API of Google Cloud Storage.
+
+cloud.google.com/storage/docs/json_api/v1. The generation of an object is its tag: every content has its own."""
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.storage.blob import Blob
+from eagleray.storage.rest import Page, Refused, RestStore, body_of, bucket_and_key
+from eagleray.storage.retry import PATIENCE, Transient
+
+HOST = "https://storage.googleapis.com"
+SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+PIECE = 32 * 2**20  # bytes of a request of an upload, a multiple of 256 KiB; larger files are sent in several
+FIELDS = "nextPageToken,prefixes,items(name,size,generation)"
+UNSIGNED = "; no Google credentials were found, so the request was anonymous"
+INCOMPLETE = 308  # the answer to a piece of an upload that is not the last
+
+
+class GsStore(RestStore):
+    """Reads and writes gs:// URLs. STORAGE_EMULATOR_HOST names another server."""
+
+    scheme = "gs"
+    unsigned = UNSIGNED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._token = Token(self.pools)
+
+    @property
+    def anonymous(self) -> bool:
+        return self._token.anonymous
+
+    def _renew(self) -> None:
+        self._token.renew()
+
+    def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None, **request: Any) -> Any:
+        """Send a request to a path of the API, or to the whole address of an upload."""
+        host = os.environ.get("STORAGE_EMULATOR_HOST") or HOST
+        address = path if "://" in path else (host if "://" in host else f"http://{host}").rstrip("/") + path
+        headers = self._token.headers() | request.pop("headers", {})
+        return self._send(method, address + (f"?{urlencode(query)}" if query else ""), headers=headers, **request)
+
+    def _open(self, url: str, tag: str = "", span: str = "") -> Any:
+        query = {"alt": "media"} | ({"ifGenerationMatch": tag.removeprefix("gs:")} if tag else {})
+        return self._ask("GET", _path(url), query, headers={"Range": span} if span else {})
+
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+        query = {"prefix": prefix, "delimiter": delimiter, "pageToken": marker, "fields": FIELDS}
+        said = json.loads(
+            body_of(self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v}))
+        )
+        return Page(
+            [
+                Blob(f"gs://{bucket}/{o['name']}", int(o["size"]), f"gs:{o['generation']}")
+                for o in said.get("items", [])
+            ],
+            said.get("prefixes", []),
+            said.get("nextPageToken", ""),
+        )
+
+    def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+        text = " ".join(body.decode(errors="replace").split())[:300]
+        reason = ""
+        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
+            error = json.loads(body)["error"]
+            text = " ".join(str(error["message"]).split())[:300]
+            reason = str(error["errors"][0]["reason"])
+        no_bucket = re.search(r"(?i)bucket\b.*\bdoes not exist", text)
+        return Refused(status, reason, f"{status} {text}".strip(), missing=status == 404 and not no_bucket)
+
+    def look(self, url: str) -> tuple[bytes, float]:
+        def run() -> tuple[bytes, float]:
+            try:
+                about = json.loads(body_of(self._ask("GET", _path(url), {"fields": "generation,timeCreated"})))
+                data, headers = self._whole(url, about["generation"])
+            except Refused as e:
+                if e.missing:
+                    raise FileNotFoundError(url) from None
+                if e.status == 412:
+                    raise Transient("has been written a moment ago") from None
+                raise
+            written = datetime.fromisoformat(about["timeCreated"].replace("Z", "+00:00"))
+            return data, (parsedate_to_datetime(headers["Date"]) - written).total_seconds()
+
+        return self._call("read", url, run, PATIENCE)
+
+    def write(self, url: str, data: bytes) -> None:
+        try:
+            self._call("write", url, lambda: self._upload(url, data), PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def create(self, url: str, data: bytes) -> bool:
+        def run() -> bool:
+            try:
+                self._upload(url, data, ifGenerationMatch="0")
+            except Refused as e:
+                if e.status != 412:
+                    raise
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # an earlier attempt, whose answer was lost, may have made it
+                    return self._whole(url)[0] == data
+                return False
+            return True
+
+        try:
+            return self._call("write", url, run, PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def delete(self, url: str) -> None:
+        def run() -> None:
+            try:
+                body_of(self._ask("DELETE", _path(url)))
+            except Refused as e:
+                if not e.missing:
+                    raise
+
+        self._call("delete", url, run, PATIENCE)
+
+    def _upload(self, url: str, data: bytes, **condition: str) -> None:
+        bucket, key = bucket_and_key(url)
+        query = {"uploadType": "media", "name": key} | condition
+        body_of(self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=data))
+
+    def _put(self, url: str, source: Path, patience: float) -> None:
+        with source.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= PIECE:
+                data = file.read()
+                self._call("write", url, lambda: self._upload(url, data), patience)
+                return
+            session = self._call("write", url, lambda: self._begin(url), patience)
+            upload = _Upload(self._ask, session, file.fileno(), size)
+            try:
+                while not upload.done:
+                    self._call("write", url, upload.piece, patience)
+            except BaseException:
+                with contextlib.suppress(UserError, Outage):
+                    self._call("write", url, upload.abort, 0)
+                raise
+
+    def _begin(self, url: str) -> str:
+        """Begin an upload in pieces, and return its address."""
+        bucket, key = bucket_and_key(url)
+        query = {"uploadType": "resumable", "name": key}
+        response = self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=b"")
+        body_of(response)
+        return str(response.headers["Location"])
+
+
+BINARY = {"Content-Type": "application/octet-stream"}
+
+
+class _Upload:
+    """A file that is sent in pieces, cloud.google.com/storage/docs/performing-resumable-uploads."""
+
+    def __init__(self, ask: Callable[..., Any], session: str, file: int, size: int) -> None:
+        self.ask, self.session, self.file, self.size = ask, session, file, size
+        self.done = False
+        self._at: int | None = 0  # bytes that the store has; None: it has to be asked
+
+    def piece(self) -> None:
+        """Send the next piece, from where the store is: the answer to the piece before may have been lost."""
+        if self._at is None:
+            self._note(self._send({"Content-Range": f"bytes */{self.size}"}, b""))
+            if self.done:
+                return
+        at, self._at = self._at or 0, None
+        data = os.pread(self.file, PIECE, at)
+        self._note(self._send({"Content-Range": f"bytes {at}-{at + len(data) - 1}/{self.size}"}, data))
+
+    def _send(self, headers: dict[str, str], data: bytes) -> Any:
+        return self.ask("PUT", self.session, headers=headers, body=data, expected=(200, 201, INCOMPLETE))
+
+    def _note(self, response: Any) -> None:
+        body_of(response)
+        self.done = response.status != INCOMPLETE
+        self._at = int(response.headers.get("Range", "bytes=0--1").rpartition("-")[2] or -1) + 1
+
+    def abort(self) -> None:
+        """Let the store forget the pieces."""
+        body_of(self.ask("DELETE", self.session, expected=(200, 204, 404, 410, 499)))
+
+
+class Token:
+    """The access token of a process, from google-auth's chain of credentials."""
+
+    def __init__(self, pools: Any) -> None:
+        self._pools, self._lock = pools, threading.Lock()
+        self._credentials: tuple[int, Any] = (0, None)
+        self._signs = False  # whether there were credentials
+
+    @property
+    def anonymous(self) -> bool:
+        """Return whether no credentials were found."""
+        return not self._signs
+
+    def renew(self) -> None:
+        """Read the credentials again for the next request."""
+        self._credentials = (0, None)
+
+    def headers(self) -> dict[str, str]:
+        """Return the header with a valid token, or none.
+
+        Raises Transient when a token could not be had, which may pass, and UserError for what may not."""
+        if os.environ.get("STORAGE_EMULATOR_HOST") and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+            return {}  # as Google's own libraries do
+        with self._lock:
+            if self._credentials[0] != os.getpid():
+                self._credentials = (os.getpid(), self._find())
+            found = self._credentials[1]
+            if found is None:
+                return {}
+            if not found.valid:
+                self._refresh(found)
+            return {"Authorization": f"Bearer {found.token}"}
+
+    def _find(self) -> Any:
+        try:
+            import google.auth
+        except ImportError:
+            raise UserError("gs://: google-auth is not installed: pip install 'eagleray[stores]'") from None
+        try:
+            found, _ = google.auth.default(scopes=[SCOPE])
+        except google.auth.exceptions.DefaultCredentialsError as e:
+            if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+                raise UserError(f"gs://: GOOGLE_APPLICATION_CREDENTIALS: {one_line(e)}") from None
+            if self._signs:
+                raise Transient("the Google credentials that were found before are gone") from None
+            return None
+        self._signs = True
+        return found
+
+    def _refresh(self, found: Any) -> None:
+        from google.auth.exceptions import GoogleAuthError
+        from google.auth.transport.urllib3 import Request
+
+        try:
+            found.refresh(Request(self._pools.to(HOST)))
+        except GoogleAuthError as e:
+            self.renew()
+            if e.retryable or "TransportError" in type(e).__name__:
+                raise Transient(one_line(e)) from None
+            raise Refused(403, "", one_line(e), missing=False) from None
+
+
+def _path(url: str) -> str:
+    bucket, key = bucket_and_key(url)
+    return f"/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"

@@ -1,0 +1,108 @@
+"""Reads https:// and http:// URLs from any server that answers a Range with a part of the file (RFC 9110, section 14).
+
+Such a server has no listing and takes no files."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote, urlsplit
+
+from eagleray.base.errors import UserError, has_secrets
+from eagleray.storage.blob import Blob
+from eagleray.storage.error_classes import CHANGED
+from eagleray.storage.rest import Blobs, Refused, RestStore
+from eagleray.storage.retry import PATIENCE
+
+REDIRECTS = 5
+
+
+class ReadOnly(OSError, UserError):
+    """The store can only be read."""
+
+
+class HttpsStore(RestStore):
+    """Reads files; the names of shards have to be given, by braces or in a list."""
+
+    lists = False
+    redirects = REDIRECTS
+
+    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
+        """Return the one file that a URL names, found by reading its first byte."""
+        if url.endswith("/") and not start:
+            raise UserError(f"{url}: {NO_LISTING}")
+
+        def run() -> Blobs:
+            try:
+                response = self._open(url + start, span="bytes=0-0")
+            except Refused as e:
+                if e.missing:
+                    return []
+                if e.status == 416:  # no first byte
+                    return [Blob(url + start, 0)]
+                raise
+            blob = Blob(url + start, self._range(url + start, response)[2], tag_of(response.headers))
+            response.read()
+            response.release_conn()
+            return [blob]
+
+        return self._call("list", url, run, patience)
+
+    def walk(self, url: str) -> Iterator[Blob]:
+        raise UserError(f"{url}: {NO_LISTING}")
+
+    def look(self, url: str) -> NoReturn:
+        raise read_only(url)
+
+    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
+        raise read_only(url)
+
+    def write(self, url: str, data: bytes) -> None:
+        raise read_only(url)
+
+    def create(self, url: str, data: bytes) -> bool:
+        raise read_only(url)
+
+    def delete(self, url: str) -> None:
+        raise read_only(url)
+
+    def _open(self, url: str, tag: str = "", span: str = "") -> Any:
+        etag = tag.removeprefix("https:")
+        headers = {"Range": span} if span else {}
+        if etag.startswith('"'):  # a weak one, W/"...", never matches
+            headers["If-Match"] = etag
+        response = self._send("GET", address(url), headers=headers)
+        if tag and tag_of(response.headers) != tag:  # many servers do not know If-Match
+            response.close()
+            raise UserError(f"{url}: {CHANGED}")
+        return response
+
+    def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+        from http.client import responses
+
+        # A public bucket whose files may be read but not listed answers 403 for a file that is not there.
+        return Refused(status, "", f"{status} {responses.get(status, '')}".strip(), missing=status in (403, 404, 410))
+
+
+NO_LISTING = "a web server has no listing; expected the names of files, such as https://HOST/x-{000..127}.tar"
+
+
+def tag_of(headers: Mapping[str, str]) -> str:
+    """Return the ETag of a file, in its quotes, or the time of its last change where the server sends none."""
+    known = headers.get("ETag") or headers.get("Last-Modified")
+    return f"https:{known}" if known else ""
+
+
+def address(url: str) -> str:
+    """Return the URL with its path percent-encoded. Raises UserError when it has no host, or holds credentials."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or has_secrets(url):
+        raise UserError(f"{parts.scheme}://{parts.hostname}: credentials do not belong in a URL")
+    if not parts.hostname:
+        raise UserError(f"{url}: expected {parts.scheme}://HOST/...")
+    host = f"{parts.scheme}://{parts.netloc}"
+    return host + quote(url.removeprefix(host), safe="/%~:+,=@&")
+
+
+def read_only(url: str) -> ReadOnly:
+    """Return the error for writing to a web server."""
+    return ReadOnly(f"{url}: a web server can only be read; expected a folder, or an s3://, gs:// or az:// URL")

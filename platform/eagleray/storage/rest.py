@@ -1,0 +1,289 @@
+"""What the stores have in common that are spoken to over HTTP without a library of their cloud."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.storage import error_classes
+from eagleray.storage.blob import Blob
+from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
+from eagleray.storage.http_body import READ_TIMEOUT, read_stream
+from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
+
+T = TypeVar("T")
+Right = Literal["list", "read", "write", "delete"]
+Blobs = list[Blob]  # inside the class `list` is the method
+CONNECTIONS = 32
+CONNECT_TIMEOUT = 10  # seconds
+LINE = 2**16  # bytes of an error's body that are read
+
+
+class Refused(Exception):
+    """An answer that is an error: its status, the service's code for it, and both with its message in one line."""
+
+    def __init__(self, status: int, code: str, line: str, missing: bool) -> None:
+        super().__init__(line)
+        self.status, self.code, self.line = status, code, line
+        self.missing = missing  # whether the file is missing, rather than its bucket
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a listing."""
+
+    blobs: list[Blob]
+    folders: list[str]  # the keys of folders, with a slash at their ends
+    marker: str  # where the next page begins; empty after the last one
+
+
+class Pools:
+    """Connections to servers, of which every process has its own."""
+
+    def __init__(self) -> None:
+        self._lock, self._process, self._pools = threading.Lock(), 0, dict[str, Any]()
+
+    def to(self, address: str) -> Any:
+        """Return the connections to the server of an address, through the environment's proxy for it if any."""
+        from urllib3 import PoolManager, ProxyManager, make_headers
+
+        parts = urlsplit(address)
+        proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
+        with self._lock:
+            if self._process != os.getpid():
+                self._process, self._pools = os.getpid(), {}
+            if proxy not in self._pools:
+                login = urlsplit(proxy)
+                headers = make_headers(
+                    proxy_basic_auth=f"{login.username}:{login.password}" if login.password else None
+                )
+                options: dict[str, Any] = {"maxsize": CONNECTIONS, "headers": {"User-Agent": "eagleray"}}
+                self._pools[proxy] = (
+                    ProxyManager(proxy, proxy_headers=headers, **options) if proxy else PoolManager(**options)
+                )
+            return self._pools[proxy]
+
+
+class RestStore:
+    """Reads files, lists folders and repeats requests; a store says how its requests look.
+
+    `_open`, `_page` and the methods that write are its own."""
+
+    scheme = ""
+    lists = True
+    unsigned = ""  # what an error adds when no credentials were found
+    redirects = 0
+
+    def __init__(self) -> None:
+        self.pools = Pools()
+        self._allowed: set[tuple[Right, str]] = set()  # what the store has allowed, and in which folder
+
+    @property
+    def anonymous(self) -> bool:
+        """Return whether requests are sent without credentials."""
+        return True
+
+    def _open(self, url: str, tag: str = "", span: str = "") -> Any:
+        """Ask for a file, or the bytes `span` of it, unless its tag has changed."""
+        raise NotImplementedError
+
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+        """Ask for a page of the files whose keys begin with `prefix`. With a delimiter, what lies below it is left out,
+        and its folder is listed."""
+        raise NotImplementedError
+
+    def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+        """Return the error that an answer says."""
+        raise NotImplementedError
+
+    def _renew(self) -> None:
+        """Forget the credentials, which the next request reads again."""
+
+    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
+        bucket, key = bucket_and_key(url)
+
+        def run() -> Blobs:
+            pages = list(self._pages(bucket, key + start, "/"))
+            if key and not key.endswith("/") and any(f"{key}/" in page.folders for page in pages):
+                return self.list(url + "/", patience=patience)
+            blobs = [b for page in pages for b in page.blobs]
+            return [b for b in blobs if key.endswith("/") or not key or b.url == url]
+
+        return self._call("list", url, run, patience)
+
+    def walk(self, url: str) -> Iterator[Blob]:
+        """Yield the files below a folder, page by page, so that a failed listing of millions repeats one page only."""
+        bucket, key = bucket_and_key(url.rstrip("/") + "/")
+        yield from (b for page in self._pages(bucket, key.lstrip("/"), "", repeat=url) for b in page.blobs)
+
+    def _pages(self, bucket: str, prefix: str, delimiter: str, *, repeat: str = "") -> Iterator[Page]:
+        marker = ""
+        while True:
+
+            def ask(marker: str = marker) -> Page:
+                return self._page(bucket, prefix, delimiter, marker)
+
+            page = self._call("list", repeat, ask, PATIENCE) if repeat else ask()
+            yield page
+            marker = page.marker
+            if not marker:
+                return
+
+    def tag(self, blob: Blob) -> str:
+        return blob.tag
+
+    def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
+        if length == 0:
+            return memoryview(b"")
+
+        def run() -> memoryview:
+            response = self._open(url, tag, f"bytes={start}-{start + length - 1}")
+            first, last, _ = self._range(url, response)
+            if first != start or last - first + 1 != length:
+                response.close()
+                got = last - first + 1
+                raise UserError(
+                    f"{url}: expected {length} bytes from {start} on, but the file ends after {got} of them"
+                )
+            return read_stream(response, length)
+
+        return self._call("read", url, run, patience)
+
+    def _range(self, url: str, response: Any) -> tuple[int, int, int]:
+        """Return the first and the last byte of a partial answer, and the size of the file.
+
+        Raises UserError for a server that sends whole files."""
+        said = response.headers.get("Content-Range", "")
+        try:
+            span, _, size = said.removeprefix("bytes ").partition("/")
+            first, _, last = span.partition("-")
+            numbers = int(first), int(last), int(size)
+        except ValueError:
+            numbers = None
+        if response.status != 206 or numbers is None:
+            response.close()
+            raise UserError(
+                f"{url}: the server ignores Range (it answered {response.status}, Content-Range {said!r}); "
+                "expected 206 and a part of the file"
+            )
+        return numbers
+
+    def get(self, url: str) -> bytes:
+        return self._call("read", url, lambda: self._whole(url)[0], PATIENCE)
+
+    def _whole(self, url: str, tag: str = "") -> tuple[bytes, Mapping[str, str]]:
+        """Return a file and the headers of the answer. Raises FileNotFoundError when there is none."""
+        try:
+            response = self._open(url, tag)
+        except Refused as e:
+            if e.missing:
+                raise FileNotFoundError(url) from None
+            raise
+        return body_of(response), response.headers
+
+    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
+        try:
+            self._put(url, source, patience)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def _put(self, url: str, source: Path, patience: float) -> None:
+        raise NotImplementedError
+
+    def _send(
+        self,
+        method: str,
+        address: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        expected: Iterable[int] = (200, 201, 202, 204, 206),
+    ) -> Any:
+        """Send a request, and return the response, whose body has not been read. Raises Refused."""
+        from urllib3 import Retry, Timeout
+
+        follow = Retry(None, connect=0, read=0, status=0, other=0, redirect=self.redirects) if self.redirects else False
+        response = self.pools.to(address).request(
+            method,
+            address,
+            body=body,
+            headers=dict(headers),
+            timeout=Timeout(connect=CONNECT_TIMEOUT, read=READ_TIMEOUT),
+            retries=follow,
+            preload_content=False,
+            decode_content=False,
+        )
+        if response.status not in expected:
+            text = response.read(LINE)
+            response.close()
+            raise self._error(response.status, response.headers, text)
+        return response
+
+    def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
+        """Repeat a request until it succeeds; `error_classes` says which errors may pass.
+
+        Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
+        from http.client import HTTPException
+
+        from urllib3.exceptions import HTTPError, LocationValueError, SSLError
+
+        scope: tuple[Right, str] = (right, url.rstrip("/") if right == "list" else url.rpartition("/")[0])
+
+        def attempt() -> T:
+            try:
+                result = run()
+            except (FileNotFoundError, UserError, Transient, Outage):
+                raise
+            except Refused as e:
+                self._give_way(scope, [e.code, e.status], e.line)
+                error = MissingFile if e.missing else UserError
+                line = e.line + self.unsigned * (self.anonymous and not e.missing)
+                raise error(f"{url}: {CHANGED if e.status == 412 else line}") from None
+            except LocationValueError as e:
+                raise UserError(f"{url}: {one_line(e)}") from None
+            except (HTTPError, HTTPException, OSError) as e:
+                cause = getattr(e, "reason", e)
+                if isinstance(e, SSLError) or isinstance(cause, SSLError):
+                    self._give_way(scope, ["SSLError"], one_line(e))
+                    raise UserError(f"{url}: {one_line(e)}") from None
+                raise Transient(one_line(e) or type(e).__name__) from None
+            self._allowed.add(scope)
+            return result
+
+        return call_with_retries(url, attempt, patience=patience)
+
+    def _give_way(self, scope: tuple[Right, str], names: Iterable[str | int], line: str) -> None:
+        """Raise Transient for an error that may pass, after forgetting credentials that were refused."""
+        kind = error_classes.kind_of(*names)
+        if kind is Kind.RENEW and self.anonymous:  # there is nothing to renew
+            kind = Kind.DENIED
+        if error_classes.passes(kind, allowed_before=scope in self._allowed):
+            if kind is not Kind.WAIT:
+                self._renew()
+            raise Transient(line) from None
+
+
+def body_of(response: Any) -> bytes:
+    """Return the whole body of a response."""
+    length = response.headers.get("Content-Length", "")
+    if length.isdigit():
+        return bytes(read_stream(response, int(length)))
+    data: bytes = response.read()
+    response.release_conn()
+    return data
+
+
+def bucket_and_key(url: str) -> tuple[str, str]:
+    """Split the URL of an object into bucket and key. Raises UserError when it contains credentials, or no bucket."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    if "@" in bucket or ":" in bucket:
+        raise UserError(f"{scheme}://: credentials and addresses do not belong in a URL; set them in the environment")
+    if not bucket:
+        raise UserError(f"{url}: expected {scheme}://BUCKET/...")
+    return bucket, key
