@@ -27,6 +27,9 @@ OWNERS = {
     "mlflow": {"runs/mlflow_"},
     "boto3": {"storage/s3.py"},
     "botocore": {"storage/s3.py"},
+    "urllib3": {"storage/"},
+    "google": {"storage/gs.py"},
+    "azure": {"storage/az_account.py"},
     "webdataset": {"datasets/"},
     "matplotlib": {
         "base/plotting.py",

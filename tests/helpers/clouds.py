@@ -181,7 +181,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.error(401, "authError")
 
     def google(self, _: str, rest: str) -> None:
-        cloud = self.server.cloud
         _, _, bucket, _, *key = rest.split("/")
         files = self.bucket(bucket)
         if not key:
@@ -238,7 +237,6 @@ class _Handler(BaseHTTPRequestHandler):
     # Azure Blob Storage
 
     def azure(self, _: str, rest: str) -> None:
-        cloud = self.server.cloud
         container, _, key = unquote(rest).partition("/")
         files = self.bucket(container)
         if "sig" not in self.query and not self.headers.get("Authorization", "").startswith(f"SharedKey {ACCOUNT}:"):
@@ -252,8 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
                 f"<Etag>{files[n].etag[1:-1]}</Etag></Properties></Blob>"
                 for n in names
             ) + "".join(f"<BlobPrefix><Name>{escape(f)}</Name></BlobPrefix>" for f in folders)
-            text = f"<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker>{escape(marker)}</NextMarker></EnumerationResults>"
-            raise Answer(200, b"\xef\xbb\xbf" + text.encode())
+            text = f"<Blobs>{blobs}</Blobs><NextMarker>{escape(marker)}</NextMarker>"
+            raise Answer(200, f"\ufeff<EnumerationResults>{text}</EnumerationResults>".encode())
         file = files.get(key)
         if self.command == "PUT":
             self.put_blob(container, key, file)

@@ -246,7 +246,7 @@ def test_a_slow_transfer_is_begun_anew(
     monkeypatch.setattr(http_body, "GRACE", 0.3)
     monkeypatch.setattr(http_body, "PIECE", 2**14)
     proxy.faults = Faults(rate=32 * 2**10)
-    with pytest.raises(Outage, match="stalled: .* bytes in"):
+    with pytest.raises(Outage, match=r"stalled: .* bytes in"):
         at(url).read(url, 0, 2**18, patience=0.1)
 
 

@@ -39,7 +39,8 @@ class Futile(RuntimeError):
 USER = r"[^\s/@:]*:(?!\d+(?:[/?#\s]|$))"
 LOGIN = re.compile(rf"(?<=://)(?:{USER}\S{{0,400}}@|[^/\s]{{0,400}}@|{USER}[^@\n]{{0,80}}@)")
 # Parameters of URLs, also of signed ones, and assignments such as MLFLOW_TRACKING_PASSWORD=x.
-WORDS = "password|passwd|pwd|passphrase|secret|api[_-]?key|access[_-]?key(?:[_-]?id)?|signature|credential|accesskeyid"
+KEYS = r"api[_-]?key|(?:access|account|storage)[_-]?key(?:[_-]?id)?|accesskeyid"
+WORDS = rf"password|passwd|pwd|passphrase|secret|signature|credential|{KEYS}"
 PARAMETER = re.compile(
     rf"(?i)((?:(?<![.\w-])[\w-]*(?:{WORDS}|[_-]token)|(?<![.\w-])token|(?<=[?&;])(?:sig|key|auth))=)"
     r"(?!\.\.\.)[^&\s;,'\"]+"

@@ -22,7 +22,7 @@ from eagleray.storage.store import is_remote, local_path, store
 
 # The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
 # PyTorch and Ray Train are tuned with. None of them is meant to hold a secret.
-SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "OMP_NUM_THREADS")
+SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT", "OMP_NUM_THREADS")
 BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
 OF_THIS_MACHINE = ("TORCH_HOME",)  # a path
 SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # in the name of a variable

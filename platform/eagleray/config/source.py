@@ -14,7 +14,7 @@ class Source:
     """Shards, and how often an epoch reads each of their samples; every reading draws new crops. docs/select.md
     describes the expressions."""
 
-    url: str  # folder, glob or brace pattern of shards; file or s3://
+    url: str  # folder, glob or brace pattern of shards; local, or in a store by its URL
     repeat: Annotated[int, Field(gt=0)] = 1
     where: str | None = None  # expression of SQL about a sample's columns: those for which it is true are read
     weight: str | None = None  # expression of SQL: how often an epoch reads a sample, in the mean

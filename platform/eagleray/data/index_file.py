@@ -157,7 +157,7 @@ def load(url: str, again: bool) -> dict[str, File]:
 
 def local_copy(url: str) -> Path:
     """Return a local path with the content of a URL. Raises FileNotFoundError when there is no such file."""
-    if not url.startswith("s3:"):
+    if not store.is_remote(url):
         path = store.local_path(url)
         if not path.is_file():
             raise FileNotFoundError(url)

@@ -58,6 +58,7 @@ def prepare(
 
     Raises UserError when the source cannot be read, or when the destination holds other shards.
     """
+    store.check_writable(options.destination)
     source = find(options)
     identity = options.identity() | {FILES: _fingerprint(source)}
     _read_plan(options, identity)  # refuses before anything is written
@@ -187,7 +188,7 @@ def serialize(items: pa.Table) -> bytes:
 
 
 def _fingerprint(source: SourceFiles) -> str:
-    """Return a digest of the names and sizes of the source's files, and of the ETags of files on S3."""
+    """Return a digest of the names and sizes of the source's files, and of the tags of files in a store."""
     digest = hashlib.blake2b(digest_size=16)
     for blob in source.files:
         digest.update(f"{blob.url}\0{blob.size}\0{blob.tag}\n".encode(errors="surrogateescape"))
@@ -360,7 +361,7 @@ def _delete_notes(destination: str) -> None:
     storage = store.store(destination)
     for blob in files.list_tree(f"{destination}/{NOTES}"):
         storage.delete(blob.url)
-    if not destination.startswith("s3:"):
+    if not store.is_remote(destination):
         shutil.rmtree(store.local_path(f"{destination}/{NOTES}"), ignore_errors=True)
     for blob in files.list_folder(destination + "/"):
         if blob.url.rpartition("/")[2].startswith((".shard-", f".{INDEX}.", f".{card.NAME}.")):

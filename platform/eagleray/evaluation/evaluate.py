@@ -134,6 +134,7 @@ def folder(request: Request, target: Target) -> str:
     name = re.sub(r"[^\w.-]+", "-", target.name.removeprefix("untrained:").removeprefix("timm:")).strip("-")
     url = store.absolute((request.out or target.run or f"evaluations/{name}").rstrip("/"))
     try:
+        store.check_writable(url)
         remote.view_dir(url).mkdir(parents=True, exist_ok=True)
         if not is_remote(url) and not os.access(url, os.W_OK):
             raise PermissionError(13, "permission denied")

@@ -33,7 +33,7 @@ def data_input(context: str, sources: Sequence[Source], index: Index) -> DataInp
         context,
         name[:500],  # as much as MLflow keeps
         digest(shards, used, index.repeats.tolist()),
-        "s3" if is_remote(urls[0]) else "local",
+        urls[0].partition("://")[0] if is_remote(urls[0]) else "local",
         json.dumps({"uri": urls[0] if len(urls) == 1 else ",".join(urls)})[:65_000],
         json.dumps(profile),
     )

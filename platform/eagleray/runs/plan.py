@@ -76,8 +76,10 @@ def resolve_paths(recipe: Recipe) -> Recipe:
             for s in sources
         )
 
-    if "://" in recipe.out and not recipe.out.startswith("s3://"):
-        raise UserError(f"out={recipe.out}: expected a folder or an s3:// URL")
+    try:
+        store.check_writable(recipe.out)
+    except UserError as e:
+        raise UserError(f"out={e}") from None
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
     data = replace(recipe.data, train=absolute(recipe.data.train), test=absolute(recipe.data.test), cache=cache)
     source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)

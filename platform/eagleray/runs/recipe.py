@@ -62,7 +62,7 @@ def steps(text: str) -> tuple[int, int]:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
     train: Sources | None = (
-        None  # folder, glob, brace pattern of shards, file or s3://; or a list of them and of Sources
+        None  # folder, glob, brace pattern of shards, local or by URL; or a list of them and of Sources
     )
     test: Sources | None = (
         None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank

@@ -34,7 +34,7 @@ class DataInput(NamedTuple):
     context: str  # training or test
     name: str
     digest: str  # of the shards' names, sizes and contents, and of how often each is read
-    kind: str  # s3 or local
+    kind: str  # the scheme of its URL, or local
     source: str  # JSON: its URLs
     profile: str  # JSON: images, shards and whether it has labels
 

@@ -1,4 +1,4 @@
-"""Reads and writes files and S3 objects by URL.
+"""Reads and writes files and the objects of stores by URL.
 
 URLs and byte ranges go in; bytes come out, retried, verified and cached.
 

@@ -18,7 +18,7 @@ class Blob:
 
     url: str
     size: int  # bytes
-    tag: str = ""  # s3: the ETag; empty for local files until `Store.tag` computes it
+    tag: str = ""  # of a remote file, such as its ETag; empty for local files until `Store.tag` computes it
 
 
 spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)

@@ -33,7 +33,7 @@ class RangeFile(io.RawIOBase):
 
     def __init__(self, span: Span, *, sparse: bool = False) -> None:
         self.span, self.at, self.end = span, 0, 0
-        self.sparse, self.local = sparse, not span.url.startswith("s3:")
+        self.sparse, self.local = sparse, not store.is_remote(span.url)
 
     def readable(self) -> bool:
         return True
