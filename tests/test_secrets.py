@@ -22,6 +22,8 @@ PLANTED = {
     "AWS_ACCESS_KEY_ID": "plantedAccessKey",
     "AWS_SECRET_ACCESS_KEY": "planted/Secret+Key",
     "AWS_SESSION_TOKEN": "plantedSessionToken",
+    "AZURE_STORAGE_KEY": "plantedAzureKey",
+    "AZURE_STORAGE_SAS_TOKEN": "sv=1&sig=plantedAzureSignature",
     "MLFLOW_TRACKING_USERNAME": "plantedUser",
     "MLFLOW_TRACKING_PASSWORD": "plantedPassword",
     "EAGLERAY_API_TOKEN": "plantedApiToken",

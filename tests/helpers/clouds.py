@@ -112,6 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if parts.path == "/token":
                 self.token()
+            if parts.path == "/identity":
+                self.identity()
             if cloud.forced:
                 self.error(*cloud.forced.popleft())
             if first in ("storage", "upload") and cloud.signed:
@@ -239,7 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
     def azure(self, _: str, rest: str) -> None:
         container, _, key = unquote(rest).partition("/")
         files = self.bucket(container)
-        if "sig" not in self.query and not self.headers.get("Authorization", "").startswith(f"SharedKey {ACCOUNT}:"):
+        proofs = (f"SharedKey {ACCOUNT}:", "Bearer identity")
+        if "sig" not in self.query and not self.headers.get("Authorization", "").startswith(proofs):
             self.error(404, "ResourceNotFound")
         if not key:
             names, folders, marker = self.page(
@@ -277,6 +280,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.error(409, "BlobAlreadyExists")
         raise Answer(201, ETag=cloud.write(container, key, data).etag)
 
+    def identity(self) -> None:
+        """Answer as the service that gives tokens to what runs on Azure's machines."""
+        self.server.cloud.tokens += 1
+        said = {"access_token": "identity", "expires_on": str(int(time.time()) + 3600), "token_type": "Bearer"}
+        raise Answer(
+            200, json.dumps(said | {"resource": self.query["resource"]}).encode(), Content_Type="application/json"
+        )
+
     # A web server: /web/NAME as it should be, and the same files with one thing amiss
 
     def web(self, kind: str, key: str) -> None:
@@ -307,7 +318,7 @@ def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
     from eagleray.storage.gs import GsStore
     from eagleray.storage.https import HttpsStore
 
-    for name in [n for n in os.environ if n.startswith(("GOOGLE_", "AZURE_", "STORAGE_"))]:
+    for name in [n for n in os.environ if n.startswith(("GOOGLE_", "AZURE_", "STORAGE_", "IDENTITY_"))]:
         patch.delenv(name)
     patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     patch.setenv(

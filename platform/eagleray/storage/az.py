@@ -23,7 +23,10 @@ from eagleray.storage.retry import PATIENCE, Transient
 PART = 16 * 2**20  # bytes; a larger file is uploaded in blocks of this size
 MOST_PARTS = 50_000  # Azure's limit per blob; the blocks of larger files are longer
 UPLOADS = 4  # blocks uploaded at once
-UNSIGNED = "; no Azure credentials were found, so the request was anonymous"
+UNSIGNED = (
+    "; no Azure credentials were found, so the request was anonymous (AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, or "
+    "pip install 'eagleray[stores]' for those of a machine and of `az login`)"
+)
 BLOB = {"x-ms-blob-type": "BlockBlob"}
 
 
