@@ -115,5 +115,5 @@ def test_without_credentials_a_request_is_anonymous_and_says_so(monkeypatch: pyt
         endpoint = f"BlobEndpoint=http://127.0.0.1:{cloud.port}/{ACCOUNT}"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", endpoint)
         cloud.files["data"] = {}
-        with pytest.raises(UserError, match="ResourceNotFound.*; no Azure credentials were found"):
+        with pytest.raises(UserError, match=r"ResourceNotFound.*; no Azure credentials were found"):
             store.store("az://").list("az://data/")
