@@ -40,7 +40,7 @@ def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
         ("views=[{scale: [0.5, 0.2]}, {}]", "views.0"),
         ("seed", "'seed': expected key=value"),
         ("data.train=/nowhere/at/all", "/nowhere/at/all: cannot be read: No such file or directory"),
-        ("data.train=gs://bucket", "unknown scheme 'gs'"),
+        ("data.train=gcs://bucket", "unknown scheme 'gcs'"),
         ("data.train=null", "data.train: missing"),
         ("out=/proc/nowhere", "out=/proc/nowhere: cannot be written"),
     ],

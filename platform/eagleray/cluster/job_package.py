@@ -18,7 +18,7 @@ from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_method
 from eagleray.runs.recipe import Recipe
-from eagleray.storage.store import is_remote, local_path, store
+from eagleray.storage.store import check_writable, is_remote, local_path, store
 
 # The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
 # PyTorch and Ray Train are tuned with. None of them is meant to hold a secret.
@@ -161,6 +161,8 @@ def check_place(key: str, place: str) -> None:
         there = "set them in the environment of `ray start` on the nodes"
         raise UserError(f"{key}: contains a user, password or key; expected {hide_secrets(place)}; {there}")
     store(place)
+    if key in ("out", "DST"):
+        check_writable(place, key)
     if not is_remote(place) and not local_path(place).is_absolute():
         raise UserError(f"{key}={place}: a relative path; {SHARED}")
 

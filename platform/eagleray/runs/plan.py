@@ -76,10 +76,7 @@ def resolve_paths(recipe: Recipe) -> Recipe:
             for s in sources
         )
 
-    try:
-        store.check_writable(recipe.out)
-    except UserError as e:
-        raise UserError(f"out={e}") from None
+    store.check_writable(recipe.out, "out")
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
     data = replace(recipe.data, train=absolute(recipe.data.train), test=absolute(recipe.data.test), cache=cache)
     source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)

@@ -204,10 +204,10 @@ def store(url: str) -> Store:
     return STORES[scheme]
 
 
-def check_writable(url: str) -> None:
-    """Raises UserError for a URL whose store can only be read, or has a scheme that is not known."""
+def check_writable(url: str, key: str = "") -> None:
+    """Raises UserError, which names the key, for a URL whose store can only be read or has an unknown scheme."""
     if not store(url).lists:
-        raise read_only(url)
+        raise read_only(f"{key}={url}" if key else url)
 
 
 def is_remote(url: str) -> bool:
