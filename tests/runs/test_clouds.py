@@ -58,11 +58,11 @@ def test_a_run_is_kept_in_a_store_and_continued_from_it(
     cloud: Cloud, small: Path, shards: Path, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = f"{scheme}://data/runs/first"
-    run(small, shards, tmp_path / "local", "max_steps=4")
-    run(small, shards, out, "max_steps=2")
+    run(small, shards, tmp_path / "local", "max_steps=2")
+    run(small, shards, out, "max_steps=1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
-    run(small, shards, out, "max_steps=4")
-    state = checkpoint.newest(f"{out}/checkpoints")
+    run(small, shards, out, "max_steps=2")
+    state = checkpoint.newest(f"{out}/checkpoints", scratch=tmp_path / "scratch")
     assert state is not None
     assert_same(state["method"], weights(tmp_path / "local"))
 

@@ -17,8 +17,8 @@ HOST = f"https://{ACCOUNT}.blob.core.windows.net"
     ("request_", "signature"),
     [
         (
-            ("GET", "/data/a%20folder/x.tar", {}, {"Range": "bytes=5-9", "If-Match": '"0x1D"'}, 0),
-            "rij3Df40YmnsOa73nRRj5k39gKjrm1wuyynF6AGm1xk=",
+            ("GET", "/data/a%20folder/x.tar", {}, {"x-ms-range": "bytes=5-9", "If-Match": '"0x1D"'}, 0),
+            "OeDrFqvBcYJR/0J78RG1JLHNTGUzBCFsMft2jeOJXDc=",
         ),
         (
             (

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import os
 import threading
 import time
@@ -114,6 +115,7 @@ def find_token() -> Callable[[], str] | None:
         from azure.identity import DefaultAzureCredential
     except ImportError:
         return None
+    logging.getLogger("azure").setLevel(logging.ERROR)  # its warnings have many lines; an error of ours says as much
     credential, lock, held = DefaultAzureCredential(), threading.Lock(), dict[str, Any]()
 
     def token() -> str:

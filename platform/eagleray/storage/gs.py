@@ -4,6 +4,7 @@ cloud.google.com/storage/docs/json_api/v1. The generation of an object is its ta
 
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
@@ -233,6 +234,7 @@ class Token:
             import google.auth
         except ImportError:
             raise UserError("gs://: google-auth is not installed: pip install 'eagleray[stores]'") from None
+        logging.getLogger("google.auth").setLevel(logging.ERROR)  # it warns of a project that nothing here asks for
         try:
             found, _ = google.auth.default(scopes=[SCOPE])
         except google.auth.exceptions.DefaultCredentialsError as e:
