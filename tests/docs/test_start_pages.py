@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.pages import COMMANDS, ROOT
+from helpers.pages import ROOT, typed
 from helpers.pictures import jpeg
 from helpers.s3.server import store_of
 
@@ -20,7 +20,7 @@ LONG = {"eagleray pretrain mine.yaml": "eagleray show mine.yaml"}
 
 def commands(page: str) -> str:
     """Return the commands of a page as one script; where to clone from and the keys of a store are the test's."""
-    text = "\n".join(COMMANDS.findall((PAGES / page).read_text()))
+    text = "\n".join(typed(PAGES / page))
     text = re.sub(r"^(git clone|export AWS_).*\n", "", text, flags=re.M).replace("BUCKET", "eagleray")
     for long, short in LONG.items():
         text = text.replace(long, short)

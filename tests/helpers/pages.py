@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 LOOSE = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
 PAGES = [ROOT / page for page in LOOSE] + sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 FENCE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
-COMMANDS = re.compile(r"^```\n(.*?)^```", re.M | re.S)  # a block without a language
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)  # its language and its text
 
 
 class Command(NamedTuple):
@@ -25,9 +25,15 @@ class Command(NamedTuple):
         text = re.sub(r"(?<=\s)\[([^\[\]]*\]\.\.\.|options\])", "", self.text)  # [KEY=VALUE]...
         text = re.sub(r"(?<=\s)\[([A-Za-z-][^\[\]]*)\]", r"\1", text)  # [--json], and not a list of numbers
         text = re.sub(r"(?<= )([\w.=-]+)\|[\w.|-]+", r"\1", text)  # timm|onnx
-        words = shlex.split(re.sub(r"\s>\s.*", "", text), comments=True)[1:]
+        words = shlex.split(text, comments=True)[1:]
+        words = words[: words.index(">")] if ">" in words else words
         words = [re.sub(r"^((?:seed|workers)=)?(?:N|MIB|P|R)$", r"\g<1>1", word) for word in words if word != "..."]
         return ["timm" if word == "LIBRARY" else word for word in words]
+
+
+def typed(page: Path) -> list[str]:
+    """Return the blocks of a page that have no language: what a reader types."""
+    return [text for language, text in BLOCK.findall(page.read_text()) if not language]
 
 
 def name(page: Path) -> str:
@@ -40,7 +46,7 @@ def commands() -> Iterator[Command]:
         if "reference/" in name(page):
             continue
         text = page.read_text()
-        for block in COMMANDS.findall(text):
+        for block in typed(page):
             for line in re.split(r"\n|&&|;", block.replace("\\\n", " ")):
                 line = re.sub(r"^\s*(\w+=\S+ )*", "", line)
                 if re.match(r"(?:\S*/)?eagleray\s", line):
