@@ -249,7 +249,7 @@ def test_a_harmed_file_is_seen(check: Callable[[Any], list[str]], name: str, har
         ("python:3.11.14-slim", "python:latest", "not pinned"),
         ("USER 1000\n", "", "runs as root"),
         ("COPY tune tune", "ADD https://example.com/tune.tar tune", "fetches something"),
-        ('-c constraints.txt ".[cluster]"', '".[cluster]"', "not pinned"),
+        ('-c constraints.txt ".[cluster,stores]"', '".[cluster,stores]"', "not pinned"),
         ("USER 1000", "RUN apt-get update && apt-get install -y gcc\nUSER 1000", "leaves build tools"),
     ],
 )
