@@ -351,7 +351,7 @@ def test_a_lost_worker_and_a_wrong_input_on_ray(tmp_path: Path):
     ("words", "line"),
     [
         (["nothing", "in", "out"], "SOURCE nothing: unknown"),
-        (["folder", "in", "gs://x/out"], "gs://x/out"),
+        (["folder", "in", "ftp://x/out"], "ftp://x/out"),
     ],
 )
 def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path, words: list[str], line: str):

@@ -227,7 +227,7 @@ def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("s3://no-such-bucket/run", "no-such-bucket"), ("gs://b/run", "gs://b/run")]
+    ("given", "said"), [("s3://no-such-bucket/run", "no-such-bucket"), ("ftp://b/run", "ftp://b/run")]
 )
 def test_a_place_that_cannot_be_written_is_said_in_one_line(
     swift: Swift, small: Path, shards: Path, given: str, said: str

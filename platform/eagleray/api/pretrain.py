@@ -187,13 +187,13 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
 
 def note_choice(plan: Plan) -> None:
     """Write into the run folder which samples the run reads, where its recipe chooses some, for the report."""
-    from eagleray.reports import choice
+    from eagleray.reports.draw_choice import choice_of_plan
 
     out, selection = plan.recipe.out, plan.stream.selection
     if selection is None or json.loads(remote.read_note(out, layout.CHOICE) or "{}").get("digest") == selection.digest:
         return
     try:
-        remote.write_note(out, layout.CHOICE, json.dumps(asdict(choice.of_plan(plan))))
+        remote.write_note(out, layout.CHOICE, json.dumps(asdict(choice_of_plan(plan))))
     except Exception as e:  # pictures are not worth a run
         say(f"warning: the report will not show the choice of samples: {one_line(e)}")
 

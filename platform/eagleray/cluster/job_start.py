@@ -24,6 +24,8 @@ MODULES = {
     "scipy": "scipy",
     "scikit-learn": "sklearn",
     "isal": "isal",
+    "simplejpeg": "simplejpeg",
+    "urllib3": "urllib3",
     "braceexpand": "braceexpand",
     "platformdirs": "platformdirs",
     "psutil": "psutil",

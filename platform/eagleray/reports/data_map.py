@@ -18,8 +18,8 @@ from eagleray.data.columns import MEASURED, samples_where
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.evaluation.embeddings import beside, read_features
-from eagleray.reports.choice import Choice, images_of
 from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, principal
+from eagleray.reports.draw_choice import choice_of, images_of
 from eagleray.reports.page import Page, Picture, Pictures, Section, Tile, footer_text, render
 
 PARTS = 12  # of a table that are looked at, spread over all
@@ -119,7 +119,7 @@ def preview(data: Data, where: str, columns: str) -> Section | None:
     of_shards = zip(*samples_where(data.index, data.url, where, columns), strict=True)
     kept, size = (np.concatenate(parts) for parts in of_shards)
     sizes = int(size[kept].sum()), int(size.sum())
-    return Choice.of(kept, sizes, data.index, [f"where: {where}"]).section("Preview")
+    return choice_of(kept, sizes, data.index, [f"where: {where}"]).section("Preview")
 
 
 def on_map(data: Data) -> Section | None:
