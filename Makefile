@@ -68,6 +68,8 @@ docs: .venv-docs/.done
 	@echo "docs: open site/index.html"
 
 .venv-docs/.done: constraints.txt
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
+	@echo "docs: mkdocs comes into .venv-docs, 160 MB; its log is .venv-docs/setup.log"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -c constraints.txt mkdocs-material > .venv-docs/setup.log 2>&1 || \
+		{ tail -n 20 .venv-docs/setup.log; echo "error: the log is .venv-docs/setup.log"; exit 2; }
 	@touch $@
