@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.annotated import coco, masks
 from helpers.ranks import on_ranks
+from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from eagleray.base.errors import UserError
@@ -82,7 +84,9 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path):
         first, *others = on_ranks(ranks, segment, tmp_path, folder, tmp_path / str(ranks), start="spawn")
         assert all(other.numbers == {} for other in others)
         assert first.numbers == pytest.approx(one.numbers)
-        assert [p.read_bytes() for p in first.pictures] == [p.read_bytes() for p in one.pictures]
+        for ours, theirs in zip(first.pictures, one.pictures, strict=True):
+            same = np.asarray(Image.open(ours)) == np.asarray(Image.open(theirs))
+            assert same.mean() > 0.999  # where two classes are equally likely, a rounding decides
         assert losses(first) == pytest.approx(losses(one), abs=2e-3)  # as printed
         for name, x in weights(tmp_path / str(ranks)).items():
             torch.testing.assert_close(x, before[name], rtol=1e-5, atol=1e-7, msg=f"{ranks} ranks: {name}")

@@ -71,7 +71,7 @@ def test_a_run_is_kept_in_a_store_and_continued_from_it(
     ("out", "message"),
     [
         ("https://host/runs/first", "out=https://host/runs/first: a web server can only be read; expected a folder"),
-        ("ftp://host/runs/first", "ftp://host/runs/first: unknown scheme 'ftp'; known are plain paths, file://"),
+        ("ftp://host/runs/first", "out=ftp://host/runs/first: unknown scheme 'ftp'; known are plain paths, file://"),
     ],
 )
 def test_a_run_is_not_kept_where_nothing_can_be_written(out: str, message: str, tmp_path: Path) -> None:

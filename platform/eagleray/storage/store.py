@@ -206,7 +206,11 @@ def store(url: str) -> Store:
 
 def check_writable(url: str, key: str = "") -> None:
     """Raises UserError, which names the key, for a URL whose store can only be read or has an unknown scheme."""
-    if not store(url).lists:
+    try:
+        lists = store(url).lists
+    except UserError as e:
+        raise UserError(f"{key}={e}" if key else str(e)) from None
+    if not lists:
         raise read_only(f"{key}={url}" if key else url)
 
 
