@@ -252,7 +252,7 @@ def test_survive(shards: Path) -> None:
     assert out["kills"] == 1
     assert out["same_weights"]
     assert out["steps_repeated"] <= out["kills"] * (out["interval"] + 2)
-    assert out["restarts"] == 1
+    assert out["restarts"] == out["kills"] + 1  # and the start that only ends it
     assert 0 < out["seconds_lost"] < 30
     assert all(0 < out[name] < 1 for name in ("goodput", "goodput_unharmed"))  # which of them is larger is noise here
 

@@ -21,7 +21,7 @@ from eagleray.engine.sharded_checkpoint import fill
 
 BOUND = 1e-7  # in float64; AdamW moves weights by about 5e-4 a step
 KEYS = ["evaluate.probe_epochs=0", "optim.epochs=3", "monitor.every=4", "checkpoint.steps=10", "checkpoint.keep=2"]
-TEACHERS = ("dino", "dinov2", "ibot")
+TEACHERS = ("dino", "ibot")
 EXPORTED = {"mocov3": "base_encoder.backbone"} | dict.fromkeys(TEACHERS, "teacher.backbone")
 METHODS = {"mocov3": ["optim.clip=1.0"]} | {name: ["optim.clip=1.0", "optim.clip_each=true"] for name in TEACHERS}
 

@@ -32,7 +32,6 @@ class DINOv2(Method):
     """The student sees all views, the first two with hidden patches; the teacher sees the first two whole."""
 
     views = (2, 100)
-    shardable = True
     center: Tensor  # (K,)
     patch_center: Tensor  # (P,)
 
