@@ -8,7 +8,7 @@ from eagleray.reports.page import Picture, Pictures, Section, Table
 
 @dataclass(frozen=True)
 class Choice:
-    """What is left of a data set, as plain values that a run keeps in its folder."""
+    """Holds what is left of a data set, as plain values that a run keeps in its folder."""
 
     digest: str  # of the weights
     tables: list[tuple[str, list[str], list[list[Any]]]]  # caption, columns and rows

@@ -3,7 +3,6 @@
 learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. The ETag of a blob is its tag."""
 
 import base64
-import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode
 from xml.etree import ElementTree
 
-from eagleray.base.errors import UserError
 from eagleray.storage.az_account import Accounts
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
@@ -97,43 +95,15 @@ class AzStore(RestStore):
 
         return self._call("read", url, run, PATIENCE)
 
-    def write(self, url: str, data: bytes) -> None:
-        try:
-            self._call("write", url, lambda: self._upload(url, data), PATIENCE)
-        except UserError as e:
-            raise OSError(str(e)) from None
+    def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
+        headers = BLOB | ({"If-None-Match": "*"} if new else {})
+        body_of(self._ask("PUT", *bucket_and_key(url), headers=headers, body=data))
 
-    def create(self, url: str, data: bytes) -> bool:
-        def run() -> bool:
-            try:
-                self._upload(url, data, {"If-None-Match": "*"})
-            except Refused as e:
-                if e.status != 412 and e.code != "BlobAlreadyExists":
-                    raise
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # an earlier attempt, whose answer was lost, may have made it
-                    return self._whole(url)[0] == data
-                return False
-            return True
+    def _exists(self, error: Refused) -> bool:
+        return super()._exists(error) or error.code == "BlobAlreadyExists"
 
-        try:
-            return self._call("write", url, run, PATIENCE)
-        except UserError as e:
-            raise OSError(str(e)) from None
-
-    def delete(self, url: str) -> None:
-        def run() -> None:
-            try:
-                body_of(self._ask("DELETE", *bucket_and_key(url)))
-            except Refused as e:
-                if not e.missing:
-                    raise
-
-        self._call("delete", url, run, PATIENCE)
-
-    def _upload(self, url: str, data: bytes, condition: Mapping[str, str] | None = None) -> None:
-        body_of(self._ask("PUT", *bucket_and_key(url), headers=BLOB | dict(condition or {}), body=data))
+    def _delete(self, url: str) -> None:
+        body_of(self._ask("DELETE", *bucket_and_key(url)))
 
     def _put(self, url: str, source: Path, patience: float) -> None:
         size = source.stat().st_size

@@ -96,44 +96,12 @@ class GsStore(RestStore):
 
         return self._call("read", url, run, PATIENCE)
 
-    def write(self, url: str, data: bytes) -> None:
-        try:
-            self._call("write", url, lambda: self._upload(url, data), PATIENCE)
-        except UserError as e:
-            raise OSError(str(e)) from None
+    def _delete(self, url: str) -> None:
+        body_of(self._ask("DELETE", _path(url)))
 
-    def create(self, url: str, data: bytes) -> bool:
-        def run() -> bool:
-            try:
-                self._upload(url, data, ifGenerationMatch="0")
-            except Refused as e:
-                if e.status != 412:
-                    raise
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # an earlier attempt, whose answer was lost, may have made it
-                    return self._whole(url)[0] == data
-                return False
-            return True
-
-        try:
-            return self._call("write", url, run, PATIENCE)
-        except UserError as e:
-            raise OSError(str(e)) from None
-
-    def delete(self, url: str) -> None:
-        def run() -> None:
-            try:
-                body_of(self._ask("DELETE", _path(url)))
-            except Refused as e:
-                if not e.missing:
-                    raise
-
-        self._call("delete", url, run, PATIENCE)
-
-    def _upload(self, url: str, data: bytes, **condition: str) -> None:
+    def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
         bucket, key = bucket_and_key(url)
-        query = {"uploadType": "media", "name": key} | condition
+        query = {"uploadType": "media", "name": key} | ({"ifGenerationMatch": "0"} if new else {})
         body_of(self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=data))
 
     def _put(self, url: str, source: Path, patience: float) -> None:

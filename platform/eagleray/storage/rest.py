@@ -1,5 +1,6 @@
 """What the stores have in common that are spoken to over HTTP without a library of their cloud."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,7 +73,7 @@ class Pools:
 class RestStore:
     """Reads files, lists folders and repeats requests; a store says how its requests look.
 
-    `_open`, `_page` and the methods that write are its own."""
+    `_open`, `_page`, `_put`, `_upload`, `_delete` and `look` are its own."""
 
     scheme = ""
     lists = True
@@ -193,6 +194,52 @@ class RestStore:
             raise OSError(str(e)) from None
 
     def _put(self, url: str, source: Path, patience: float) -> None:
+        raise NotImplementedError
+
+    def write(self, url: str, data: bytes) -> None:
+        try:
+            self._call("write", url, lambda: self._upload(url, data), PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def create(self, url: str, data: bytes) -> bool:
+        def run() -> bool:
+            try:
+                self._upload(url, data, new=True)
+            except Refused as e:
+                if not self._exists(e):
+                    raise
+                # An earlier attempt, whose answer was lost, may have made it.
+                with contextlib.suppress(FileNotFoundError):
+                    return self._whole(url)[0] == data
+                return False
+            return True
+
+        try:
+            return self._call("write", url, run, PATIENCE)
+        except UserError as e:
+            raise OSError(str(e)) from None
+
+    def delete(self, url: str) -> None:
+        def run() -> None:
+            try:
+                self._delete(url)
+            except Refused as e:
+                if not e.missing:
+                    raise
+
+        self._call("delete", url, run, PATIENCE)
+
+    def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
+        """Send a file in one request; a `new` one must not exist yet."""
+        raise NotImplementedError
+
+    def _exists(self, error: Refused) -> bool:
+        """Return whether a new file was refused because there is one."""
+        return error.status == 412
+
+    def _delete(self, url: str) -> None:
+        """Ask to delete a file."""
         raise NotImplementedError
 
     def _send(
