@@ -22,6 +22,7 @@ from eagleray import config
 from eagleray.cli import main
 from eagleray.cluster import prometheus
 from eagleray.config import signature
+from eagleray.config.curriculum import Phase
 from eagleray.config.schedule import Schedule
 from eagleray.config.view import View
 from eagleray.runs import recipe
@@ -33,6 +34,7 @@ SECTIONS = {
     "backbone": recipe.Network,
     "start": recipe.Start,
     "views": View,
+    "curriculum": Phase,
     "data": recipe.Data,
     "optim": recipe.Optim,
     "evaluate": recipe.Evaluate,
@@ -40,6 +42,7 @@ SECTIONS = {
     "checkpoint": recipe.Checkpoint,
     "track": recipe.Track,
 }
+LISTS = ("views", "curriculum")  # of mappings with these keys
 
 
 def pages() -> dict[str, str]:
@@ -152,7 +155,7 @@ def keys() -> str:
     tops = [f for f in fields(recipe.Recipe) if f.name not in SECTIONS and f.name != "method"]
     out += "\n## At the top\n\n" + table(recipe.Recipe, "", {f.name for f in tops})
     for name, kind in SECTIONS.items():
-        out += f"\n## {name}\n\n" + table(kind, "views[]." if name == "views" else f"{name}.")
+        out += f"\n## {name}\n\n" + table(kind, f"{name}[]." if name in LISTS else f"{name}.")
     out += "\n## method\n\nThe keys of each method are the arguments of its class: [methods](../methods.md).\n"
     for name in config.parts("eagleray.methods"):
         arguments = signature.fields(f"eagleray.methods.{name}", skip=("backbone",))

@@ -20,7 +20,7 @@ _MODULES = {
     "api.plan": ("Planned", "plan"),
     "api.pretrain": ("finetune", "pretrain"),
     "api.replay": ("Replay", "replay"),
-    "api.report": ("list_runs", "report"),
+    "api.report": ("Watch", "list_runs", "report", "watch"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),
     "api.tune": ("tune",),

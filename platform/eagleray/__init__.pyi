@@ -22,8 +22,10 @@ from eagleray.api.pretrain import finetune as finetune
 from eagleray.api.pretrain import pretrain as pretrain
 from eagleray.api.replay import Replay as Replay
 from eagleray.api.replay import replay as replay
+from eagleray.api.report import Watch as Watch
 from eagleray.api.report import list_runs as list_runs
 from eagleray.api.report import report as report
+from eagleray.api.report import watch as watch
 from eagleray.api.run import Run as Run
 from eagleray.api.stream import Loader as Loader
 from eagleray.api.stream import loader as loader

@@ -80,6 +80,20 @@ def test_weights_of_another_architecture_are_refused_before_anything_begins(
     assert not (tmp_path / "out" / "recipe.yaml").exists()
 
 
+def test_what_was_typed_is_looked_for_before_what_the_recipe_names(
+    source: Path, small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = arguments(small, shards, tmp_path / "out", f"data.test={tmp_path}/test")
+    for name, command in (("backbone.weights", "finetune"), ("start.from", "pretrain")):
+        typed = [str(tmp_path / "none")] if command == "finetune" else []
+        more = [] if typed else [f"{name}={tmp_path}/none"]
+        assert f"{name}={tmp_path}/none: no such run" in refused(capsys, command, *typed, *given, *more)
+    line = refused(capsys, "finetune", str(source), *given)
+    assert line.startswith(f"error: data.test: {tmp_path}/test: cannot be read: No such file")
+    assert line.endswith("data.test=null")
+    assert not (tmp_path / "out").exists(), "a command that is refused leaves no folder"
+
+
 def test_other_weights_are_another_run(
     source: Path, small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

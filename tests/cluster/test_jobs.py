@@ -125,6 +125,7 @@ def test_only_the_package_and_the_recipe_travel(
         (["out=gcs://bucket/first"], "unknown scheme 'gcs'"),
         (["out=https://host/first"], "out=https://host/first: a web server can only be read"),
         (["data.train=shards"], "data.train=shards: a relative path"),
+        (["backbone.weights=runs/a"], "backbone.weights=runs/a: a relative path"),
         (["data.test=file://shards"], "data.test=file://shards: a relative path"),
         (["data.cache=cache"], "data.cache=cache: a relative path"),
         (["data.train=null"], "data.train: missing"),

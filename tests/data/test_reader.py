@@ -23,6 +23,7 @@ from eagleray.data.order import Epoch, lanes_of
 from eagleray.data.reader import StepPart, Stream, size_groups
 from eagleray.storage import store
 from eagleray.storage.store import LocalStore
+from eagleray.views import sampling
 from eagleray.views.sampling import Views
 
 LANES, BATCH, SAMPLES = 6, 12, 65  # 5 steps in an epoch
@@ -109,6 +110,40 @@ def test_resume_equals_no_stop(folder: Path, start: int) -> None:
     s = stream(folder)
     whole = read(s, readers=2, start=0, steps=13)
     assert_equal(read(s, readers=1 + start % LANES, start=start, steps=13 - start), whole[start:])
+
+
+def in_phases(stream: Stream) -> tuple[Stream, list[Views]]:
+    """The stream with smaller views in its first epoch and in the next two, and the views of each of four epochs."""
+    full = [View(size=16, count=2, blur=0.5, erasing=0.5), View(size=16, scale=(0.05, 0.3))]
+    tiny, half, whole = (
+        Views.of([dataclasses.replace(v, size=size) for v, size in zip(full, sizes, strict=True)])
+        for sizes in ((8, 4), (12, 12), (16, 16))
+    )
+    return dataclasses.replace(stream, views=whole, phases=((1, tiny), (3, half))), [tiny, half, half, whole]
+
+
+def test_every_epoch_has_the_batches_of_views_of_its_size(folder: Path) -> None:
+    """The sizes alone change: samples, the places of crops and their colours are those of the same epoch."""
+    s, of_epochs = in_phases(stream(folder))
+    for epoch, views in enumerate(of_epochs):
+        first, steps = epoch * s.steps_per_epoch, s.steps_per_epoch
+        alike = dataclasses.replace(s, views=views, phases=())
+        ours, theirs = (read(x, readers=2, start=first, steps=steps) for x in (s, alike))
+        assert_equal(ours, theirs)
+        shapes = [tuple(p.shape[2:]) for p in ours[0].pixels]
+        assert shapes == [(3, size, size) for _, size in size_groups(views)]
+        plain = read(dataclasses.replace(s, phases=()), readers=1, start=first, steps=steps)
+        assert indices(ours) == indices(plain)
+        drawn = [c for c, name in enumerate(sampling.COLUMNS) if not name.startswith(("erase", "noise"))]  # in pixels
+        assert all(torch.equal(a.params[..., drawn], b.params[..., drawn]) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("start", [1, 4, 5, 6, 14, 15, 16])
+def test_resume_equals_no_stop_at_a_change_of_size(folder: Path, start: int) -> None:
+    """Before the step where sizes change, at it and after it, on another number of readers."""
+    s, _ = in_phases(stream(folder))
+    whole = read(s, readers=1, start=0, steps=17)
+    assert_equal(read(s, readers=2 + start % 4, start=start, steps=17 - start), whole[start:])
 
 
 @pytest.mark.parametrize("readers", [2, 4])

@@ -10,6 +10,7 @@ import typer
 import yaml
 from helpers import pages
 from helpers.pages import PAGES, ROOT, Command, anchors, links, name
+from helpers.recipes import METHODS
 from PIL import Image
 
 from eagleray.api.job_commands import COMMANDS
@@ -44,6 +45,7 @@ PARSED = {
     "docs/jobs.md": CLUSTER,
     "docs/methods.md": PAPER,
     "docs/operate/sizes.md": "traces models of papers for minutes; cli/test_plan.py plans small ones",
+    "docs/papers.md": PAPER,
     "docs/plan.md": "traces models of papers for minutes; cli/test_plan.py plans small ones",
     "docs/prepare.md": PUBLIC,
     "docs/recipes.md": PAPER,
@@ -130,6 +132,17 @@ def test_the_picture_of_the_rooms_is_that_of_the_code():
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
     drawn = Image.open(ROOT / "docs" / "images" / "rooms.png").info[figures["NOTE"]]
     assert drawn == figures["digest"](), "run `python docs/figures.py`"
+
+
+def test_every_method_has_a_figure_that_is_up_to_date():
+    drawn = runpy.run_path(str(ROOT / "docs" / "method_figures.py"))
+    shown = re.findall(r"\(images/methods/(\w+)\.png\)", (ROOT / "docs" / "methods.md").read_text())
+    assert sorted(shown) == sorted(drawn["FIGURES"])
+    twins = {"byol_regions", "selfpatch_moby", "supervised", "drloc"}  # two of them in the sections of others
+    assert set(METHODS) - twins == set(shown)
+    for method, spec in drawn["FIGURES"].items():
+        note = Image.open(drawn["IMAGES"] / f"{method}.png").info[drawn["NOTE"]]
+        assert note == repr(spec), f"{method}: run `python docs/method_figures.py`"
 
 
 def test_every_page_is_in_the_navigation_of_the_site():

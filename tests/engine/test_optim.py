@@ -19,7 +19,7 @@ from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-NAMES = ("adamw", "lars", "lamb", "sgd")
+NAMES = ("adamw", "lars", "larc", "lamb", "sgd")
 
 
 class Two(nn.Module):
@@ -121,7 +121,33 @@ def test_lamb_is_that_of_timm_on_matrices_and_adam_on_vectors():
         torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb"])
+def larc_step(p: Tensor, g: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a parameter and its momentum after a step of LARC, written from its definition."""
+    size, length = p.norm().item(), g.norm().item()
+    if size and length:
+        g = 1e-3 * size / (length + 0.05 * size + 1e-8) * (g + 0.05 * p)
+    kept = 0.9 * kept + g
+    return p - 0.1 * kept, kept
+
+
+def test_larc_is_its_definition_for_matrices_vectors_and_zeros():
+    params, optimizer = made("larc")
+    nn.init.zeros_(params[1])
+    expected = [(p.detach().clone(), torch.zeros_like(p)) for p in params]
+    for number in range(4):
+        generator = torch.Generator().manual_seed(number)
+        for p in params:
+            p.grad = 0.1 * torch.randn(p.shape, generator=generator)
+        if number == 2:
+            params[0].grad.zero_()  # neither decayed nor scaled, but carried on by the momentum
+        expected = [larc_step(p, q.grad, kept) for (p, kept), q in zip(expected, params, strict=True)]
+        optimizer.step()
+        for q, (p, _) in zip(params, expected, strict=True):
+            torch.testing.assert_close(q.detach(), p)
+    assert 0 < (params[2] - 1).norm() < 1e-2, "the layer norm's scale moves by a share of its length"
+
+
+@pytest.mark.parametrize("name", ["lars", "larc", "lamb"])
 def test_a_matrix_of_zeros_moves_by_the_plain_step(name: str):
     method = nn.Linear(3, 2)
     nn.init.zeros_(method.weight)
@@ -282,6 +308,36 @@ def test_a_layer_learns_at_its_share_of_the_rate():
         share = next((s for part, s in shares.items() if part in name), None)
         if share:
             torch.testing.assert_close(p.detach(), before[name] - 0.1 * share * grads[name], msg=name)
+
+
+def test_the_gradient_of_the_patch_projection_has_a_limit_of_its_own():
+    class One(Method):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder(Backbone("vit_tiny_patch16_224", options=TINY), nn.Linear(24, 2))
+
+        def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+            return {"loss": self.encoder(batch.views).square().sum()}
+
+    def moved(clip_patch: float | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        method = One()
+        before = {n: p.detach().clone() for n, p in method.named_parameters()}
+        optimizer = optim.make("sgd", method, decay="all", momentum=0.0)
+        batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(2), torch.empty(2), (2,))
+        keys: dict[str, Any] = {"lr": lambda _: 1.0, "weight_decay": lambda _: 0.0, "clip_patch": clip_patch}
+        [step] = fit(method, [(Progress(0, 1, 1), batch)], optimizer, **keys)
+        norms.append(step.norms)
+        return {n: p.detach() - before[n] for n, p in method.named_parameters()}
+
+    norms: list[Tensor] = []
+    free, limited = moved(None), moved(1e-3)
+    torch.testing.assert_close(norms[0], norms[1])  # as reported, before any limit
+    patch = [n for n in free if "patch_embed" in n]
+    assert len(patch) == 2
+    assert torch.cat([free[n].flatten() for n in patch]).norm() > 1e-2
+    assert torch.cat([limited[n].flatten() for n in patch]).norm().item() == pytest.approx(1e-3, rel=1e-2)
+    assert all(torch.equal(free[n], limited[n]) for n in free if n not in patch)
 
 
 def test_layers_that_nobody_knows_are_refused():

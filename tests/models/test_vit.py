@@ -165,6 +165,28 @@ def test_conv_stem():
     assert all(p.grad is not None and p.grad.any() for p in b.model.patch_embed.parameters())
 
 
+def test_tokens_of_a_batch_normalised_projection_have_no_mean_and_deviate_by_one():
+    b = tiny(init="moco", patch_norm="batch")
+    tokens = b.model.patch_embed(3 + 2 * torch.randn(4, 3, 32, 32)).flatten(0, -2)
+    torch.testing.assert_close(tokens.mean(0), torch.zeros(24), atol=1e-5, rtol=0)
+    torch.testing.assert_close(tokens.std(0, correction=0), torch.ones(24), atol=1e-3, rtol=0)
+    assert b.batch_norm
+
+
+def test_a_weight_normalised_projection_begins_as_the_plain_one_and_learns_length_and_direction_apart():
+    torch.manual_seed(0)
+    plain = tiny(init="moco")
+    torch.manual_seed(0)
+    b = tiny(init="moco", patch_norm="weight")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(b(x).pooled, plain(x).pooled)
+    length, direction = (p for n, p in b.model.patch_embed.named_parameters() if "original" in n)
+    assert (length.shape, direction.shape) == ((24, 1, 1, 1), (24, 3, 8, 8))
+    with torch.no_grad():
+        direction.mul_(5)
+    torch.testing.assert_close(b(x).pooled, plain(x).pooled)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -177,6 +199,9 @@ def test_conv_stem():
         ({"stem": "conv", "options": {"patch_size": 7}}, "backbone.stem=conv makes patches of 16 pixels, not 7"),
         ({"name": "vit_base_patch8_224", "stem": "conv", "options": {"depth": 0}}, "patches of 16 pixels, not 8"),
         ({"stem": "conv", "freeze_patch": True}, "backbone.freeze_patch=true: there is no patch projection"),
+        ({"patch_norm": "batch", "freeze_patch": True}, "patch_norm=batch: none is trained with backbone.freeze"),
+        ({"patch_norm": "weight", "stem": "conv"}, "patch_norm=weight: none is trained with backbone.stem=conv"),
+        ({"patch_norm": "weight", "name": "resnet50"}, "backbone.patch_norm=weight: resnet50 is not"),
         ({"position": "dino", "options": {"reg_tokens": 4}}, "backbone.position=dino: .* prefix tokens other than"),
         ({"pool": "mean", "options": {"class_token": True}}, "backbone.options.class_token: backbone.pool=mean"),
         ({"position": "sincos", "options": {"embed_dim": 30, "num_heads": 3}}, "multiple of 4, not 30"),
@@ -191,7 +216,8 @@ def test_what_makes_no_sense_is_said_in_a_line(keys: dict[str, Any], message: st
 
 def shaken(network: Network) -> Backbone:
     """Return the model with random parameters and running statistics."""
-    b = Backbone(network.name, **{k: getattr(network, k) for k in ("position", "pool", "norm", "stem", "options")})
+    keys = ("position", "pool", "norm", "stem", "patch_norm", "options")
+    b = Backbone(network.name, **{k: getattr(network, k) for k in keys})
     with torch.no_grad():
         for p in b.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -199,9 +225,12 @@ def shaken(network: Network) -> Backbone:
     return b
 
 
-def test_a_network_without_a_timm_name_is_loaded_by_ours(tmp_path: Path):
+@pytest.mark.parametrize(
+    "keys", [{"norm": "batch", "stem": "conv"}, {"patch_norm": "batch"}, {"patch_norm": "weight"}], ids=str
+)
+def test_a_network_without_a_timm_name_is_loaded_by_ours(keys: dict[str, Any], tmp_path: Path):
     options = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3}
-    network = Network(position="sincos", norm="batch", stem="conv", options=options)
+    network = Network(position="sincos", options=options, **keys)
     b = shaken(network)
     path = to_timm(b, network, tmp_path)
     assert snippet(tmp_path) == f"eagleray.load({str(path)!r})"

@@ -15,11 +15,12 @@ import yaml
 
 from eagleray import config
 from eagleray.config import bundled, tables
+from eagleray.config.curriculum import Phase
 from eagleray.config.published import DETAILS, METRICS, published_words
 from eagleray.config.schedule import Schedule
 from eagleray.config.view import View
 from eagleray.datasets.catalogue import DATASETS
-from eagleray.models.backbone import Backbone
+from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import recipe
@@ -308,6 +309,20 @@ def test_the_study_of_moco_v3_freezes_the_patch_projection_unless_the_name_says_
             assert recipe.load(name).backbone.freeze_patch != ("_learned" in name), name
 
 
+@pytest.mark.parametrize("method", ["mocov3", "simclr", "byol", "swav"])
+def test_projectors_of_the_study_of_moco_v3_are_those_of_its_section_5(method: str):
+    """A projector has three layers with 4096 channels between them and 256 at the end, in all four frameworks."""
+    for name in (f"{method}_vits16_in1k_ep300", f"{method}_vitb16_in1k_ep300"):
+        r = recipe.load(name)
+        with torch.device("meta"):
+            encoders = [m for m in r.method.build(build_backbone(r)).modules() if isinstance(m, Encoder)]
+        for encoder in encoders:
+            widths = [m.out_features for m in encoder.head if isinstance(m, torch.nn.Linear)]
+            norms = [m.affine for m in encoder.head if isinstance(m, torch.nn.BatchNorm1d)]
+            assert widths == [4096, 4096, 256]
+            assert norms == {"byol": [True, True], "swav": []}.get(method, [True, True, False]), "the appendix"
+
+
 def test_every_method_has_a_recipe_for_two_cores():
     small = {recipe.load(name).method.name for name in NAMES if name.endswith("_cifar10_ep2")}
     assert small == set(config.parts("eagleray.methods"))
@@ -323,7 +338,7 @@ def test_the_page_of_recipes_is_up_to_date():
 
 def test_the_page_of_recipes_names_every_key():
     page = (ROOT / "docs" / "recipes.md").read_text()
-    sections = (recipe.Data, recipe.Optim, recipe.Watch, recipe.Checkpoint, Network, Evaluate, View, Schedule)
+    sections = (recipe.Data, recipe.Optim, recipe.Watch, recipe.Checkpoint, Network, Evaluate, View, Phase, Schedule)
     keys = {field.name for kind in (recipe.Recipe, *sections) for field in fields(kind)}
     keys |= set(config.allowed_keys(recipe.Recipe, ["start"]))
     assert not [key for key in sorted(keys) if f"| `{key}`" not in page and f"`, `{key}`" not in page]
@@ -387,11 +402,12 @@ def test_backbones_have_the_sizes_that_tables_print():
     for _, _, row in ROWS:
         if row.params:
             b = recipe.load(row.recipe).backbone
-            printed.setdefault(json.dumps([b.name, b.norm, b.options]), set()).add(row.params)
+            printed.setdefault(json.dumps([b.name, b.norm, b.stem, b.options]), set()).add(row.params)
     for key, sizes in printed.items():
-        name, norm, options = json.loads(key)
+        name, norm, stem, options = json.loads(key)
         with torch.device("meta"):
-            millions = sum(p.numel() for p in Backbone(name, norm=norm, options=options).parameters()) / 1e6
+            backbone = Backbone(name, norm=norm, stem=stem, options=options)
+        millions = sum(p.numel() for p in backbone.parameters()) / 1e6
         assert [millions] * len(sizes) == pytest.approx(sorted(sizes), abs=1, rel=0.01), key
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.run_folder import SUMMARY, lines, records, write_run
 from helpers.s3.server import store_of
 from PIL import Image
 from typer.testing import CliRunner
@@ -22,16 +23,12 @@ from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.reports import page, plots, sections, write
 from eagleray.reports.read import names, read
-from eagleray.runs import recipe
 from eagleray.runs.plots import Panel
 from eagleray.storage import store
 from eagleray.sweeps import sweep
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 ALWAYS = {"Curves", "Recipe", "Environment", "Time"}
-SUMMARY = {"knn/top1": 32.82, "knn/top1_untrained": 27.94, "linear/top1": 38.77000045776367, "linear/lr": 0.1}
-SUMMARY |= {"steps": 200, "epochs": 2.0, "images": 6400, "wall_seconds": 71.2, "restarts": 1, "steps_repeated": 7}
-SUMMARY |= {"seconds_lost": 3.5, "goodput": 0.91, "bad_samples": 3}
 EVIL = "<script>alert('x')</script>"
 
 
@@ -82,19 +79,6 @@ class Read(HTMLParser):
             self.below[list(self.below)[-1]] += data
 
 
-def records(n: int = 20) -> list[dict[str, float]]:
-    look = {"health/backbone_std": 0.7, "health/backbone_rank": 12.5, "health/update": 1e-3, "monitor/knn": 31.25}
-    every = {"lr": 1e-3, "images_per_s": 120.0, "data_wait": 0.05, "grad/patch_embed": 0.2, "grad/blocks.00": 0.4}
-    return [
-        {"step": 10 * i, "epoch": i / 10, "loss": 5.0 - i / 10} | every | (look if i % 3 == 0 else {})
-        for i in range(1, n + 1)
-    ]
-
-
-def lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
-
-
 Make = Callable[..., Path]
 
 
@@ -103,17 +87,7 @@ def make(tmp_path: Path) -> Make:
     """The folder of a run that is done."""
 
     def of(name: str = "run", *overrides: str, summary: dict[str, Any] | None = SUMMARY) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        r = recipe.load("mocov3_vitxs8_cifar10_ep2", ["data.train=s3://bucket/train", *overrides])
-        (folder / "recipe.yaml").write_text(config.dump(r))
-        packages = {"packages": {"torch": "2.11"}, "python": "3.11.7", "command": ["eagleray", "pretrain"]}
-        (folder / "environment.json").write_text(json.dumps(packages))
-        lines(folder / "metrics.jsonl", records())
-        lines(folder / "starts.jsonl", [{"step": 0, "ranks": 2, "time": 1.7e9}])
-        if summary:
-            (folder / "summary.json").write_text(json.dumps(summary))
-        return folder
+        return write_run(tmp_path / name, *overrides, summary=summary)
 
     return of
 
@@ -326,7 +300,7 @@ def test_runs_are_compared(make: Make, drawn: None, tmp_path: Path):
     two = make("two", "optim.lr.value=0.5", views, summary=SUMMARY | {"knn/top1": 44.5})
     out = tmp_path / "both.html"
     found = reported(one, two, out=out)
-    assert set(found.below) == {"Runs", "Results", "Curves", "Recipes"}
+    assert set(found.below) == {"Runs", "Results", "Cost", "Curves", "Recipes"}
     recipes = found.below["Recipes"]
     assert "optim.lr.value" in recipes
     assert "views.0.blur" in recipes

@@ -52,6 +52,15 @@ def test_schedules_fit_the_length_of_the_run():
     assert 0.99 < slow["value"] < 0.999  # type: ignore[index]
 
 
+def test_the_views_of_a_curriculum_shrink_with_the_others():
+    base = "dinov2_vitb16_in1k_ep200_curriculum"
+    changed = values(base, 60_000, size=96)
+    assert changed["curriculum"] == [{"until": 0.75, "sizes": [48, 48, 24]}]
+    keys = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
+    assert [views[0].size for _, views in recipe.load(base, keys).phases] == [48, 96]
+    assert "curriculum" not in values(base, 60_000)
+
+
 def test_small_images_have_small_crops_and_patches():
     small = values("mocov3_vits16_in1k_ep300", 2_000, size=32)
     assert (small["backbone.options.patch_size"], small["backbone.options.img_size"]) == (4, 32)

@@ -7,6 +7,7 @@ import yaml
 from helpers.recipes import small_recipe
 
 from eagleray.base.errors import UserError
+from eagleray.config.curriculum import Phase
 from eagleray.runs import accelerators
 from eagleray.runs import recipe as recipes
 from eagleray.runs.accelerators import ATTENTION, CONV, MATMUL, MOVE, Rates
@@ -91,6 +92,24 @@ def test_hours_bytes_and_money_follow_from_the_rate(small: Recipe):
     text = "\n".join(report(small, found, data, 2.5))
     assert "device-hours" in text
     assert f"{found.cost(2.5):,.0f} at 2.5" in text
+
+
+def test_hours_add_up_over_phases_with_views_of_several_sizes(small: Recipe):
+    """Memory and rates are those of the last phase, which is that of the recipe without a curriculum."""
+    target, data = target_of("h100", H100, 1), replace(DATA, core_rate=None)
+    early = (Phase(until=0.25, sizes=(8, 8)), Phase(until=0.5, sizes=(16, 16)))
+    full = replace(small, optim=replace(small.optim, epochs=8))
+    whole, phased = (forecast(replace(full, curriculum=c), target, data) for c in ((), early))
+    assert replace(phased, phases=()) == whole
+    assert [(p.until, p.sizes, p.steps) for p in phased.phases] == [(2, (8, 8), 62_500), (4, (16, 16), 62_500)]
+    first, second = phased.phases
+    assert first.flops_per_image < second.flops_per_image == whole.flops_per_image
+    rates = [first.images_per_s, second.images_per_s, whole.images_per_s]
+    seconds = sum(images / rate for images, rate in zip((2e6, 2e6, 4e6), rates, strict=True))
+    assert 3600 * phased.hours == pytest.approx(seconds)
+    assert "before epoch 2, views of 8, 8: " in "\n".join(report(full, phased, data))
+    short = forecast(replace(full, curriculum=early, max_steps=70_000), target, data)
+    assert [p.steps for p in short.phases] == [62_500, 7_500]
 
 
 def test_what_does_not_fit_is_one_line_with_keys_that_would(small: Recipe, monkeypatch: pytest.MonkeyPatch):

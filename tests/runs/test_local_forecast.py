@@ -45,8 +45,14 @@ def test_a_forecast_is_printed_stored_and_not_made_again(plan: Plan, tmp_path: P
     monkeypatch.setattr(local_forecast, "forecast", None)
     local_forecast.check_fit(plan, first.append)
     assert first == [line, line]
-    rate = local_forecast.utilisation(stored, 1000.0, 2)
+    rate = local_forecast.utilisation(stored, 1000.0, 2, epoch=0.5)
     assert rate == pytest.approx(1000 * stored["flops_per_image"] / 2 / 989e12)
+
+
+def test_utilisation_is_that_of_the_views_of_the_epoch():
+    stored = {"peak_flops": 1e6, "flops_per_image": 800.0, "phases": [{"until": 2, "flops_per_image": 200.0}]}
+    rates = [local_forecast.utilisation(stored, 100.0, 1, epoch) for epoch in (0.0, 1.9, 2.0, 3.0)]
+    assert rates == pytest.approx([0.02, 0.02, 0.08, 0.08])
 
 
 def test_a_run_that_cannot_fit_begins_only_if_the_user_insists(plan: Plan, monkeypatch: pytest.MonkeyPatch):

@@ -36,7 +36,7 @@ from eagleray.runs.local_forecast import check_fit
 from eagleray.runs.mlflow_requests import append, send_missing
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.restore import pretrained
+from eagleray.runs.restore import check_exists, pretrained
 from eagleray.runs.run_dir import finished
 from eagleray.runs.start import build_started, check_progress
 from eagleray.runs.stop_signal import StopRequest
@@ -137,7 +137,10 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
     begun = bool(files.read_history(folder / layout.METRICS))
     if begun and (folder / layout.RECIPE).exists():
         check_same(recipe, folder / layout.RECIPE)
-    check_device(recipe)  # before the data, which may take long to index
+    check_device(recipe)  # this and the weights before the data, which may take long to index
+    if not begun:
+        for key, place in recipe.weight_files.items():
+            check_exists(place, key)
     plan = make_plan(recipe, note=say, scan_all=scanner())
     tracking = tracking_of(folder, out.rpartition("/")[2])
     if finished(folder, plan.steps):

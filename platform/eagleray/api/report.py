@@ -1,4 +1,4 @@
-"""Write HTML pages about runs and sweeps, and list runs."""
+"""Write and serve HTML pages about runs and sweeps, and list runs."""
 
 import os
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eagleray.reports import listing, write
 from eagleray.reports.listing import Listed
+from eagleray.reports.watch import Watch
 
 Source = str | os.PathLike[str]  # a Run is one, too
 
@@ -23,6 +24,20 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
     """
     several = [runs] if isinstance(runs, str | os.PathLike) else runs
     return write.report([os.fspath(r) for r in several], Path(out) if out else None)
+
+
+def watch(run: Source, port: int = 0) -> Watch:
+    """Serve the page about a run or a sweep for browsers on this machine, drawn anew every ten seconds while the run
+    goes on, and return the server: its `url`, and `close`.
+
+    `run` is a `Run`, a folder or an s3:// URL; a `port` of 0 is any free one. Raises UserError and Outage.
+
+    Example:
+
+        with eagleray.watch("runs/a") as page:
+            print("open", page.url)
+    """
+    return Watch(os.fspath(run), port)
 
 
 def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: bool = False) -> list[Listed]:

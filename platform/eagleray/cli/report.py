@@ -1,5 +1,6 @@
-"""Define the commands report, which writes a page about runs, and runs, which lists them."""
+"""Define the commands report and watch, which write and serve pages about runs, and runs, which lists them."""
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from eagleray.cli.options import Json
 def register(app: typer.Typer) -> None:
     app.command()(report)
     app.command()(runs)
+    app.command()(watch)
 
 
 def report(
@@ -55,3 +57,16 @@ def runs(
         rows.append((run.name, run.method, run.state, steps, *scores, since))
     for line in aligned(rows):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def watch(
+    run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run or of a sweep.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine; 0 takes any that is free.")] = 8787,
+) -> None:
+    """Show the page about a run or a sweep in a browser on this machine, drawn anew every ten seconds."""
+    from eagleray.api import report as api
+
+    with api.watch(run, port) as page:
+        console.print(f"{page.url} shows {run} until Ctrl-C", markup=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            page.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
 from pydantic_core import ArgsKwargs
 
 from eagleray.base.errors import UserError, has_secrets
@@ -195,18 +195,28 @@ def part_of(package: str) -> Any:
         if name in plugins and name in parts(package):
             owner = plugins[name].__module__
             raise _PartError([f".name: {name!r} already exists in eagleray; rename the one that {owner} registers"])
-        fields: Any = signature.from_import(plugins[name]) if name in plugins else signature.fields(f"{package}.{name}")
-        model = create_model(name, __config__=STRICT, **fields)
+        model = _arguments(package, name)
         try:
             full = model.model_validate(args)
         except ValidationError as e:
             raise _PartError([f".{line}" for line in explain(e, model)]) from None
-        return Part(package, name, {key: getattr(full, key) for key in fields})
+        return Part(package, name, {key: getattr(full, key) for key in model.model_fields})
 
     def write(part: Part) -> dict[str, Any]:
-        return {"name": part.name, **TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")}
+        # The model knows what `exclude_if` of a parameter leaves out; it would write a number 1 of a float as 1.0.
+        kept = _arguments(package, part.name).model_construct(**part.args).model_dump(warnings=False)
+        args = TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")
+        return {"name": part.name, **{key: value for key, value in args.items() if key in kept}}
 
     return Annotated[Part, BeforeValidator(checked), PlainSerializer(write)]
+
+
+def _arguments(package: str, name: str) -> type[BaseModel]:
+    """Return a pydantic model of the arguments of the class that `name` selects in a package or among plug-ins."""
+    plugin = plugin_parts(package).get(name)
+    fields: Any = signature.from_import(plugin) if plugin else signature.fields(f"{package}.{name}")
+    model: type[BaseModel] = create_model(name, __config__=STRICT, **fields)
+    return model
 
 
 def plugin_parts(package: str) -> dict[str, type]:

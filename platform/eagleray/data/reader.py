@@ -60,6 +60,15 @@ def size_groups(views: Views) -> list[tuple[int, int]]:
     return out
 
 
+def _empty(views: Views, rows: int) -> StepPart:
+    return StepPart(
+        pixels=[pixel_buffer(n, rows, 3, size, size) for n, size in size_groups(views)],
+        params=torch.empty(len(views.views), rows, len(sampling.COLUMNS)),
+        index=torch.empty(rows, dtype=torch.long),
+        label=torch.empty(rows, dtype=torch.long),
+    )
+
+
 def pixel_buffer(*shape: int) -> Tensor:
     """Allocate uint8 pixels; a loader process uses shared memory, so that nothing is copied to the main process."""
     if get_worker_info() is None:
@@ -86,6 +95,7 @@ class Stream:
     colours: bool = False  # whether the reader also applies the photometric operations, as no accelerator does
     selection: Selection | None = None  # how often each sample is read in an epoch; None: as the index says
     scaled: bool = False  # whether JPEGs are decoded at a part of their size where every crop is reduced further
+    phases: tuple[tuple[int, Views], ...] = ()  # smaller views, each for the epochs before its number
 
     def __post_init__(self) -> None:
         if self.scaled:
@@ -118,6 +128,10 @@ class Stream:
         blocks = np.repeat(np.arange(len(shard)), self.index.repeats[shard])
         return Visits(blocks, self.index.block_sizes[blocks])
 
+    def views_at(self, step: int) -> Views:
+        """Return the views of a step, which are smaller in an early phase of the training."""
+        return next((views for end, views in self.phases if step < end * self.steps_per_epoch), self.views)
+
     def share(self, lanes: range | None = None) -> Share:
         """Return the share of a reader that has these lanes, by default all, for itself."""
         each, own = self.batch // self.lanes, lanes or range(self.lanes)
@@ -134,12 +148,13 @@ class Stream:
         share = self.share(share) if isinstance(share, range) else share
         steps = self._steps(share, start, stop, ends or {})
         for step in itertools.count(start) if stop is None else range(start, stop):
-            part = self._empty(len(share.at(step)))
+            views = self.views_at(step)
+            part = _empty(views, len(share.at(step)))
             try:
-                numbers = [self._fill(part, row, item) for row, item in enumerate(next(steps))]
+                numbers = [self._fill(part, row, item, views) for row, item in enumerate(next(steps))]
                 if numbers:
                     u, more = (np.array(x) for x in zip(*numbers, strict=True))
-                    params = sampling.photometrics(self.views, u, more)  # (b, V, 18)
+                    params = sampling.photometrics(views, u, more)  # (b, V, 18)
                     part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
                 if self.colours:
                     for crops, rows_of_params in zip(itertools.chain(*part.pixels), part.params, strict=True):
@@ -208,15 +223,9 @@ class Stream:
                 skip = 0
             epoch += 1
 
-    def _empty(self, rows: int) -> StepPart:
-        return StepPart(
-            pixels=[pixel_buffer(n, rows, 3, size, size) for n, size in size_groups(self.views)],
-            params=torch.empty(len(self.views.views), rows, len(sampling.COLUMNS)),
-            index=torch.empty(rows, dtype=torch.long),
-            label=torch.empty(rows, dtype=torch.long),
-        )
-
-    def _fill(self, part: StepPart, row: int, item: "_NextSample") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _fill(
+        self, part: StepPart, row: int, item: "_NextSample", views: Views
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Decode one sample and write its crops and its label into a row of the part.
 
         Return the sample's random numbers, (V, WIDTH) and (V, EXTRA_WIDTH).
@@ -224,23 +233,23 @@ class Stream:
         lane_run = item.lane_run
         # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
         key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
-        u = sampling.uniforms(len(self.views.views), seed=self.seed, epoch=epoch, sample=key)
+        u = sampling.uniforms(len(views.views), seed=self.seed, epoch=epoch, sample=key)
         crops = [view[row] for group in part.pixels for view in group]
-        sample, block = self._decode(part, item, u, crops)
-        more = sampling.extra_uniforms(self.views, seed=self.seed, epoch=epoch, sample=key)
-        for pixels, view, v in zip(crops, self.views.views, more, strict=True):
+        sample, block = self._decode(part, item, views, u, crops)
+        more = sampling.extra_uniforms(views, seed=self.seed, epoch=epoch, sample=key)
+        for pixels, view, v in zip(crops, views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
-        if self.views.operations:
-            seeds = sampling.operation_seeds(self.views, seed=self.seed, epoch=epoch, sample=key)
-            for pixels, view, row_of_seeds in zip(crops, self.views.views, seeds.tolist(), strict=True):
+        if views.operations:
+            seeds = sampling.operation_seeds(views, seed=self.seed, epoch=epoch, sample=key)
+            for pixels, view, row_of_seeds in zip(crops, views.views, seeds.tolist(), strict=True):
                 for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
                     operate(name, pixels, operation_seed)
         part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 
     def _decode(
-        self, part: StepPart, item: "_NextSample", u: NDArray[np.float64], crops: list[Tensor]
+        self, part: StepPart, item: "_NextSample", views: Views, u: NDArray[np.float64], crops: list[Tensor]
     ) -> tuple[int, Block]:
         """Decode a sample and write its crops. If it is broken, the next good one of its block stands in, then of the
         lane's other blocks.
@@ -249,7 +258,7 @@ class Stream:
         """
         for sample, block in self._candidates(item):
             try:
-                decode_crops(block.bytes(sample), self.views, u, crops, scaled=self.scaled)
+                decode_crops(block.bytes(sample), views, u, crops, scaled=self.scaled)
                 return sample, block
             except BadImage as e:
                 part.bad.append(self.index.bad_sample(sample, str(e)))

@@ -88,7 +88,7 @@ def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: P
 def describe(network: Network) -> dict[str, Any]:
     """Return the name and options of a `timm` model or, if timm cannot build the network, the arguments of Backbone."""
     ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
-    if network.norm == network.stem == "timm" and not ours:
+    if network.norm == network.stem == network.patch_norm == "timm" and not ours:
         arguments = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
         return {"timm": network.name, "options": {**arguments[0], **arguments[1], **network.options}}
     return {"backbone": keys_of(network)}
@@ -96,7 +96,7 @@ def describe(network: Network) -> dict[str, Any]:
 
 def keys_of(network: Network) -> dict[str, Any]:
     """Return the arguments with which Backbone builds a network, except those that equal the defaults."""
-    keys = ("name", "position", "pool", "norm", "stem", "options")
+    keys = ("name", "position", "pool", "norm", "stem", "patch_norm", "options")
     return {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}
 
 

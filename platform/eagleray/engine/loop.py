@@ -35,6 +35,7 @@ def fit(
     weight_decay: Callable[[Progress], float],
     clip: float | None = None,
     clip_each: bool = False,
+    clip_patch: float | None = None,
     freeze: float = 0.0,
     seed: int = 0,
     wrap: Callable[[Method], nn.Module] = lambda method: method,
@@ -51,6 +52,7 @@ def fit(
     precision = precision or Precision.of("auto", device)
     params = [p for p in method.parameters() if p.requires_grad]
     trunks = [m for m in method.modules() if isinstance(m, Backbone)]
+    patch = {id(p) for p in patch_parameters(method)} if clip_patch else set()
     guard = BufferGuard([b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)])
     for at, batch in batches:
         method.train()
@@ -65,9 +67,7 @@ def fit(
 
         with precision.autocast():
             out = model(batch, at)
-        if not isinstance(out, dict) or "loss" not in out:
-            what = f"the keys {sorted(out)}" if isinstance(out, dict) else f"a {type(out).__name__}"
-            raise PluginError(f"{type(method).__name__}.forward returned {what}, expected a dict with `loss`")
+        check_output(method, out)
         share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
         precision.scale(out["loss"] * share).backward()
 
@@ -77,6 +77,8 @@ def fit(
         grads: list[Tensor] = [params[i].grad for i in live]  # type: ignore[misc]
         precision.unscale_(grads)
         norms = clip_(grads, clip, each=clip_each)
+        if of_patch := [g for i, g in zip(live, grads, strict=True) if id(params[i]) in patch]:
+            clip_(of_patch, clip_patch, each=False)
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
         overflow = skipped.float()
@@ -90,11 +92,21 @@ def fit(
         values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": overflow}
         values |= precision.values()
         precision.update(overflow)
-        if len(live) < len(params):
-            each = dict(zip(live, norms.unbind(), strict=True))
-            none = torch.zeros_like(norm)
-            norms = torch.stack([each.get(i, none) for i in range(len(params))])
-        yield Step(at, batch, values, norms)
+        yield Step(at, batch, values, norms if len(live) == len(params) else spread(norms, live, len(params)))
+
+
+def check_output(method: Method, out: object) -> None:
+    """Raises PluginError when what a method's forward pass has returned holds no loss."""
+    if not isinstance(out, dict) or "loss" not in out:
+        what = f"the keys {sorted(out)}" if isinstance(out, dict) else f"a {type(out).__name__}"
+        raise PluginError(f"{type(method).__name__}.forward returned {what}, expected a dict with `loss`")
+
+
+def spread(norms: Tensor, live: Sequence[int], count: int) -> Tensor:
+    """Return the norms of `count` gradients (count,), of which only those at `live` are there, in `norms`; 0 for the
+    others."""
+    each, none = dict(zip(live, norms.unbind(), strict=True)), norms.new_zeros(())
+    return torch.stack([each.get(i, none) for i in range(count)])
 
 
 class BufferGuard:
@@ -118,6 +130,12 @@ class BufferGuard:
         for group, old in zip(self.groups, copies, strict=True):
             values = torch.where(skipped, old, torch.cat(group))
             torch._foreach_copy_(group, list(values.split([len(b) for b in group])))
+
+
+def patch_parameters(method: Method) -> list[nn.Parameter]:
+    """Return the trained parameters of the patch projections of a method's backbones."""
+    models = [m.model for m in method.modules() if isinstance(m, Backbone) and hasattr(m.model, "patch_embed")]
+    return [p for model in models for p in model.patch_embed.parameters() if p.requires_grad]
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 With `found_inf` set to one, as GradScaler sets it, a step changes nothing. No step waits for the device.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from timm.models import group_parameters
@@ -14,6 +14,8 @@ from eagleray.base.errors import UserError
 from eagleray.base.shards import norms
 from eagleray.engine.sharded import divide_groups, follow
 from eagleray.models.backbone import Backbone
+
+LARC_EPS = 1e-8  # Apex's, beside the norms in the denominator
 
 
 def make(
@@ -28,11 +30,10 @@ def make(
     layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
     """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `nesterov` is `sgd` with Nesterov's momentum; `lars`
-    is MoCo v3's; `lamb` is that of its paper.
+    is MoCo v3's, `larc` SwAV's; `lamb` is that of its paper.
 
-    SwAV's LARC is not `lars`: LARC divides by |g| + wd * |p|, and it scales and decays vectors too. Raises UserError
-    for a name in `constant` that is not a submodule of the method, and for `layer_decay` when timm does not define the
-    layers.
+    Raises UserError for a name in `constant` that is not a submodule of the method, and for `layer_decay` when timm
+    does not define the layers.
     """
     groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
     whole = divide_groups(groups)
@@ -44,6 +45,8 @@ def make(
 def _create(name: str, groups: list[dict[str, Any]], momentum: float, beta2: float) -> torch.optim.Optimizer:
     if name == "lars":
         return LARS(groups, momentum=momentum)
+    if name == "larc":
+        return LARC(groups, momentum=momentum)
     if name == "lamb":
         return LAMB(groups)
     if name == "adamw":
@@ -124,11 +127,47 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
     return out
 
 
+def scale_by_trust(
+    params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
+) -> list[Tensor]:
+    """Return the steps of all tensors; those of matrices are decayed, then scaled to the norm trust * |p|.
+
+    A step is not scaled if its norm or |p| is 0. `split` says that the tensors are the rows of this rank.
+    """
+    wide = [i for i, p in enumerate(params) if p.ndim > 1]
+    if not wide:
+        return list(steps)
+    p = [params[i] for i in wide]
+    s = torch._foreach_add([steps[i] for i in wide], p, alpha=weight_decay)
+    size, length = norms(p, split=split), norms(s, split=split)
+    ratio = torch.where((size > 0) & (length > 0), trust * size / length, 1.0)
+    torch._foreach_mul_(s, list(ratio.unbind()))
+    scaled = dict(zip(wide, s, strict=True))
+    return [scaled.get(i, step) for i, step in enumerate(steps)]
+
+
+def scale_by_own_norms(
+    params: list[Tensor], grads: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
+) -> list[Tensor]:
+    """Return (g + wd * p) * trust * |p| / (|g| + wd * |p|) for the gradients g of all tensors p.
+
+    A gradient of 0 gives a step of 0, without decay, and a p of 0 gives g. `split` says that the tensors are the rows
+    of this rank.
+    """
+    steps = torch._foreach_add(list(grads), params, alpha=weight_decay)
+    size, length = norms(params, split=split), norms(grads, split=split)
+    ratio = trust * size / (length + weight_decay * size + LARC_EPS)
+    torch._foreach_mul_(steps, list(torch.where(size > 0, ratio * (length > 0), 1.0).unbind()))
+    return list(steps)
+
+
 class LARS(torch.optim.Optimizer):
     """SGD with momentum whose steps of matrices are scaled by trust * |p| / |g + wd * p| (You et al. 2017).
 
     Vectors are neither scaled nor decayed. MoCo v3 and DINO use this form; timm's LARS divides by |g| + wd * |p|.
     """
+
+    scaled: ClassVar[Callable[..., list[Tensor]]] = staticmethod(scale_by_trust)
 
     def __init__(
         self,
@@ -153,7 +192,7 @@ class LARS(torch.optim.Optimizer):
                     self.state[p]["momentum"] = torch.zeros_like(p)
             torch._fused_sgd_(
                 params,
-                scale_by_trust(params, grads, group["weight_decay"], group["trust"], split=split),
+                self.scaled(params, grads, group["weight_decay"], group["trust"], split=split),
                 [self.state[p]["momentum"] for p in params] if group["momentum"] else [],
                 weight_decay=0.0,
                 momentum=group["momentum"],
@@ -164,6 +203,15 @@ class LARS(torch.optim.Optimizer):
                 is_first_step=False,
                 found_inf=getattr(self, "found_inf", None),
             )
+
+
+class LARC(LARS):
+    """SGD with momentum whose decayed steps are scaled by trust * |p| / (|g| + wd * |p|), those of vectors too.
+
+    This is the form of You et al. 2017, arXiv:1708.03888, that Apex calls LARC without clipping. SwAV's authors use it.
+    """
+
+    scaled = staticmethod(scale_by_own_norms)
 
 
 class LAMB(torch.optim.Optimizer):
@@ -218,22 +266,3 @@ class LAMB(torch.optim.Optimizer):
             scaled = scale_by_trust(params, moves, -group["weight_decay"], 1.0, split=hasattr(self, "whole"))
             torch._foreach_mul_(scaled, group["lr"] if skip is None else group["lr"] * (1 - skip))
             torch._foreach_add_(params, scaled)
-
-
-def scale_by_trust(
-    params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
-) -> list[Tensor]:
-    """Return the steps of all tensors; those of matrices are decayed, then scaled to the norm trust * |p|.
-
-    A step is not scaled if its norm or |p| is 0. `split` says that the tensors are the rows of this rank.
-    """
-    wide = [i for i, p in enumerate(params) if p.ndim > 1]
-    if not wide:
-        return list(steps)
-    p = [params[i] for i in wide]
-    s = torch._foreach_add([steps[i] for i in wide], p, alpha=weight_decay)
-    size, length = norms(p, split=split), norms(s, split=split)
-    ratio = torch.where((size > 0) & (length > 0), trust * size / length, 1.0)
-    torch._foreach_mul_(s, list(ratio.unbind()))
-    scaled = dict(zip(wide, s, strict=True))
-    return [scaled.get(i, step) for i, step in enumerate(steps)]

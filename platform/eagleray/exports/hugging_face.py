@@ -63,7 +63,7 @@ def write(source: Source, folder: Path) -> Program:
     sized = with_own_grid(source.backbone, source.network, source.preprocessing.size).model
     fits = {VisionTransformer: fit_vit, SwinTransformer: fit_swin, ResNet: fit_resnet}
     fit: Callable[[Any], Fit] | None = fits.get(type(sized))
-    if fit is None or source.network.stem != "timm" or source.network.norm != "timm":
+    if fit is None or not source.network.stem == source.network.norm == source.network.patch_norm == "timm":
         raise no_class(source, "it has ViT, Dinov2, Swin and ResNet, as timm builds them")
     try:
         model, state, pooled = fit(sized)

@@ -62,7 +62,7 @@ def write(source: Source, folder: Path) -> Program:
 
 def unknown_to_timm(source: Source) -> str:
     """Name a network that timm cannot build, and the keys that make it so."""
-    keys = {"norm": source.network.norm, "stem": source.network.stem}
+    keys = {key: getattr(source.network, key) for key in ("norm", "stem", "patch_norm")}
     if changed := [f"{key}={value}" for key, value in keys.items() if value != "timm"]:
         return f"{source.network.name} with {' '.join(changed)}"
     plugin = plugins.plugin_of(source.network.name, "backbone")

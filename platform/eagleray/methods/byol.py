@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Layers
 from eagleray.data.batch import Batch
 from eagleray.losses.products import cosine
 from eagleray.methods.method import Method
@@ -27,12 +28,13 @@ class BYOL(Method):
         *,
         dim: PositiveInt = 256,
         hidden: PositiveInt = 4096,
+        layers: Layers = 2,  # linear layers in the projector; MoCo v3's study of ViTs has 3
         momentum: Schedule = Schedule(value=0.996, end=1.0),
     ) -> None:
         super().__init__()
         self.momentum = momentum
         # Batch norm in the hidden layers only, as in the paper: the outputs have none.
-        self.online = Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=True))
+        self.online = Encoder(backbone, mlp([backbone.dim] + [hidden] * (layers - 1) + [dim], norm=True))
         self.predictor = mlp([dim, hidden, dim], norm=True)
         self.target = ema_copy(self.online)
 

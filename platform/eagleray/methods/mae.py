@@ -77,8 +77,8 @@ class MAE(Method):
         height, width = (n * p for n, p in zip(self.grid, self.patch_size, strict=True))
         if (got := tuple(views[0].shape[2:])) != (height, width):
             raise UserError(
-                f"views: {got[0]} pixels, but the decoder of mae has positions for {height} x {width}, the size of the "
-                f"backbone; expected backbone.options.img_size={got[0]}"
+                f"views: {got[0]} pixels, but the decoder of mae has positions for {height} x {width} alone, the size "
+                f"of the backbone; expected views of that size, or backbone.options.img_size={got[0]}"
             )
 
     def export(self) -> Backbone:

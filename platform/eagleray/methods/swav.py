@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
+from eagleray.config.types import Layers
 from eagleray.data.batch import Batch
 from eagleray.losses.entropy import entropy, usage
 from eagleray.losses.products import inner, unit
@@ -34,6 +35,7 @@ class SwAV(Method):
         *,
         dim: PositiveInt = 128,
         hidden: PositiveInt = 2048,
+        layers: Layers = 2,  # linear layers in the projector; MoCo v3's study of ViTs has 3
         norm: bool = True,  # batch norm in the projector; MoCo v3's study of ViTs found none to be best
         prototypes: PositiveInt = 3000,
         temperature: PositiveFloat = 0.1,
@@ -46,8 +48,9 @@ class SwAV(Method):
         super().__init__()
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
         self.queue, self.queue_start, self.freeze_prototypes = queue, queue_start, freeze_prototypes
+        widths = [backbone.dim] + [hidden] * (layers - 1) + [dim]
         # The authors keep the biases beside the batch norm.
-        self.encoder = Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=norm, bias=True))
+        self.encoder = Encoder(backbone, mlp(widths, norm=norm, bias=True))
         self.prototypes = nn.Linear(dim, prototypes, bias=False)
         self.queues = nn.ModuleList(Queue(dim, queue) for _ in range(2) if queue)  # type: ignore[assignment]
 

@@ -19,6 +19,7 @@ from eagleray.models.masking import visible_tokens
 from eagleray.models.micro_batch import micro_batched
 from eagleray.models.packing import Hidden, masked_features, packable, packed_features
 from eagleray.models.stages import stage_outputs, stages, widths
+from eagleray.models.wide_stem import widen_stem
 from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -60,12 +61,15 @@ class Backbone(nn.Module):
         norm: str = "timm",
         stem: str = "timm",
         freeze_patch: bool = False,
+        patch_norm: str = "timm",
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        keys = {"init": init, "position": position, "pool": pool, "norm": norm, "stem": stem}
+        keys = {"init": init, "position": position, "pool": pool, "norm": norm, "stem": stem, "patch_norm": patch_norm}
         self.model = create(name, keys, {"drop_path_rate": drop_path}, options or {})
         self.dim: int = self.model.num_features
+        if stem == "wide":
+            widen_stem(self.model, name)
         if position in ("sincos", "dino"):
             set_position(self.model, name, position)
         if init == "mae":
@@ -78,6 +82,12 @@ class Backbone(nn.Module):
             if stem == "conv":  # which the authors' code trains even then
                 raise UserError("backbone.freeze_patch=true: there is no patch projection with backbone.stem=conv")
             self.model.patch_embed.requires_grad_(False)
+        if patch_norm != "timm":
+            if freeze_patch or stem == "conv":
+                other = "freeze_patch=true" if freeze_patch else "stem=conv"
+                raise UserError(f"backbone.patch_norm={patch_norm}: none is trained with backbone.{other}")
+            if patch_norm == "weight":  # after the initialisation, which it keeps
+                nn.utils.parametrizations.weight_norm(self.model.patch_embed.proj)
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
         """Return the features of images (B, 3, H, W), some of whose patches may be hidden from a `maskable` model."""

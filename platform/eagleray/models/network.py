@@ -1,8 +1,9 @@
 """The `backbone` section of a recipe names a timm model and the changes to it."""
 
 from dataclasses import field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
@@ -43,8 +44,12 @@ class Network:
     # norm_mean: of the patches after the final norm, without class token.
     pool: Literal["timm", "mean", "norm_mean"] = "timm"
     norm: Literal["timm", "batch"] = "timm"  # batch: batch norm before a ViT's MLPs, over images and tokens (ViT-BN)
-    stem: Literal["timm", "conv"] = "timm"  # conv: four 3x3 convolutions instead of the projection of 16-pixel patches
+    # conv: four 3x3 convolutions instead of the projection of 16-pixel patches; wide: of a ResNet whose `channels` are
+    # other than timm's, as wide as its first stage
+    stem: Literal["timm", "conv", "wide"] = "timm"
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
+    # Of a ViT's trained patch projection. batch: batch norm of the tokens; weight: of the weights (Salimans and Kingma)
+    patch_norm: Annotated[Literal["timm", "batch", "weight"], Field(exclude_if=lambda name: name == "timm")] = "timm"
     options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model
 
     @property

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch norm of tokens (B, N, D), over images and tokens."""
+    """Batch norm of tokens (B, ..., D), over images and tokens. timm gives a projection's norm a device and a dtype."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, **settings: Any) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(dim)
+        self.norm = nn.BatchNorm1d(dim, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x.flatten(0, 1)).view_as(x)
+        out: Tensor = self.norm(x.flatten(0, -2)).view_as(x)
         return out
 
 
@@ -65,6 +65,8 @@ ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
     ("pool", "norm_mean"): {**MEAN, "final_norm": True},
     ("norm", "batch"): {"block_fn": BatchNormBlock},
     ("stem", "conv"): {"embed_layer": ConvStem},
+    ("patch_norm", "batch"): {"embed_norm_layer": TokenBatchNorm},
+    ("patch_norm", "weight"): {"embed_norm_layer": None},  # `Backbone` normalises the weights
 }
 
 

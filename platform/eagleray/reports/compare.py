@@ -6,7 +6,7 @@ from typing import Any
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.reports import plots
+from eagleray.reports import cost, plots
 from eagleray.reports.page import Page, Section, Table, footer_text
 from eagleray.reports.read import Run, names
 from eagleray.reports.sections import all_scores, data_text, figures, model_text
@@ -30,6 +30,11 @@ def page(runs: Sequence[Run], folder: Path) -> Page:
     sections = [
         Section("Runs", [states(named)]),
         Section("Results", results(named), ["Top-1 and top-5 are in percent."]),
+        Section(
+            "Cost",
+            [*cost.hours(named), *figures(list(cost.accuracy_over_cost(named, folder)))],
+            ["Accuracy is drawn over speed and size for runs that the throughput protocol has measured."],
+        ),
         Section("Curves", figures(plots.compared(named, folder, epochs=epochs)), text),
         Section(
             "Recipes",

@@ -5,9 +5,9 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from eagleray.base.plotting import BLUE, GREY, RED
+from eagleray.base.plotting import BLUE, GREY, LIGHT, RED
 from eagleray.reports.page import Picture, uri
 from eagleray.reports.read import Run
 from eagleray.runs import metrics
@@ -44,6 +44,15 @@ EXPLAINED = {
 }
 # Of several runs: the key, what it is, whether its axis is logarithmic.
 COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared]
+
+
+class Point(NamedTuple):
+    """A run in a plot."""
+
+    run: str
+    group: str  # the method, whose runs are joined by a line
+    x: float
+    y: float
 
 
 def curves(run: Run, folder: Path) -> list[Picture]:
@@ -86,9 +95,6 @@ def draw_panel(
     x: str = "step",
 ) -> Picture:
     """Draw the curves of a panel, write them to `folder` as a PNG and return them as an SVG for the page."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
@@ -107,13 +113,54 @@ def draw_panel(
         fontsize=8,
         handlelength=2,
     )
-    name = re.sub(r"\W+", "-", panel.title).strip("-")
+    return as_picture(figure, panel.title, in_words(panel, curves, x), caption, folder)
+
+
+def as_picture(figure: Any, title: str, words: str, caption: str, folder: Path) -> Picture:
+    """Write a figure to `folder` as a PNG named after its title, and return it as an SVG for the page."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    name = re.sub(r"\W+", "-", title).strip("-")
     # Figure.savefig would draw everything twice: once to see how large it is.
     FigureCanvasAgg(figure).print_png(folder / f"{name}.png")
     figure.set_layout_engine("none")  # the layout is computed already
     with rc_context({"svg.hashsalt": "eagleray"}):
         FigureCanvasSVG(figure).print_svg(buffer := io.BytesIO(), metadata={"Date": None})
-    return Picture(uri(buffer.getvalue(), "svg+xml"), in_words(panel, curves, x), caption)
+    return Picture(uri(buffer.getvalue(), "svg+xml"), words, caption)
+
+
+def scatter(points: Sequence[Point], xlabel: str, ylabel: str, heading: str, folder: Path) -> Picture:
+    """Draw accuracy over cost, with a name at each run and a line through the runs of each method."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    for i, group in enumerate(dict.fromkeys(p.group for p in points)):
+        of = sorted((p for p in points if p.group == group), key=lambda p: p.x)
+        axes.plot([p.x for p in of], [p.y for p in of], "o-", color=COLOURS[i % len(COLOURS)], label=group, lw=1, ms=4)
+        for p in of:
+            left = p.x == max(q.x for q in points)  # its name would not fit at its right
+            place: Any = {"xytext": (-4, -10), "ha": "right"} if left else {"xytext": (4, 4)}
+            axes.annotate(p.run.replace("$", r"\$"), (p.x, p.y), textcoords="offset points", fontsize=7, **place)
+    if max(p.x for p in points) > 4 * min(p.x for p in points):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(0.2)
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.tick_params(labelsize=8, length=2, color=GREY, which="both")
+    axes.spines[:].set_color(LIGHT)
+    axes.grid(color=LIGHT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8)
+    title = f"{ylabel} over {xlabel}"
+    words = "; ".join(f"{p.run} ({p.group}) {p.y:.4g} at {p.x:.4g}" for p in points)
+    return as_picture(figure, title, f"{title}: {words}", heading, folder)
 
 
 def _columns(handles: Sequence[Any]) -> int:

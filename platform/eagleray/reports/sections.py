@@ -276,9 +276,10 @@ def plan_and_fact(run: Run) -> list[Table]:
         return []
 
     def median(key: str) -> float | None:
-        values = [r[key] for r in run.records if key in r]
+        values = [r[key] for r in run.records if key in r and r["epoch"] > full]
         return statistics.median(values) if values else None
 
+    full = max((phase["until"] for phase in plan.get("phases", ())), default=0)  # the epoch of the first full views
     rows = [
         ["images/s", plan.get("images_per_s"), median(metrics.IMAGES_PER_S)],
         ["memory of tensors, GiB", sum(plan["memory"].values()) / 2**30, median(metrics.MEMORY_PEAK)],

@@ -23,7 +23,7 @@ from eagleray.views.sampling import Views
 log = logging.getLogger(__name__)
 SIZES = (4, 12)  # images of the trials
 SHARE = 0.9  # of the free memory that a step may take; the rest is for fragments and libraries
-MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "sgd": 1}  # floats per weight, which the first step allocates
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1, "sgd": 1}  # floats per weight, which the first step allocates
 
 
 def choose_micro_batch(

@@ -1,6 +1,6 @@
 """Build the method, the backbone, the optimiser and the training loop of a recipe, the same in every process."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,9 +9,10 @@ from torch import nn
 from eagleray.base.errors import UserError
 from eagleray.config import register
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.view import View
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import Step, fit
+from eagleray.engine.loop import Step, fit, patch_parameters
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
@@ -59,19 +60,33 @@ def check_method(recipe: Recipe) -> Method:
             raise UserError(f"views: got {views}, but {recipe.method.name} works with {count}")
         o = recipe.optim
         optim.param_groups(method, decay=o.decay, constant=o.constant_lr, layer_decay=o.layer_decay)
+        if o.clip_patch and not patch_parameters(method):
+            raise UserError(f"optim.clip_patch={o.clip_patch}: no patch projection is trained")
         backbone = method.export()
-        for size in sorted({v.size for v in recipe.views} | {recipe.evaluate.size}):
+        stated = {v.size for v in recipe.views} | {recipe.evaluate.size}
+        for size in sorted(stated | {size for phase in recipe.curriculum for size in phase.sizes}):
             try:
                 found = backbone(torch.empty(2, 3, size, size)).pooled.shape[1]
             except Exception as e:
-                raise UserError(f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images: {e}") from None
+                given = f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images"
+                raise UserError(f"{'' if size in stated else 'curriculum: '}{given}: {e}") from None
             if found != backbone.dim:
                 raise UserError(
                     f"backbone.name={recipe.backbone.name}: its features have {found} "
                     f"channels, but the model states {backbone.dim}"
                 )
-        method.check_views([torch.empty(2, 3, v.size, v.size) for v in recipe.views for _ in range(v.count)])
+        *early, (_, full) = recipe.phases
+        method.check_views(_empty(full))
+        for i, (_, smaller) in enumerate(early):
+            try:
+                method.check_views(_empty(smaller))
+            except UserError as e:
+                raise UserError(f"curriculum.{i}.sizes={[v.size for v in smaller]}: {e}") from None
     return method
+
+
+def _empty(views: Sequence[View]) -> list[torch.Tensor]:
+    return [torch.empty(2, 3, v.size, v.size) for v in views for _ in range(v.count)]
 
 
 def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
@@ -106,6 +121,7 @@ def optimizer_steps(
         weight_decay=o.weight_decay,
         clip=o.clip,
         clip_each=o.clip_each,
+        clip_patch=o.clip_patch,
         freeze=recipe.start.freeze if recipe.start else 0.0,
         seed=recipe.seed,
         wrap=wrap,

@@ -158,6 +158,9 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
         yield Value("backbone.options.img_size", side, f"{side // patch} x {side // patch} patches")
         yield Value("backbone.options.patch_size", patch, "pixels, for small images")
     yield Value("views", [_scaled(view, side / 224, patch) for view in keys["views"]], "crops as large as the images")
+    if "curriculum" in keys:
+        smaller = [_smaller(phase, side / 224, patch) for phase in keys["curriculum"]]
+        yield Value("curriculum", smaller, "the same, of such crops")
     yield Value("evaluate.size", side, "pixels")
     yield Value("evaluate.resize", side, "pixels")
 
@@ -165,7 +168,17 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
 def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
     """Return a view with a smaller side, a multiple of the patch. Keys at their default are left out."""
     own = {key: value for key, value in view.items() if value != DEFAULTS.get(key)}
-    return {"size": max(round(view["size"] * by / patch), 1) * patch, **{k: v for k, v in own.items() if k != "size"}}
+    return {"size": _side(view["size"] * by, patch), **{k: v for k, v in own.items() if k != "size"}}
+
+
+def _smaller(phase: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
+    """Return a phase of the curriculum with smaller sizes, multiples of the patch."""
+    return {"until": phase["until"], "sizes": [_side(size * by, patch) for size in phase["sizes"]]}
+
+
+def _side(pixels: float, patch: int) -> int:
+    """Return the multiple of the patch, one at least, that is nearest to a number of pixels."""
+    return max(round(pixels / patch), 1) * patch
 
 
 def _power(number: float) -> int:

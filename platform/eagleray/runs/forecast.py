@@ -51,6 +51,17 @@ class Data:
 
 
 @dataclass(frozen=True)
+class EarlyPhase:
+    """The forecast of a phase of the training in which views are smaller."""
+
+    until: int  # the epoch before which it ends
+    sizes: tuple[int, ...]  # pixels, of each entry of `views`
+    steps: int
+    flops_per_image: float
+    images_per_s: float | None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The forecast of a run. Rates are of all ranks together."""
 
@@ -69,6 +80,7 @@ class Forecast:
     rates: dict[str, float]  # images/s that each part could do alone
     steps: int
     data_bytes: float  # read from the store
+    phases: tuple[EarlyPhase, ...] = ()  # the other numbers are those of the last phase, which needs the most
 
     @property
     def fits(self) -> bool:
@@ -86,7 +98,11 @@ class Forecast:
     @property
     def hours(self) -> float | None:
         """Return the hours of all steps, without evaluations."""
-        return self.steps * self.batch / self.images_per_s / 3600 if self.images_per_s else None
+        if not self.images_per_s:
+            return None
+        early = sum(p.steps / p.images_per_s for p in self.phases if p.images_per_s)
+        last = (self.steps - sum(p.steps for p in self.phases)) / self.images_per_s
+        return (early + last) * self.batch / 3600
 
     def json(self, price: float | None = None) -> dict[str, Any]:
         """Return the forecast as plain values. `price` is that of one device for an hour."""
@@ -102,7 +118,7 @@ class Forecast:
         """Return the forecast in one line."""
         place = f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device
         text = f"plan: {self.memory_needed / GIB:.1f} of {self.memory_of_device / GIB:.1f} GiB on {place}"
-        text += f", {self.flops_per_image / 1e9:.4g} GFLOP per image"
+        text += f", {self.flops_per_image / 1e9:.4g} GFLOP per image{' of full size' if self.phases else ''}"
         if self.images_per_s and self.hours:
             text += f", {self.images_per_s:.0f} images/s, {duration(self.hours)}; the {self.limit} limits it"
         return text
@@ -126,6 +142,7 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
     batch, peak = recipe.optim.batch, trace.peak
     needed = peak if target.is_cpu else round(peak * SPLIT + CONTEXT)
     steps = recipe.optim.epochs * (data.images // batch)
+    steps = min(steps, recipe.max_steps or steps)
     rates: dict[str, float] = {}
     seconds = mfu = None
     if target.rates:
@@ -157,9 +174,22 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
         seconds,
         mfu,
         rates,
-        min(steps, recipe.max_steps or steps),
+        steps,
         recipe.optim.epochs * data.images * data.image_bytes,
+        tuple(early_phases(recipe, target, data, steps)),
     )
+
+
+def early_phases(recipe: Recipe, target: Target, data: Data, steps: int) -> Iterator[EarlyPhase]:
+    """Yield the forecasts of the phases with smaller views, of a run of so many steps. Decoding is taken to be as slow
+    as for full views."""
+    begin = 0
+    for until, views in recipe.phases[:-1]:
+        result = forecast(replace(recipe, views=views, curriculum=()), target, data)
+        end = min(until * (data.images // recipe.optim.batch), steps)
+        sizes = tuple(view.size for view in views)
+        yield EarlyPhase(until, sizes, end - begin, result.flops_per_image, result.images_per_s)
+        begin = end
 
 
 def precision_of(recipe: Recipe, target: Target) -> str:
@@ -273,6 +303,10 @@ def report(recipe: Recipe, result: Forecast, data: Data, price: float | None = N
     yield f"memory    {need:.1f} of {have:.1f} GiB on each device: {parts}"
     gflop = result.flops_per_image / 1e9
     yield f"work      {gflop:.4g} GFLOP per image, {result.images_per_rank} images on each device"
+    for phase in result.phases:
+        rate = f", {phase.images_per_s:.0f} images/s" if phase.images_per_s else ""
+        sizes = ", ".join(map(str, phase.sizes))
+        yield f"          before epoch {phase.until}, views of {sizes}: {phase.flops_per_image / 1e9:.4g} GFLOP{rate}"
     if result.step_seconds is not None and result.images_per_s:
         mfu = f", {result.mfu:.0%} of the device's peak" if result.mfu else ""
         yield f"speed     {result.images_per_s:.0f} images/s{mfu}; a step takes {1000 * result.step_seconds:.4g} ms"

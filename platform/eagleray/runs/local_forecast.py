@@ -92,7 +92,8 @@ def read_forecast(out: str) -> dict[str, Any]:
     return dict(json.loads(remote.read_note(out, layout.FORECAST) or "{}"))
 
 
-def utilisation(stored: dict[str, Any], images_per_s: float, ranks: int) -> float | None:
-    """Return the model FLOP utilisation of a run, or None where its device's peak is not known."""
+def utilisation(stored: dict[str, Any], images_per_s: float, ranks: int, epoch: float) -> float | None:
+    """Return the model FLOP utilisation of a run in an epoch, or None where its device's peak is not known."""
     peak = stored.get("peak_flops")
-    return images_per_s * stored["flops_per_image"] / (ranks * peak) if peak else None
+    phase = next((phase for phase in stored.get("phases", ()) if epoch < phase["until"]), stored)
+    return images_per_s * phase["flops_per_image"] / (ranks * peak) if peak else None

@@ -49,6 +49,7 @@ class MLflow:
         self.machine, self.load_time = Machine(out), time.monotonic()
         self.loads: deque[Job] = deque(maxlen=1000)
         self.step = 0
+        self.why = "no answer"  # why the last attempt failed
         self.end: tuple[str, Sequence[Path], Backbone | None] | None = None
         self.ending, self.given_up = threading.Event(), threading.Event()
         configure(REPLY)
@@ -77,9 +78,11 @@ class MLflow:
         if self.thread.is_alive():
             self.given_up.set()
             log.warning(
-                "MLflow at %s does not answer; it lacks the steps after %d%s; the same command sends the rest",
+                "MLflow at %s: %s; it lacks %s%s; the same command sends the rest",
                 hide_secrets(self.uri),
-                self.run.latest.get("loss", 0),
+                self.why,
+                # A server that never answered may have more of a run that was continued.
+                f"the steps after {self.run.latest.get('loss', 0)}" if self.run.answered else "steps of this start",
                 f", and {', '.join(f.name for f in files)}" if files else "",
             )
 
@@ -105,6 +108,7 @@ class MLflow:
                 return log.warning("mlflow is not installed: metrics go to metrics.jsonl alone")
             except Exception as e:
                 place, why = hide_secrets(self.uri), one_line(e)
+                self.why = why
                 if not self.uri.startswith(("http:", "https:", *DATABASES)):
                     return log.warning("MLflow at %s cannot be used, metrics go to metrics.jsonl alone: %s", place, why)
                 if not away:

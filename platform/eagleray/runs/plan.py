@@ -167,12 +167,27 @@ def open_plan(
         raise UserError("data.test: where, weight, exclude and share are for data.train")
     opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all)
     index = open_on_all(partial(opening, data.sources()))
-    test = open_on_all(partial(opening, data.test)) if data.test else None
+    try:
+        test = open_on_all(partial(opening, data.test)) if data.test else None
+    except UserError as e:  # of a place that the recipe may name, and nobody typed
+        raise UserError(f"data.test: {e}; name another, or none: data.test=null") from None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch
     selection = dist.from_rank_zero(partial(select, index))
     patient, scaled = 60 * data.patience, data.decode == "scaled"
-    stream = Stream(index, views, recipe.seed, data.lanes, batch, cache, patient, selection=selection, scaled=scaled)
+    phases = tuple((end, Views.of(smaller)) for end, smaller in recipe.phases[:-1])
+    stream = Stream(
+        index,
+        views,
+        recipe.seed,
+        data.lanes,
+        batch,
+        cache,
+        patient,
+        selection=selection,
+        scaled=scaled,
+        phases=phases,
+    )
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)
     steps = recipe.optim.epochs * stream.steps_per_epoch

@@ -87,6 +87,8 @@ def pretrain(
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
+        for end, views in recipe.phases[:-1]:
+            log.info("curriculum: before epoch %d, views of %s pixels", end, ", ".join(str(v.size) for v in views))
         if plan.stream.selection:
             log.info("data.train: %s", plan.stream.selection)
         if world.why:

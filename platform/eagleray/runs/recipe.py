@@ -16,6 +16,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, Part, bundled, part_of, register
 from eagleray.config import plugins as loading
+from eagleray.config.curriculum import Phase, phases
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
@@ -88,8 +89,8 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optim:
-    name: Literal["adamw", "lars", "lamb", "sgd"] = "adamw"
-    momentum: Share = 0.9  # of lars and sgd
+    name: Literal["adamw", "lars", "larc", "lamb", "sgd"] = "adamw"
+    momentum: Share = 0.9  # of lars, larc and sgd
     # Of adamw: the share of its value that the average of squared gradients keeps in a step.
     beta2: Annotated[float, Field(ge=0, lt=1, exclude_if=lambda share: share == 0.999)] = 0.999
     batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
@@ -109,6 +110,8 @@ class Optim:
     decay: Literal["all", "matrices", "timm"] = "matrices"
     clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
     clip_each: bool = False  # the norm of every tensor on its own (DINO), not of all together
+    # Norm of the patch projection's gradient, after optim.clip; None: as it is
+    clip_patch: Annotated[float | None, Field(gt=0, exclude_if=lambda norm: norm is None)] = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -166,6 +169,8 @@ class Recipe:
     # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
     start: Annotated[Start | None, Field(exclude_if=lambda start: start is None)] = None
     views: tuple[View, ...]
+    # Early phases with smaller views, in the order of their epochs; afterwards views have the sizes stated above.
+    curriculum: Annotated[tuple[Phase, ...], Field(exclude_if=lambda phases: not phases)] = ()
     data: Data = Data()
     optim: Optim = Optim()
     evaluate: Evaluate = Evaluate()
@@ -197,10 +202,20 @@ class Recipe:
         return teacher if isinstance(teacher, Network) else None
 
     @property
+    def phases(self) -> tuple[tuple[int, tuple[View, ...]], ...]:
+        """Return the views of every phase of the training, each after the epoch before which it ends. Raises
+        UserError when a phase has no epoch or does not fit the views."""
+        return phases(self.views, self.curriculum, self.optim.epochs)
+
+    @property
     def weight_files(self) -> dict[str, str]:
         """Return the places that the run reads weights from before its first step, by key; names of timm and the Hub
         are none."""
-        named = {"start.from": self.start and self.start.source, TEACHER: self.teacher and self.teacher.weights}
+        named = {
+            "backbone.weights": self.backbone.weights,
+            "start.from": self.start.source if self.start else None,
+            TEACHER: self.teacher.weights if self.teacher else None,
+        }
         return {key: source for key, source in named.items() if source and not is_public(source)}
 
     @property

@@ -134,9 +134,14 @@ def public_weights(source: str, key: str) -> Weights | None:
 def file_tensors(source: str, key: str) -> dict[str, Any] | None:
     """Return what a file of tensors holds; None for a run and for one of its checkpoints. Raises UserError when there
     is no such file or folder."""
+    check_exists(source, key)
     if is_remote(source) or Path(source).is_dir():
         return None
-    if not Path(source).is_file():
-        raise UserError(f"{key}={source}: no such run, checkpoint or file; a timm model is named timm:NAME")
     tensors = weights.load_tensors(Path(source), key)
     return None if tensors.keys() >= KEYS else tensors
+
+
+def check_exists(source: str, key: str) -> None:
+    """Raises UserError when there is no file or folder that `key` of a recipe names as weights."""
+    if not is_remote(source) and not Path(source).exists():
+        raise UserError(f"{key}={source}: no such run, checkpoint or file; a timm model is named timm:NAME")

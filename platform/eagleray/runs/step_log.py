@@ -156,7 +156,7 @@ class StepLog:
         first = at.step + 2 - len(self.values)
         self.folder.log_steps([{"step": first + i, **line} for i, line in enumerate(table.lines())])
         record[metrics.IMAGES_PER_S] = round(len(self.values) * self.p.stream.batch / seconds, 2)
-        record |= self._of_device(record[metrics.IMAGES_PER_S])
+        record |= self._of_device(record[metrics.IMAGES_PER_S], at)
         record[metrics.DATA_WAIT] = round(self.waited / seconds, 4)
         record[metrics.BAD_SAMPLES] = len(self.quarantine)
         record[metrics.SKIPPED_STEPS] = int(table.skipped.sum())
@@ -175,9 +175,9 @@ class StepLog:
         self.values, self.waited, self.since = [], 0.0, time.perf_counter()
         return record
 
-    def _of_device(self, images_per_s: float) -> dict[str, float]:
+    def _of_device(self, images_per_s: float, at: Progress) -> dict[str, float]:
         """Return how well the accelerator's peak is used, where it is known, and how much memory this rank took."""
-        found = {metrics.MFU: local_forecast.utilisation(self.forecast, images_per_s, self.world.size)}
+        found = {metrics.MFU: local_forecast.utilisation(self.forecast, images_per_s, self.world.size, at.epoch)}
         if devices.is_accelerator(self.world.device):
             found[metrics.MEMORY_PEAK] = devices.memory_peak(self.world.device)
         return {key: float(f"{value:.4g}") for key, value in found.items() if value is not None}

@@ -16,7 +16,7 @@ from eagleray.data.index import Index, open_index
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.models.backbone import Backbone, Features
 from eagleray.protocols.visual import attention as module
-from eagleray.protocols.visual import explore
+from eagleray.protocols.visual import draw, explore
 from eagleray.protocols.visual.attention import attention, entropy, fewest_patches, maps
 from eagleray.protocols.visual.explore import (
     components,
@@ -135,7 +135,7 @@ def test_pictures_of_attention(index: Index, tmp_path: Path, name: str, capsys):
     assert 0 < max(each) <= math.log2(16) + 1e-5  # patches of the image, or of a window
     assert 0 < found.numbers["attention/patches_kept"] <= 62.6
     assert found.settings == {"size": 32, "images": 5, "mass": 0.6, "grid": f"{grid} x {grid}"}
-    assert [p.name for p in found.pictures] == [f"attention-{n}.png" for n in ("heads", "kept", "queries")]
+    assert [p.name for p in found.pictures] == [f"attention-{n}.png" for n in ("heads", "kept", "queries", "entropy")]
     assert all(Image.open(p).width > 400 for p in found.pictures)
     assert "5 images, entropy" in capsys.readouterr().out
 
@@ -143,6 +143,24 @@ def test_pictures_of_attention(index: Index, tmp_path: Path, name: str, capsys):
 def test_the_patch_under_a_point():
     assert module.patch_at((0.5, 0.5), (4, 6)) == 2 * 6 + 3
     assert module.patch_at((0, 0.99), (4, 6)) == 3 * 6
+    assert module.patch_at((1, 1), (4, 6)) == 3 * 6 + 5, "a point on the border"
+
+
+def test_heads_and_points_are_the_user_s(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sheets: dict[str, list[draw.Tile]] = {}
+
+    def sheet(rows: dict[str, list[draw.Tile]], path: Path, title: str) -> Path:
+        sheets[path.stem] = rows["image 0"]
+        return path
+
+    monkeypatch.setattr(draw, "sheet", sheet)
+    attention(small(), index, out=tmp_path, size=32, limit=2, heads=2, points=(0.3, 0.6, 1.0, 0.0))
+    assert [len(tiles) for tiles in sheets.values()] == [3, 3, 3]
+    assert [tile.points for tile in sheets["attention-queries"][1:]] == [[(0.3, 0.6)], [(1.0, 0.0)]]
+    bits = [float(tile.title.split()[2]) for tile in sheets["attention-heads"][1:]]
+    assert bits == sorted(bits, reverse=True)
+    with pytest.raises(UserError, match=r"points=\[0.3\]: expected x and y of each point"):
+        attention(small(), index, out=tmp_path, size=32, points=(0.3,))
 
 
 def test_components_of_a_field_of_rank_three():

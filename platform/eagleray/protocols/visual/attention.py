@@ -3,7 +3,7 @@
 The maps are those of figures 1 and 3 of Caron et al. 2021 (DINO), arXiv:2104.14294. The entropies of the heads follow
 appendix C of Li et al. 2021 (EsViT), arXiv:2106.09785."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
+from eagleray.base.plotting import BLUE, DPI, GREY
 from eagleray.config.types import Share
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
@@ -28,8 +29,12 @@ from eagleray.views.photometric import normalise
 
 MASS = 0.6  # share of the attention that the fewest patches are selected to hold
 IMAGES = 64  # over which entropies are averaged
-PICTURES, HEADS = 4, 6  # images and heads in a picture
-QUERIES = ((0.5, 0.5), (0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75))  # x and y, shares of the image's sides
+PICTURES = 4  # images in a picture
+QUERIES = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x and y of each, shares of the image's sides
+MIDDLE = QUERIES[:2]
+
+
+Point = tuple[float, float]  # x and y, shares of the image's width and height
 
 
 class Maps(NamedTuple):
@@ -51,15 +56,20 @@ def attention(
     size: PositiveInt = 480,
     limit: PositiveInt = IMAGES,
     mass: Share = MASS,
+    heads: PositiveInt = 6,
+    points: tuple[Share, ...] = QUERIES,
 ) -> Outcome:
     """Measure and draw the attention of each head in the last block.
 
     Two numbers are measured for each head, as means over the query patches and the images: the entropy of the attention
-    in bits, and the percentage of patches that together hold `mass` of it. Three pictures are drawn: the map of each
-    head, the fewest patches that hold `mass` of it, and the attention of five query points.
+    in bits, and the percentage of patches that together hold `mass` of it. Four pictures are drawn: the maps of `heads`
+    heads, evenly spread from the highest entropy to the lowest, the fewest patches that hold `mass` of each map, the
+    attention of the patches at `points`, x and y of each, and the entropies of all heads (EsViT, figures 6 and 10
+    to 12).
 
     Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
     check_attention(backbone)
+    queries = points_of(points)
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
     samples: list[Any] = []
@@ -71,34 +81,51 @@ def attention(
             samples.append((crops[0], attended))
     if not samples:
         raise no_image_error(index)
-    bits = torch.stack(entropies).mean(0)  # (heads,)
+    each = torch.stack(entropies)  # (images, heads)
+    bits = each.mean(0)
     numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
     numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}
     grid = samples[0][1].grid
     note(f"attention: {len(entropies)} images, entropy {bits.min():.2f} to {bits.max():.2f} bits by head")
     settings = {"size": size, "images": len(entropies), "mass": mass, "grid": f"{grid[0]} x {grid[1]}"}
     out.mkdir(parents=True, exist_ok=True)
-    return Outcome(numbers, settings, pictures(samples, bits, mass, out))
-
-
-def pictures(samples: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out: Path) -> tuple[Path, ...]:
-    """Draw three pictures of some images (3, H, W) and their maps; `bits` (heads,) are the entropies of the heads."""
     order = bits.argsort(descending=True)
-    picked = order[torch.linspace(0, len(order) - 1, min(HEADS, len(order))).round().long()].tolist()
+    picked = order[torch.linspace(0, len(order) - 1, min(heads, len(order))).round().long()].tolist()
+    drawn = *pictures(samples, bits, picked, queries, mass, out), draw_entropies(each, order.tolist(), out)
+    return Outcome(numbers, settings, drawn)
+
+
+def points_of(points: Sequence[float]) -> tuple[Point, ...]:
+    """Return x and y of each point from a list of all of them. Raises UserError when there is no point, or half of
+    one."""
+    if not points or len(points) % 2:
+        raise UserError(f"attention: points={list(points)}: expected x and y of each point, as shares of the sides")
+    return tuple(zip(points[::2], points[1::2], strict=True))
+
+
+def pictures(
+    samples: list[tuple[Tensor, Maps]],
+    bits: Tensor,
+    picked: Sequence[int],
+    queries: Sequence[Point],
+    mass: float,
+    out: Path,
+) -> tuple[Path, ...]:
+    """Draw three pictures of some images (3, H, W) and the maps of some heads; `bits` (heads,) are the entropies."""
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
     heads: dict[str, list[draw.Tile]] = {}
     masked: dict[str, list[draw.Tile]] = {}
     points: dict[str, list[draw.Tile]] = {}
     for i, (image, attended) in enumerate(samples):
-        row, point = head_maps(attended)[0], () if attended.token is not None else QUERIES[:1]
+        row, point = head_maps(attended)[0], () if attended.token is not None else [MIDDLE]
         start = draw.Tile(draw.pixels(image), "", point)
         each = [(name, row[h].view(attended.grid)) for name, h in zip(names, picked, strict=True)]
         heads[f"image {i}"] = [start, *(draw.Tile(draw.heat_overlay(image, m), n, point) for n, m in each)]
         masks = [(n, fewest_patches(m.flatten(), mass).view(attended.grid)) for n, m in each]
         masked[f"image {i}"] = [start, *(draw.Tile(draw.darken(image, k), n) for n, k in masks)]
-        tiles = [(q, attended.patches[0, :, patch_at(q, attended.grid)].mean(0).view(attended.grid)) for q in QUERIES]
+        tiles = [(q, attended.patches[0, :, patch_at(q, attended.grid)].mean(0).view(attended.grid)) for q in queries]
         points[f"image {i}"] = [
-            draw.Tile(draw.pixels(image), "query points", QUERIES),
+            draw.Tile(draw.pixels(image), "query points", queries),
             *(draw.Tile(draw.heat_overlay(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
         ]
     who = "the class token" if samples[0][1].token is not None else "the patch under the cross"
@@ -106,8 +133,30 @@ def pictures(samples: list[tuple[Tensor, Maps]], bits: Tensor, mass: float, out:
     return (
         draw.sheet(heads, out / "attention-heads.png", title),
         draw.sheet(masked, out / "attention-kept.png", f"Fewest patches with {mass:.0%} of the attention of {who}"),
-        draw.sheet(points, out / "attention-queries.png", "Last block: attention of five patches, mean over heads"),
+        draw.sheet(
+            points,
+            out / "attention-queries.png",
+            "Last block: attention of the patches under the crosses, mean over heads",
+        ),
     )
+
+
+def draw_entropies(bits: Tensor, order: Sequence[int], out: Path) -> Path:
+    """Draw the entropy of every head as a bar, in the given order, with its deviation over the images; `bits` is
+    (images, heads)."""
+    from matplotlib.figure import Figure
+
+    mean, deviation = bits.mean(0)[order], bits.std(0, correction=0)[order]
+    figure = Figure(figsize=(max(4.0, 1.2 + 0.3 * len(order)), 2.6), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    places = range(len(order))
+    axes.bar(places, mean.tolist(), color=BLUE, yerr=deviation.tolist(), error_kw={"ecolor": GREY, "elinewidth": 1})
+    axes.set_xticks(places, [str(h) for h in order], fontsize=8)
+    axes.set(xlabel="head of the last block", ylabel="entropy, bits")
+    axes.set_title(f"Entropy of the attention, mean and deviation over {len(bits)} images", fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path := out / "attention-entropy.png")
+    return path
 
 
 def maps(backbone: Backbone, images: Tensor) -> Maps:
@@ -140,12 +189,13 @@ def head_maps(attended: Maps) -> Tensor:
     has no class token."""
     if attended.token is not None:
         return attended.token
-    return attended.patches[:, :, patch_at(QUERIES[0], attended.grid)]
+    return attended.patches[:, :, patch_at(MIDDLE, attended.grid)]
 
 
-def patch_at(point: tuple[float, float], grid: tuple[int, int]) -> int:
+def patch_at(point: Point, grid: tuple[int, int]) -> int:
     """Return the number of the patch at a point (x, y), given as fractions of the image's width and height."""
-    return int(point[1] * grid[0]) * grid[1] + int(point[0] * grid[1])
+    x, y = (min(int(share * n), n - 1) for share, n in zip(point, reversed(grid), strict=True))
+    return y * grid[1] + x
 
 
 def entropy(rows: Tensor) -> Tensor:

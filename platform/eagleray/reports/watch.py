@@ -1,0 +1,117 @@
+"""Serve the page about a run on this machine, drawn again and again while the run goes on."""
+
+import threading
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from eagleray.base.errors import Outage, UserError
+from eagleray.reports import sections, sweep
+from eagleray.reports.page import Page, render
+from eagleray.reports.read import read
+from eagleray.storage import store
+from eagleray.sweeps.sweep_dir import sweep_folder
+
+LOOPBACK = "127.0.0.1"
+HOSTS = (LOOPBACK, "localhost")  # a page of a stranger, open in the same browser, would come under another name
+SECONDS = 10.0  # between two drawings
+
+
+class Watch:
+    """A server of the page about a run or a sweep, for browsers on this machine. It runs in threads until `close`, or
+    until its `with` block ends."""
+
+    def __init__(self, url: str, port: int, seconds: float = SECONDS) -> None:
+        """`url` is the folder or s3:// URL of a run or of a sweep; a `port` of 0 is any free one; a page is drawn
+        `seconds` after the last one, and only if a browser asks for it. Raises UserError, and Outage when the store
+        does not answer."""
+        self.of, self.seconds = url, seconds
+        self._page, self._drawn, self._lock = page_about(url), time.monotonic(), threading.Lock()
+        try:
+            self._server = Server((LOOPBACK, port), handler_of(self))
+        except OSError as e:
+            raise UserError(f"port {port}: {e.strerror or e}; name another, or 0 for any that is free") from None
+        self.url = f"http://{LOOPBACK}:{self._server.server_address[1]}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="watch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def wait(self) -> None:
+        """Wait until the server is closed."""
+        self._thread.join()
+
+    def page(self) -> Page:
+        """Return the page of now, or the last one with a line that says why there is no newer one."""
+        with self._lock:  # of several browsers, one has it drawn
+            if goes_on(self._page) and time.monotonic() - self._drawn >= self.seconds:
+                try:
+                    self._page = page_about(self.of)
+                except (UserError, Outage, OSError) as e:
+                    line = f"Not newer than {datetime.now(UTC):%H:%M:%S} UTC, since then: {e}"
+                    return replace(self._page, lead=[*self._page.lead, line])
+                self._drawn = time.monotonic()
+            return self._page
+
+
+class Server(ThreadingHTTPServer):
+    """An HTTP server that is silent about browsers that go away."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore an error of a connection."""
+
+
+def handler_of(watch: Watch) -> type[BaseHTTPRequestHandler]:
+    """Return the class that answers the requests for a page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host", "").partition(":")[0] not in HOSTS:
+                return self.send_error(HTTPStatus.FORBIDDEN)
+            if self.path != "/":
+                return self.send_error(HTTPStatus.NOT_FOUND)
+            page = watch.page()
+            body = render(page).encode()
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            if goes_on(page):
+                self.send_header("Refresh", f"{watch.seconds:g}")  # the browser asks again and stays where it is
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    return Handler
+
+
+def page_about(url: str) -> Page:
+    """Return the report of a run or of a sweep. Raises UserError, and Outage when the store does not answer."""
+    place = url.rstrip("/")
+    if folder := sweep_folder(place):
+        return sweep.page(folder, store.absolute(place))
+    with TemporaryDirectory(prefix="eagleray-watch-") as pictures:
+        return sections.page(read(url), Path(pictures))
+
+
+def goes_on(page: Page) -> bool:
+    """Return whether a page may change: a run that was stopped or killed may be continued at any time."""
+    return page.state != "finished"

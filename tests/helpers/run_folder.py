@@ -1,0 +1,39 @@
+"""The folder of a run, written without training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eagleray import config
+from eagleray.runs import recipe
+
+SUMMARY = {"knn/top1": 32.82, "knn/top1_untrained": 27.94, "linear/top1": 38.77000045776367, "linear/lr": 0.1}
+SUMMARY |= {"steps": 200, "epochs": 2.0, "images": 6400, "wall_seconds": 71.2, "restarts": 1, "steps_repeated": 7}
+SUMMARY |= {"seconds_lost": 3.5, "goodput": 0.91, "bad_samples": 3}
+
+
+def records(n: int = 20) -> list[dict[str, float]]:
+    look = {"health/backbone_std": 0.7, "health/backbone_rank": 12.5, "health/update": 1e-3, "monitor/knn": 31.25}
+    every = {"lr": 1e-3, "images_per_s": 120.0, "data_wait": 0.05, "grad/patch_embed": 0.2, "grad/blocks.00": 0.4}
+    return [
+        {"step": 10 * i, "epoch": i / 10, "loss": 5.0 - i / 10} | every | (look if i % 3 == 0 else {})
+        for i in range(1, n + 1)
+    ]
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
+
+
+def write_run(folder: Path, *overrides: str, summary: dict[str, Any] | None = SUMMARY) -> Path:
+    """Write the folder of a run, which is done if it has a summary, and return the folder."""
+    folder.mkdir()
+    r = recipe.load("mocov3_vitxs8_cifar10_ep2", ["data.train=s3://bucket/train", *overrides])
+    (folder / "recipe.yaml").write_text(config.dump(r))
+    packages = {"packages": {"torch": "2.11"}, "python": "3.11.7", "command": ["eagleray", "pretrain"]}
+    (folder / "environment.json").write_text(json.dumps(packages))
+    lines(folder / "metrics.jsonl", records())
+    lines(folder / "starts.jsonl", [{"step": 0, "ranks": 2, "time": 1.7e9}])
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
