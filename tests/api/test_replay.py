@@ -240,6 +240,7 @@ def train_rank(out: str, name: str, overrides: list[str]) -> None:
     pretrain(recipe, World(torch.device("cpu")), tracking=Tracking("none"))
 
 
+@pytest.mark.slow
 def test_several_ranks_are_replayed_on_as_many(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also one that was continued on fewer."""
     name, *overrides = made.arguments(8)

@@ -16,6 +16,7 @@ from eagleray.cluster.spares import NAME
 LONG = ["workers=2", "optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=9"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_processes_cost_nothing_but_time(small: Path, shards: Path, tmp_path: Path):
     """One that trains is killed, and all are forked again; then a worker is, and Ray starts all workers again."""

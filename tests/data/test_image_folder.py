@@ -153,6 +153,7 @@ def test_a_folder_can_stand_beside_shards(photos: Path, shards: Path):
     assert sum(len(b.index) for b in both) == 176
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_it_and_resumes_to_the_bit(photos: Path, tmp_path: Path):
     (tmp_path / "small.yaml").write_text(SMALL)
     (photos / "a" / "text.png").write_text("no image at all")

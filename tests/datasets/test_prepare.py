@@ -274,6 +274,7 @@ def large(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "whole.tar", tars.items())
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_bytes(large: Path, tmp_path: Path):
     words = ["imagenet-22k", large, "out", "--size", 1, "--dedup", "--max-side", 300]
     results = {}

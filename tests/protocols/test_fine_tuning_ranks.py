@@ -75,6 +75,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["net"]
 
 
+@pytest.mark.slow
 def test_ranks_learn_what_one_process_learns(tmp_path: Path):
     """Five images on two and three ranks: uneven shares, crops with different numbers of pixels that count."""
     folder = masks(tmp_path / "set", count=3)

@@ -144,6 +144,7 @@ def same_heads(one: Path, other: Path) -> None:
         torch.testing.assert_close(x, head(other)[name], rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 def test_ranks_learn_what_one_process_learns(folder: Path, tmp_path: Path):
     """Batches that do not divide evenly; of several rates one is picked. A stop in the middle of the second epoch
     changes nothing either, nor another number of ranks after it."""

@@ -58,6 +58,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.slow
 def test_the_whole_network_learns_the_same_on_ranks_and_after_a_stop(folder: Path, tmp_path: Path):
     numbers, _ = tune(folder, tmp_path / "1")
     assert numbers.keys() == {"semi_supervised/top1", "semi_supervised/top5"}

@@ -53,6 +53,7 @@ def test_a_run_from_any_store_is_that_from_a_folder(cloud: Cloud, small: Path, s
     assert f"train/{NAME}" not in cloud.files["web"]  # which takes no files: the index is in the run's folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_a_run_is_kept_in_a_store_and_continued_from_it(
     cloud: Cloud, small: Path, shards: Path, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
