@@ -113,7 +113,7 @@ def test_the_last_blocks_end_with_the_pooled_vector(name: str):
             )
             torch.testing.assert_close(found["last4"], torch.cat([prefix[:, 0] for _, prefix in last], 1))
         else:  # two blocks of each of the last two stages
-            assert found["last4"].shape[1] == 2 * sum(backbone.dims[-2:])
+            assert found["last4"].shape[1] == 2 * sum(backbone.dims("stages")[-2:])
 
 
 def test_a_backbone_with_too_few_blocks():

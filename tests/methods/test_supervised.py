@@ -222,10 +222,10 @@ def test_grids_of_every_stage(backbone: str):
     network_, x = network(backbone).eval(), torch.randn(2, 3, 64, 64)
     if backbone == "vit":
         x = x[..., :32, :48]  # not square
-    pooled, grids = network_.grids(x, every=True)
+    pooled, grids = network_.grids(x, "stages")
     out = network_(x)
     torch.testing.assert_close(pooled, out.pooled)
-    assert [g.shape[1] for g in grids] == network_.dims
+    assert [g.shape[1] for g in grids] == network_.dims("stages")
     assert tuple(grids[-1].shape[2:]) == out.grid
     last = grids[-1].flatten(2).mT
     if backbone == "swin":
@@ -233,6 +233,60 @@ def test_grids_of_every_stage(backbone: str):
     torch.testing.assert_close(last, out.patches)
     [one] = network_.grids(x)[1]
     assert torch.equal(one, grids[-1])
+
+
+@pytest.mark.parametrize(
+    ("backbone", "depths"), [("vit", [1, 1]), ("swin", [1, 2]), ("resnet", [1] * 4), ("cvt", [1] * 3)]
+)
+def test_grids_of_every_block(backbone: str, depths: list[int]):
+    """The last block of a stage gives what the stage gives; the blocks before it lie on grids of the same size."""
+    network_, x = network(backbone).eval(), torch.randn(2, 3, 32, 32)
+    (_, stages), (_, grids) = network_.grids(x, "stages"), network_.grids(x, "blocks")
+    assert [g.shape[1] for g in grids] == network_.dims("blocks")
+    assert [g.shape for g in grids] == [s.shape for s, n in zip(stages, depths, strict=True) for _ in range(n)]
+    for end, stage in zip(np.cumsum(depths), stages, strict=True):
+        assert torch.equal(grids[end - 1], stage)
+
+
+def test_blocks_without_a_grid_are_one_line():
+    """The blocks of PVT return tokens in a row, the grid of which they are not told to return."""
+    with torch.device("meta"):
+        method, x = DRLoc(Backbone("pvt_small"), classes=4, stages="blocks"), torch.zeros(1, 3, 64, 64)
+        with pytest.raises(UserError, match=r"^backbone\.name: the blocks of PVT return tokens without the grid"):
+            method.check_views([x])
+
+
+def test_drloc_of_blocks_adds_the_losses_of_their_own_localisers():
+    """Equation 7: each block has an MLP, a grid that is not pooled, and offsets over its own k."""
+    x, y = images(4)
+    given: Any = {"targets": "paper", "weight": Schedule(value=0.5), "stages": "blocks", "grid": 2}
+    method = DRLoc(network("swin"), classes=4, mixup=0.0, cutmix=0.0, **given)
+    out = method(batch(x, y), Progress(5, 10, 1, seed=3))
+    apart = []
+    for f, g in zip(method.localisers, method.encoder.backbone.grids(x, "blocks")[1], strict=True):
+        k = g.shape[2]
+        a, b = random_pairs(k * k, 64, 1, (4,), Progress(5, 10, 1, seed=3).draw, g.device)
+        d = torch.stack([(a // k - b // k).abs(), (a % k - b % k).abs()], 2) / k
+        e1, e2 = (torch.stack([t[:, i].T for t, i in zip(g.flatten(2), at, strict=True)]) for at in (a, b))
+        apart.append((f(torch.cat([e1, e2], 2)) - d).abs().mean())
+    assert [tuple(g.shape[2:]) for g in method.encoder.backbone.grids(x, "blocks")[1]] == [(8, 8), (4, 4), (4, 4)]
+    torch.testing.assert_close(out["drloc"], torch.stack(apart).sum())
+
+
+def test_pairs_follow_the_seed_of_the_recipe():
+    """With the seed 0 they follow from the step alone, as in runs that were begun before they knew the seed."""
+    drawn = [Progress(7, 10, 1, seed=seed).draw for seed in range(4)]
+    assert drawn[0] == 7
+    assert len({*drawn, Progress(8, 10, 1, seed=1).draw}) == 5
+    x, y = images(4, size=16)
+    method = DRLoc(network("vit"), classes=4, mixup=0.0, cutmix=0.0, weight=Schedule(value=0.5))
+    losses = [method(batch(x, y), Progress(7, 10, 1, seed=seed))["drloc"].item() for seed in (0, 1, 1)]
+    assert losses[0] != losses[1] == losses[2]
+
+
+def test_a_plan_hands_its_seed_to_the_method(recipe: Any, shards: Path, tmp_path: Path):
+    plan = make_plan(resolve_paths(config.load(Recipe, recipe("drloc"), [*keys(shards, tmp_path / "out"), "seed=3"])))
+    assert plan.at(7).draw == Progress(7, 10, 2, seed=3).draw
 
 
 @pytest.mark.parametrize(
@@ -248,7 +302,7 @@ def test_there_are_as_many_parameters_as_in_the_authors_code(name: str, classifi
     assert count[1] - count[0] == pytest.approx(localiser, abs=0.005)
 
 
-@pytest.mark.parametrize("keys", [{"stages": "all"}, {"mode": "ce_signed", "grid": 4}, {"pairing": "exhaustive"}])
+@pytest.mark.parametrize("keys", [{"stages": "blocks"}, {"mode": "ce_signed", "grid": 4}, {"pairing": "exhaustive"}])
 def test_variants_train(keys: dict[str, Any]):
     x, y = images(8, size=16)
     method = DRLoc(network("vit"), classes=4, weight=Schedule(value=0.5), **keys)
@@ -262,7 +316,7 @@ def test_variants_train(keys: dict[str, Any]):
     ("keys", "said"),
     [
         ("method.mode=ce, method.grid=3", r"method.grid=3: 4 x 4 tokens of a view of 16 pixels .* method.grid=4"),
-        ("method.mode=ce, method.stages=all", "method.stages=all: stages differ in their number of offsets"),
+        ("method.mode=ce, method.stages=all", "method.stages=all: grids differ in their number of offsets"),
         ("views=[{size: 16, randaugment: rand-m9.5-mstd0.5}]", "expected timm's name of a RandAugment policy"),
         ("views=[{size: 16}, {size: 8}]", r"views: sizes of \[8, 16\] pixels; .* one size is expected"),
     ],

@@ -25,7 +25,8 @@ def seed_global_generators(seed: int) -> Iterator[None]:
             np.random.set_state(before[1])
 
 
-def step_generator(step: int, device: torch.device) -> torch.Generator:
-    """Return a generator seeded by the step alone. A method draws for the rows of all ranks with it and takes its own
-    rows, so the draw is the same for any number of ranks and after a restart."""
-    return torch.Generator(device).manual_seed(step)
+def step_generator(seed: int, device: torch.device) -> torch.Generator:
+    """Return a generator seeded by `Progress.draw`, which follows from the step and the recipe's seed. A method draws
+    for the rows of all ranks with it and takes its own rows, so the draw is the same for any number of ranks and after
+    a restart."""
+    return torch.Generator(device).manual_seed(seed)

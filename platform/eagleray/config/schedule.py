@@ -6,15 +6,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The position in training. It follows from the step alone, so checkpoints do not store it."""
+    """The position in training. It follows from the step and the recipe alone, so checkpoints do not store it."""
 
     step: int
     steps_per_epoch: int
     epochs: int
+    seed: int = 0  # the recipe's
 
     @property
     def epoch(self) -> float:
         return self.step / self.steps_per_epoch
+
+    @property
+    def draw(self) -> int:
+        """The seed of what a method draws in this step, the same on every rank.
+
+        With a recipe's seed of 0 it is the step itself, as golden vectors and runs that were begun earlier have it."""
+        return hash((self.seed, self.step)) & 0x7FFFFFFF if self.seed else self.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

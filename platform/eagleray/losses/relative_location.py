@@ -52,19 +52,19 @@ def pool_grid(grid: Tensor, k: int, pool: Pool) -> Tensor:
     return grid
 
 
-def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
+def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Pairs:
     """Draw m pairs of n tokens for each image, with replacement: a token may be its own partner."""
-    first, second = torch.randint(n, (2, views, sum(rows), m), generator=step_generator(step, device), device=device)
+    first, second = torch.randint(n, (2, views, sum(rows), m), generator=step_generator(seed, device), device=device)
     return local_rows(first, rows), local_rows(second, rows)
 
 
-def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], step: int, device: torch.device) -> Pairs:
+def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Pairs:
     """Pair each of n tokens with one partner.
 
     The partners are a permutation of the tokens, as in the authors' code; the paper draws each independently.
     """
     second = local_rows(
-        torch.rand(views, sum(rows), n, generator=step_generator(step, device), device=device).argsort(2), rows
+        torch.rand(views, sum(rows), n, generator=step_generator(seed, device), device=device).argsort(2), rows
     )
     return torch.arange(n, device=device).expand_as(second), second
 

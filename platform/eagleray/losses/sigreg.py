@@ -14,9 +14,9 @@ from eagleray.base.rng import step_generator
 KNOTS = 17  # of the integral, as recommended in section 6.1
 
 
-def directions(dim: int, count: int, step: int, device: torch.device) -> Tensor:
+def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
     """Draw M unit vectors (C, M) uniformly on the sphere, anew in each step and the same on every rank."""
-    a = torch.randn(dim, count, generator=step_generator(step, device), device=device)
+    a = torch.randn(dim, count, generator=step_generator(seed, device), device=device)
     return a / a.norm(dim=0)
 
 

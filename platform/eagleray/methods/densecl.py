@@ -53,7 +53,7 @@ class DenseCL(Method):
         q, s, f = self.f_q.encode(x1)  # (B, C), (B, N, C), (B, N, D)
         with torch.no_grad():
             ema_update(self.f_k, self.f_q, self.momentum(at))
-            x2, unshuffle = shuffle(x2, batch.rows, self.norm_group, seed=at.step)
+            x2, unshuffle = shuffle(x2, batch.rows, self.norm_group, seed=at.draw)
             k, t, g = map(unshuffle, self.f_k.encode(x2))  # (B, C), (B, N, C), (B, N, D)
             k, t, mean = unit(k), unit(match_keys(t, f, g)), unit(t.mean(1))
         scores = logits(unit(q), k, self.queue.keys, self.temperature)

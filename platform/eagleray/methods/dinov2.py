@@ -73,8 +73,8 @@ class DINOv2(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         images, tau_t, tau_s = len(batch.views[0]), self.teacher_temp(at), self.student_temp
         grid = self.student.backbone.patch_grid(batch.views[0])
-        shares = stratified_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.step)
-        masks = draw_masks(shares, grid, SMALLEST, batch.rows, at.step, batch.views[0].device)
+        shares = stratified_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.draw)
+        masks = draw_masks(shares, grid, SMALLEST, batch.rows, at.draw, batch.views[0].device)
 
         x, patches = self.student.embed(batch.views, masks.hidden)  # (V * B, D), (2 * B * N, D)
         s, s_patches = self.student.image_scores(x), self.student.patch_scores(patches[masks.rows])

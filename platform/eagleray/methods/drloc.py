@@ -27,6 +27,7 @@ from eagleray.losses.relative_location import (
 )
 from eagleray.methods.method import Classifier, classification_loss
 from eagleray.models.backbone import Backbone
+from eagleray.models.stages import Parts
 
 
 class DRLoc(Classifier):
@@ -47,28 +48,29 @@ class DRLoc(Classifier):
         mode: Mode = "l1",
         targets: Targets = "raw",  # of l1 and l1_signed
         pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner; m is not used
-        stages: Literal["last", "all"] = "last",  # all: an MLP for each stage, on its own grid (L_all)
+        # L_all: an MLP for each stage (all, as in the code) or each block (blocks, as in the paper), on its own grid.
+        stages: Literal["last", "all", "blocks"] = "last",
         # k, tokens on a side, which sets the number of offset classes. A last grid of 2 k or more is pooled to fewer.
         grid: PositiveInt = 7,
         pool: Pool = "3x3",  # 2x2 is the paper's
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
-        if stages == "all" and not mode.startswith("l1"):
+        if stages != "last" and not mode.startswith("l1"):
             raise UserError(
-                f"method.stages=all: stages differ in their number of offsets; expected mode=l1, got {mode}"
+                f"method.stages={stages}: grids differ in their number of offsets; expected mode=l1, got {mode}"
             )
         self.pairs, self.weight, self.mode, self.targets = pairs, weight, mode, targets
-        self.pairing, self.every, self.grid, self.pool = pairing, stages == "all", grid, pool
+        self.pairing, self.grid, self.pool = pairing, grid, pool
+        self.parts: Parts = "stages" if stages == "all" else stages
         offsets = None if mode.startswith("l1") else 2 * grid - 1 if mode.endswith("signed") else grid
-        dims = backbone.dims if self.every else [backbone.dim]
-        self.localisers = nn.ModuleList(Localiser(dim, offsets) for dim in dims)
+        self.localisers = nn.ModuleList(Localiser(dim, offsets) for dim in backbone.dims(self.parts))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         x, y = self.mixing(torch.cat(batch.views), batch.label.repeat(len(batch.views)))
-        pooled, grids = self.encoder.backbone.grids(x, every=self.every)
+        pooled, grids = self.encoder.backbone.grids(x, self.parts)
         z = self.encoder.head(pooled)  # (V * B, C)
         out = classification_loss(z, y, one_class=not self.mixing.on)
-        if not self.every:
+        if self.parts == "last":
             grids = [pool_grid(g, self.grid, self.pool) for g in grids]
         apart = [self.apart(f, g, batch, at) for f, g in zip(self.localisers, grids, strict=True)]
         drloc = torch.stack(apart).sum()
@@ -76,7 +78,7 @@ class DRLoc(Classifier):
 
     def apart(self, f: nn.Module, g: Tensor, batch: Batch, at: Progress) -> Tensor:
         """Return the loss of random or exhaustive pairs of the tokens of a grid (V * B, D, h, w)."""
-        n, drawn = g.shape[2] * g.shape[3], (len(batch.views), batch.rows, at.step, g.device)
+        n, drawn = g.shape[2] * g.shape[3], (len(batch.views), batch.rows, at.draw, g.device)
         pairs = random_pairs(n, self.pairs, *drawn) if self.pairing == "random" else exhaustive_pairs(n, *drawn)
         assert isinstance(f, Localiser)
         return drloc_loss(f, g, pairs, mode=self.mode, targets=self.targets)
@@ -84,10 +86,9 @@ class DRLoc(Classifier):
     def check_views(self, views: Sequence[Tensor]) -> None:
         super().check_views(views)
         backbone = self.encoder.backbone
-        grids = backbone.grids(views[0], every=self.every)[1]
-        dims = backbone.dims if self.every else [backbone.dim]
-        if (channels := [g.shape[1] for g in grids]) != list(dims):
-            raise UserError(f"backbone.name: its tokens have {channels} channels, and drloc expects {list(dims)}")
+        grids, dims = backbone.grids(views[0], self.parts)[1], backbone.dims(self.parts)
+        if (channels := [g.shape[1] for g in grids]) != dims:
+            raise UserError(f"backbone.name: its tokens have {channels} channels, and drloc expects {dims}")
         h, w = pool_grid(grids[-1], self.grid, self.pool).shape[2:]
         if not self.mode.startswith("l1") and max(h, w) > self.grid:
             raise UserError(

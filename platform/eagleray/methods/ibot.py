@@ -63,9 +63,9 @@ class IBOT(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         grid, tau_t, tau_s = self.student.backbone.patch_grid(batch.views[0]), self.teacher_temp(at), self.student_temp
-        shares = independent_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.step)
+        shares = independent_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.draw)
         smallest = (min(grid) // 3) ** 2  # of a block, as in the authors' code
-        masks = draw_masks(shares, grid, smallest, batch.rows, at.step, batch.views[0].device)
+        masks = draw_masks(shares, grid, smallest, batch.rows, at.draw, batch.views[0].device)
 
         u, patches = self.student.embed(batch.views, masks.hidden)  # (V * B, D), (2 * B * N, D)
         s, s_patches = self.student.image_scores(u), self.student.patch_scores(patches[masks.rows])

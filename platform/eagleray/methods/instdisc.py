@@ -52,7 +52,7 @@ class InstDisc(Method):
         memory, n = self.bank.rows, len(self.bank.rows)  # (n, C)
         i, v = batch.index, unit(self.encoder(batch.views))  # (B,), (B, C)
         if self.negatives:
-            others = draw_negatives(n, self.negatives, batch.rows, at.step, v.device)  # (B, K)
+            others = draw_negatives(n, self.negatives, batch.rows, at.draw, v.device)  # (B, K)
             e = exp_similarity(v, memory[torch.cat([i.unsqueeze(1), others], 1)], self.temperature)  # (B, 1 + K)
             self.Z.copy_(torch.where(self.Z > 0, self.Z, estimate_Z(e, n, batch.rows)))
             loss = nce(e / self.Z, n)
@@ -74,13 +74,13 @@ class InstDisc(Method):
         return self.encoder.backbone
 
 
-def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], step: int, device: torch.device) -> Tensor:
+def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw K negatives (B, K) for each row of this rank, uniformly over all n images.
 
     A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
-    the step alone, so it is the same for any number of ranks and after a restart.
+    the seed alone, so it is the same for any number of ranks and after a restart.
     """
-    drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(step, device), device=device)
+    drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(seed, device), device=device)
     return drawn[dist.offset(rows) :][: rows[dist.rank()]]
 
 

@@ -47,7 +47,7 @@ class LeJEPA(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         z = self.encoder(batch.views).unflatten(0, (len(batch.views), -1))  # (V, B, C)
-        a = directions(z.shape[2], self.slices, at.step, z.device)  # (C, M)
+        a = directions(z.shape[2], self.slices, at.draw, z.device)  # (C, M)
         sim = prediction(z, global_views=sum(x.shape == batch.views[0].shape for x in batch.views))
         gaussian = sigreg(z, a, batch.rows, reach=self.reach)
         loss = (1 - self.weight) * sim + self.weight * gaussian

@@ -65,7 +65,7 @@ class MAE(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         [x], backbone = batch.views, self.encoder.backbone
-        shuffled = shuffle(self.patches, batch.rows, at.step, x.device)  # (B, N)
+        shuffled = shuffle(self.patches, batch.rows, at.draw, x.device)  # (B, N)
         visible, restore = shuffled[:, : self.visible], shuffled.argsort(1)
         pooled, latent = backbone.visible(x, visible)  # (B, D), (B, P + n, D)
         self.encoder.head(pooled)  # changes nothing; the run's monitor reads the features there
@@ -113,9 +113,9 @@ class _Decoder(nn.Module):
         return pixels
 
 
-def shuffle(n: int, rows: tuple[int, ...], step: int, device: torch.device) -> Tensor:
+def shuffle(n: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw an order (B, n) of the patches of each image of this rank, the same for any number of ranks."""
-    noise = torch.rand(sum(rows), n, generator=step_generator(step, device), device=device)
+    noise = torch.rand(sum(rows), n, generator=step_generator(seed, device), device=device)
     return noise[dist.offset(rows) :][: rows[dist.rank()]].argsort(stable=True)  # equal numbers occur
 
 

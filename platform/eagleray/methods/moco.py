@@ -65,7 +65,7 @@ class MoCo(Method):
 
     def keys(self, x: Tensor, batch: Batch, at: Progress) -> Tensor:
         """Return the unit keys (B, C) of a view, encoded in a shuffled order where batch norm is over groups."""
-        x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.step)
+        x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.draw)
         return unshuffle(unit(self.f_k([x])))
 
     def export(self) -> Backbone:

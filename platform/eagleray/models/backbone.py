@@ -18,7 +18,7 @@ from eagleray.models.class_token import class_token_pooled, class_tokens
 from eagleray.models.masking import visible_tokens
 from eagleray.models.micro_batch import micro_batched
 from eagleray.models.packing import Hidden, masked_features, packable, packed_features
-from eagleray.models.stages import stage_outputs, stages, widths
+from eagleray.models.stages import Parts, modules, stage_outputs, widths
 from eagleray.models.wide_stem import widen_stem
 from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
 
@@ -185,28 +185,29 @@ class Backbone(nn.Module):
         ph, pw = self.model.patch_embed.patch_size
         return images.shape[2] // ph, images.shape[3] // pw
 
-    @property
-    def dims(self) -> list[int]:
-        """The channels of the tokens that `grids` returns for every stage."""
-        return widths(self.model)
+    def dims(self, parts: Parts) -> list[int]:
+        """Return the channels of the tokens that `grids` returns for these parts."""
+        return widths(self.model, parts)
 
-    def grids(self, images: Tensor, *, every: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """Return the pooled vectors (B, D) and the last tokens (B, D, h, w) of images (B, 3, H, W).
+    def grids(self, images: Tensor, parts: Parts = "last") -> tuple[Tensor, list[Tensor]]:
+        """Return the pooled vectors (B, D) and the tokens (B, D, h, w) after these parts, of images (B, 3, H, W).
 
-        With `every`, return the tokens of every stage of a pyramid or of every block of a ViT instead of the last ones.
         The last tokens of a pyramid are read before the norm at its end, those of a ViT after it. Raises UserError for
-        a model without stages or blocks.
+        a model without stages or blocks, and where blocks of a pyramid return tokens without saying on which grid.
         """
         size = self.micro_batch if self.training else None
-        pooled, *grids = micro_batched(lambda x: self._grids(x, every=every), images, size)
+        pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, size)
         return pooled, grids
 
-    def _grids(self, images: Tensor, *, every: bool) -> tuple[Tensor, ...]:
-        parts = stages(self.model)
-        with stage_outputs(parts if every else parts[-1:]) as seen:
-            out = self._split(self.model.forward_features(images), images)  # not compiled: its hooks are new each time
+    def _grids(self, images: Tensor, parts: Parts) -> tuple[Tensor, ...]:
+        with stage_outputs(modules(self.model, parts)) as seen:
+            out = self.model.forward_features(images)  # not compiled: its hooks are new each time
+        flat, out = out.ndim == 3, self._split(out, images)
+        if any((x.ndim == 3) is not flat for x in seen):
+            name = type(self.model).__name__
+            raise UserError(f"backbone.name: the {parts} of {name} return tokens without the grid on which they lie")
         h, w = out.grid
-        if seen[-1].ndim == 3:  # a ViT's, all on one grid
+        if flat:  # a ViT's, all on one grid
             tokens = [x[:, -h * w :] for x in seen[:-1]] + [out.patches]
             return out.pooled, *(x.mT.unflatten(2, out.grid) for x in tokens)
         last = getattr(self.model, "stage_fmt", getattr(self.model, "output_fmt", "NCHW")) == "NHWC"

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
+
+Parts = Literal[
+    "last", "stages", "blocks"
+]  # the last stage, every stage, or every block; a ViT's stages are its blocks
 
 
 def stages(model: Any) -> list[nn.Module]:
@@ -22,19 +26,32 @@ def stages(model: Any) -> list[nn.Module]:
 
 def blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of all stages, first to last. Raises UserError for a model that has neither."""
-    out: list[nn.Module] = []
-    for part in stages(model):
-        inner = getattr(part, "blocks", part)
-        members = list(inner) if isinstance(inner, nn.Sequential | nn.ModuleList) else [part]
-        out += [m for m in members if next(m.children(), None) is not None]  # not the layers between stages
-    return out
+    return [block for stage in stages(model) for block in blocks_of(stage)]
 
 
-def widths(model: Any) -> list[int]:
-    """Return the channels of each stage's or block's output."""
-    if hasattr(model, "dims"):
-        return list(model.dims)
-    return [info["num_chs"] for info in model.feature_info][-len(stages(model)) :]
+def blocks_of(stage: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a stage; of a ViT's block, itself."""
+    inner = getattr(stage, "blocks", stage)
+    members = list(inner) if isinstance(inner, nn.Sequential | nn.ModuleList) else [stage]
+    return [m for m in members if next(m.children(), None) is not None]  # not the layers between stages
+
+
+def modules(model: Any, parts: Parts) -> list[nn.Module]:
+    """Return these parts of a model, first to last. Raises UserError for a model that has none."""
+    return blocks(model) if parts == "blocks" else stages(model)[-1 if parts == "last" else 0 :]
+
+
+def widths(model: Any, parts: Parts) -> list[int]:
+    """Return the channels of the output of each of these parts."""
+    if parts == "last":
+        return [model.num_features]
+    each = stages(model)
+    dims = (
+        list(model.dims) if hasattr(model, "dims") else [info["num_chs"] for info in model.feature_info][-len(each) :]
+    )
+    if parts == "stages":
+        return dims
+    return [dim for stage, dim in zip(each, dims, strict=True) for _ in blocks_of(stage)]
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Plan:
         return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
 
     def at(self, step: int) -> Progress:
-        return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs)
+        return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs, self.recipe.seed)
 
 
 def resolve_paths(recipe: Recipe) -> Recipe:
