@@ -12,11 +12,12 @@ from helpers.table import Table
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
+from eagleray.config.view import View
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import fit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
-from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.build import build_method, build_optimizer, check_method
 from eagleray.runs.method_checks import check_resume, difference, rehearse
 from eagleray.runs.recipe import Recipe
 
@@ -74,6 +75,23 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
     still = [n for n, p in m.named_parameters() if n in before and torch.equal(p, before[n])]
     assert not still, "parameters that nothing trains"
     assert encoder_with(m, m.monitored_backbone()).backbone is m.monitored_backbone()
+
+
+PAIRS = [m for m in METHODS if config.part_constant("eagleray.methods", m, "views")[0] == 2]
+TAKES_TWO_SIZES = ("barlow_twins", "byol", "densecl", "dino", "moby", "moco", "mocov3", "selfpatch", "selfpatch_moby")
+TAKES_TWO_SIZES += ("simclr", "simsiam", "swav", "vicreg")
+
+
+@pytest.mark.parametrize("method", PAIRS)
+def test_views_of_two_sizes_are_trained_on_or_refused(method: str, tmp_path: Path):
+    for sizes in ((32, 16), (16, 32)):
+        recipe = replace(recipe_of(method, tmp_path), views=tuple(View(size=size) for size in sizes))
+        if method in TAKES_TWO_SIZES or (method == "lejepa" and sizes == (32, 16)):
+            check_method(recipe)
+            assert torch.isfinite(build(recipe)(batch_of(recipe), Progress(7, 4, 2))["loss"])
+        else:  # they look tokens up in the other view, or their global views come first
+            with pytest.raises(UserError, match=r"^views: [^\n]* (one size|its global views, first)$"):
+                check_method(recipe)
 
 
 @pytest.mark.parametrize("method", METHODS)

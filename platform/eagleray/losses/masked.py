@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
-from eagleray.losses.prototypes import Match, Scores
+from eagleray.losses.prototypes import Match, Scores, check_large_crops
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import PrototypeHead
 from eagleray.models.packing import Hidden, maskable
@@ -36,33 +36,33 @@ class Masks(NamedTuple):
     pairs: Match  # each hidden patch with the teacher's; a mean over the patches of a crop, then over the 2 * B crops
 
 
-def independent_shares(images: int, probability: float, bounds: tuple[float, float], step: int) -> Shares:
+def independent_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:
     """Draw iBOT's shares: uniform within the bounds with a probability, and else zero, for each crop on its own."""
-    draw = np.random.default_rng(step).random((2, 2, images))
+    draw = np.random.default_rng(seed).random((2, 2, images))
     return np.where(draw[0] < probability, bounds[0] + draw[1] * (bounds[1] - bounds[0]), 0.0)
 
 
-def stratified_shares(images: int, probability: float, bounds: tuple[float, float], step: int) -> Shares:
+def stratified_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:
     """Draw DINOv2's shares: of exactly this part of the crops, one from each of as many equal parts of the bounds."""
-    generator = np.random.default_rng(step)
+    generator = np.random.default_rng(seed)
     order, masked = generator.permutation(2 * images), int(2 * images * probability)
     part = (order + generator.random(2 * images)) / max(masked, 1)
     return np.where(order < masked, bounds[0] + part * (bounds[1] - bounds[0]), 0.0).reshape(2, images)
 
 
 def draw_masks(
-    shares: Shares, grid: tuple[int, int], smallest: int, rows: tuple[int, ...], step: int, device: torch.device
+    shares: Shares, grid: tuple[int, int], smallest: int, rows: tuple[int, ...], seed: int, device: torch.device
 ) -> Masks:
     """Hide blocks of at least `smallest` patches of this rank's crops.
 
-    A mask follows from the step and from the image's place in the batch of all ranks, so it is the same for any number
+    A mask follows from the seed and from the image's place in the batch of all ranks, so it is the same for any number
     of ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device.
     """
     first, patches = dist.offset(rows), grid[0] * grid[1]
     mine = shares[:, first : first + rows[dist.rank()]]
     hidden = np.stack(
         [
-            block_mask(Random(f"{step} {view} {first + i}"), grid, int(share * patches), smallest)
+            block_mask(Random(f"{seed} {view} {first + i}"), grid, int(share * patches), smallest)
             for view, crops in enumerate(mine)
             for i, share in enumerate(crops)
         ]
@@ -145,9 +145,7 @@ class MaskedEncoder(Encoder[PrototypeHead]):
 
     def check_views(self, views: Sequence[Tensor], bounds: tuple[float, float]) -> None:
         """Raises UserError for large crops of two sizes, and for bounds that are no range or hide no patch of them."""
-        sizes = [x.shape[3] for x in views[:2]]
-        if sizes[0] != sizes[1]:
-            raise UserError(f"views: the first two, the large crops, are of {sizes} pixels; expected one size")
+        check_large_crops(views)
         if bounds[0] > bounds[1]:
             raise UserError(f"method.mask_ratio={list(bounds)}: expected the smaller number first")
         patches = math.prod(self.backbone.patch_grid(views[0]))

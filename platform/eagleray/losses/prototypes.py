@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.base import devices, dist
+from eagleray.base.errors import UserError
 from eagleray.losses.entropy import entropy, usage
 from eagleray.losses.products import product, product_dtype, sum_dtype
 
@@ -75,6 +76,13 @@ def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
         weight.append(torch.full(x.shape[:2], 1 / (x.shape[0] * x.shape[1]), device=device))
     pairs = len(t) * (len(s) - 1)
     return Match(torch.cat([x.flatten(0, 1) for x in teacher]), torch.cat([x.flatten() for x in weight]) / pairs)
+
+
+def check_large_crops(views: Sequence[Tensor]) -> None:
+    """Check that the first two views (B, 3, S, S), a teacher's, have one size, as `match` expects. Raises UserError."""
+    sizes = [x.shape[3] for x in views[:2]]
+    if sizes[0] != sizes[1]:
+        raise UserError(f"views: the first two, the large crops, are of {sizes} pixels; expected one size")
 
 
 def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:

@@ -4,6 +4,8 @@ arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020, arXiv:2006.07733, algori
 projection, K prototypes.
 """
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.products import cosine
-from eagleray.losses.prototypes import match, update_center
+from eagleray.losses.prototypes import check_large_crops, match, update_center
 from eagleray.losses.regions import RegionLoss, Regions, project_regions, region_loss
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder, Features
@@ -68,6 +70,9 @@ class BYOLRegions(Method):
         l_r = region_loss(self.region_loss, t, s, pairs, self.region_center, tau_t, self.student_temp)
         update_center(self.region_center, t.scores, batch.rows, self.center_momentum)
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
+
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        check_large_crops(views)
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))

@@ -14,7 +14,7 @@ from torch import Tensor
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import H, Scores, assignment_stats, match_views, update_center
+from eagleray.losses.prototypes import H, Scores, assignment_stats, check_large_crops, match_views, update_center
 from eagleray.losses.regions import MATCHINGS, RegionLoss, Regions, project_regions, region_loss, sample_tokens
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
@@ -87,6 +87,9 @@ class EsViT(Method):
         # has its own; in algorithm 1 both are means of the probabilities of views.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, "view": l_v, "region": l_r, **stats}
+
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        check_large_crops(views)
 
     def before_step(self, at: Progress) -> None:
         if at.epoch < self.freeze_last:

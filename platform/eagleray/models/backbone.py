@@ -102,11 +102,11 @@ class Backbone(nn.Module):
         return out
 
     def each(self, views: Sequence[Tensor]) -> list[Features]:
-        """Return the features of each of V views (B, 3, S, S) of one size.
+        """Return the features of each of V views (B, 3, S, S).
 
-        A backbone without batch norm takes all views in one forward pass.
+        A backbone without batch norm takes views of one size in one forward pass.
         """
-        if self.batch_norm or len(views) == 1:
+        if not self._joins(views):
             return [self(x) for x in views]
         out = self(torch.cat(list(views)))
         parts = zip(out.pooled.chunk(len(views)), out.patches.chunk(len(views)), strict=True)
@@ -114,9 +114,12 @@ class Backbone(nn.Module):
 
     def pooled_each(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Return the pooled vectors (B, D) of each of V views, as `each` does."""
-        if self.batch_norm or len(views) == 1:
+        if not self._joins(views):
             return [self.pooled(x) for x in views]
         return list(self.pooled(torch.cat(list(views))).chunk(len(views)))
+
+    def _joins(self, views: Sequence[Tensor]) -> bool:
+        return len(views) > 1 and not self.batch_norm and len({x.shape for x in views}) == 1
 
     def sizes(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Features]:
         """Return the features of images (B, 3, S, S) of several sizes, in one forward where the model can do that.
@@ -265,10 +268,10 @@ class Encoder(nn.Module, Generic[Head]):
         return out
 
     def each(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Return the head's output (B, C) of each view, for V x (B, 3, S, S) of one size.
+        """Return the head's output (B, C) of each view, for V x (B, 3, S, S).
 
         The head runs once for each view, so its batch norm never sees two of them. So does a backbone with batch norm;
-        any other backbone runs once.
+        any other backbone runs once for views of one size.
         """
         return [self.head(f) for f in self.backbone.pooled_each(views)]
 
