@@ -13,7 +13,6 @@ PAGE = Path(__file__).with_name("recipes.md")
 MARK = "<!-- from here on written by docs/recipes.py -->\n"
 COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", "Published", "Cost", "Ours")
 DATA = {
-    "in10": "ImageNet-10",
     "coco": "COCO",
     "in22k": "ImageNet-22k",
     "openimages": "OpenImages-v4",

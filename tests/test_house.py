@@ -41,6 +41,7 @@ OWNERS = {
         "sweeps/plots.py",
     },
     "jinja2": {"reports/page.py"},
+    "h5py": {"datasets/sources/pcam.py"},
     "optuna": {"sweeps/sweep.py"},
     "duckdb": {"data/columns.py"},
     "faster_coco_eval": {"protocols/detection/scores.py"},

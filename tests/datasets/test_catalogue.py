@@ -14,7 +14,7 @@ from scipy.io import savemat
 from eagleray.cli.catalogue import catalogue
 from eagleray.datasets import sources
 from eagleray.datasets.catalogue import DATASETS, MODULES, OTHERS, SOURCES
-from eagleray.datasets.sources.imagenet_100 import CLASSES
+from eagleray.datasets.sources.imagenet_subsets import CLASSES
 
 CASES = [(name, split) for name in SETS for split in DATASETS[name].splits]
 
@@ -39,7 +39,8 @@ def test_classes_have_their_names(tmp_path: Path):
     assert names("svhn") == list("0123456789")
     assert names("pets") == ["Abyssinian", *[""] * 35, "yorkshire_terrier"]  # the list has no image of the others
     assert names("sketch") == ["aircraft_carrier", "The_Eiffel_Tower"]
-    assert names("imagenet-100") == sorted(CLASSES)
+    for subset, classes in CLASSES.items():
+        assert names(subset) == sorted(classes)
 
 
 def test_pickles_are_refused(tmp_path: Path):
@@ -97,8 +98,9 @@ def test_other_layouts_are_one_line(tmp_path: Path):
     )
     line = damaged(tmp_path / "f", "real", write("real_train.txt", b"real/x.jpg\n"))
     assert "real_train.txt: line 1: expected a path and a class number" in line
-    line = damaged(tmp_path / "g", "imagenet-100", lambda f: (f / f"train/{CLASSES[5]}").rename(f / f"../{CLASSES[5]}"))
-    assert f"1 of ImageNet-100's classes are missing: {CLASSES[5]}" in line
+    lost = CLASSES["imagenet-100"][5]
+    line = damaged(tmp_path / "g", "imagenet-100", lambda f: (f / f"train/{lost}").rename(f / f"../{lost}"))
+    assert f"1 of imagenet-100's classes are missing: {lost}" in line
     labels = {"trnid": [1], "valid": [12], "tstid": [2]}
     mat = {k: np.array([v]) for k, v in labels.items()}
     line = damaged(tmp_path / "h", "flowers-102", lambda f: savemat(f / "setid.mat", mat))

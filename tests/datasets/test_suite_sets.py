@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.layouts import run_prepare
 from helpers.sources import check_shards, check_split, drop_reasons, read_source, source_error
 from helpers.suite_sets import SETS, caltech_101, cars
 from scipy.io import savemat
@@ -11,6 +12,7 @@ from scipy.io import savemat
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.multilabel import CLASSES, bits, marks
 from eagleray.datasets.sources.gtsrb import TRUTH
+from eagleray.datasets.sources.pcam import STEM
 
 CASES = [(name, split) for name in SETS for split in DATASETS[name].splits]
 
@@ -20,7 +22,15 @@ def test_a_source_is_found_as_it_was_made(name: str, split: str, tmp_path: Path)
     check_split(SETS[name], name, split, tmp_path)
 
 
-FORMS = {"voc2007": "JPEG", "mnist": "PNG", "fer2013": "PNG", "stl10": "PNG", "gtsrb": "PPM"}
+FORMS = {
+    "voc2007": "JPEG",
+    "mnist": "PNG",
+    "fer2013": "PNG",
+    "stl10": "PNG",
+    "gtsrb": "PPM",
+    "pcam": "PNG",
+    "ucf101": "PNG",
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -84,6 +94,34 @@ def test_other_layouts_are_one_line(tmp_path: Path):
     lines = (tmp_path / "signs" / TRUTH).read_text().splitlines()
     (tmp_path / "signs" / TRUTH).write_text("\n".join([lines[0], "00000.ppm;53"]))
     assert "expected a class of 0 to 42, found ''" in source_error("gtsrb", tmp_path / "signs", split="test")
+
+
+def test_other_layouts_of_ucf101_are_one_line(tmp_path: Path):
+    SETS["ucf101"](tmp_path, "train")
+    (tmp_path / "UCF-101/YoYo/v_YoYo_g09_c02.avi").write_bytes(b"no video")
+    card = run_prepare("ucf101", tmp_path, tmp_path / "out")
+    assert (card["images"], card["listed"]) == (1, 2)
+    assert card["dropped"] == {"the image has no bytes": {"count": 1, "examples": ["YoYo/v_YoYo_g09_c02"]}}
+    (tmp_path / "ucfTrainTestlist/trainlist01.txt").write_text("Diving/v_Diving_g08_c01.avi 26\n")
+    line = source_error("ucf101", tmp_path)
+    assert "trainlist01.txt: line 1: expected a video in the folder of a class of classInd.txt, found 'Diving/" in line
+    (tmp_path / "ucfTrainTestlist/classInd.txt").write_text("0 Archery\n")
+    assert "classInd.txt: line 1: expected a number of 1 to 101 and a class, found '0 Archery'" in source_error(
+        "ucf101", tmp_path
+    )
+
+
+def test_other_layouts_of_patch_camelyon_are_one_line(tmp_path: Path):
+    SETS["pcam"](tmp_path, "test")
+    labels = tmp_path / f"{STEM}test_y.h5"
+    labels.write_bytes((tmp_path / f"{STEM}test_x.h5").read_bytes())
+    assert f"{labels}: expected an HDF5 file with y: " in source_error("pcam", tmp_path, split="test")
+    labels.write_bytes(b"no labels")
+    assert f"{labels}: expected an HDF5 file with y: " in source_error("pcam", tmp_path, split="test")
+    labels.unlink()
+    assert f"expected {STEM}test_y.h5 in it, unpacked from {STEM}test_y.h5.gz" in source_error(
+        "pcam", tmp_path, split="test"
+    )
 
 
 def damaged_cars(folder: Path) -> str:

@@ -10,7 +10,7 @@ from helpers.sources import Images, Layout
 from scipy.io import savemat
 
 from eagleray.datasets.sources import domainnet as domainnet_source
-from eagleray.datasets.sources.imagenet_100 import CLASSES
+from eagleray.datasets.sources.imagenet_subsets import CLASSES
 
 
 def cifar(folder: Path, split: str, *, fine: bool = False) -> Images:
@@ -91,11 +91,16 @@ def domainnet(domain: str) -> Callable[[Path, str], Images]:
     return make
 
 
-def imagenet_100(folder: Path, split: str) -> Images:
+def imagenet_subset(name: str) -> Layout:
     """A class more than there are in it, which comes first."""
-    names = {of: [f"{of}/{c}/{c}_{of}.JPEG" for c in ["n01440764", *reversed(CLASSES)]] for of in ("train", "val")}
-    data = fill(folder, names["train"] + names["val"])
-    return {f"{c}/{c}_{split}": (data[f"{split}/{c}/{c}_{split}.JPEG"], i) for i, c in enumerate(CLASSES)}
+    classes = CLASSES[name]
+
+    def make(folder: Path, split: str) -> Images:
+        names = {of: [f"{of}/{c}/{c}_{of}.JPEG" for c in ["n01440764", *reversed(classes)]] for of in ("train", "val")}
+        data = fill(folder, names["train"] + names["val"])
+        return {f"{c}/{c}_{split}": (data[f"{split}/{c}/{c}_{split}.JPEG"], i) for i, c in enumerate(classes)}
+
+    return make
 
 
 SETS: dict[str, Layout] = {
@@ -104,6 +109,6 @@ SETS: dict[str, Layout] = {
     "svhn": svhn,
     "flowers-102": flowers,
     "pets": pets,
-    "imagenet-100": imagenet_100,
+    **{name: imagenet_subset(name) for name in CLASSES},
     **{name: domainnet(name) for name in domainnet_source.SOURCES},
 }

@@ -3,8 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import cv2
 import numpy as np
+import pytest
 from helpers.layouts import fill
 from helpers.pictures import encode, picture
 from helpers.sources import Images, Layout, read_source
@@ -12,6 +15,7 @@ from scipy.io import savemat
 
 from eagleray.datasets.sources import voc2007
 from eagleray.datasets.sources.gtsrb import TRUTH
+from eagleray.datasets.sources.pcam import STEM
 
 Rows = dict[str, tuple[str, int]]  # an image's path and its class, by what a list calls it
 
@@ -170,6 +174,49 @@ def gtsrb(folder: Path, split: str) -> Images:
     return expected
 
 
+def pcam(folder: Path, split: str) -> Images:
+    """Patches of which two are compressed together, in one of the files; those of the others lie in a row."""
+    h5py = pytest.importorskip("h5py")
+    folder.mkdir(exist_ok=True)
+    expected: Images = {}
+    for seed, (part, of) in enumerate(
+        {"train": ("train", "trainval"), "valid": ("val", "trainval"), "test": ()}.items()
+    ):
+        patches, y = [picture(50 * seed + i, 96, 96) for i in range(5)], [1, 0, 0, 1, 1]
+        keys: dict[str, Any] = {"chunks": (2, 96, 48, 3), "compression": "gzip"} if part == "train" else {}
+        with h5py.File(folder / f"{STEM}{part}_x.h5", "w") as file:
+            file.create_dataset("x", data=np.stack(patches), **keys)
+        with h5py.File(folder / f"{STEM}{part}_y.h5", "w") as file:
+            file.create_dataset("y", data=np.array(y, np.uint8).reshape(-1, 1, 1, 1))
+        if split in (part, *of):
+            expected |= {f"{part}/{i:06d}": (x, y[i]) for i, x in enumerate(patches)}
+    return expected
+
+
+def ucf101(folder: Path, split: str) -> Images:
+    """Videos of five and of six frames, without loss; the third and the fourth frame are expected."""
+    lists = {"train": ["Archery/v_Archery_g08_c01", "YoYo/v_YoYo_g09_c02"], "test": ["YoYo/v_YoYo_g01_c01"]}
+    names = folder / "ucfTrainTestlist"
+    names.mkdir(parents=True)
+    (names / "classInd.txt").write_text("1 Archery\r\n2 YoYo\r\n")
+    expected: Images = {}
+    for seed, (part, videos) in enumerate(lists.items()):
+        labels = [int(video.startswith("YoYo")) for video in videos]
+        lines = [f"{v}.avi {y + 1}" if part == "train" else f"{v}.avi" for v, y in zip(videos, labels, strict=True)]
+        (names / f"{part}list01.txt").write_text("\r\n".join(lines))
+        for n, (video, label) in enumerate(zip(videos, labels, strict=True), 5):
+            frames = [picture(100 * seed + 10 * n + i, 48, 64) for i in range(n)]
+            path = folder / "UCF-101" / f"{video}.avi"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"FFV1"), 25, (64, 48))
+            for frame in frames:
+                writer.write(np.ascontiguousarray(frame[..., ::-1]))
+            writer.release()
+            if part == split:
+                expected[video] = (frames[n // 2], label)
+    return expected
+
+
 def hateful_memes(folder: Path, split: str) -> Images:
     rows = {"train": {"img/42953.png": 0, "img/23058.png": 1}, "dev": {"img/08291.png": 1}}
     data = fill(folder, [name for of in rows.values() for name in of])
@@ -191,5 +238,7 @@ SETS: dict[str, Layout] = {
     "fer2013": fer2013,
     "stl10": stl10,
     "gtsrb": gtsrb,
+    "pcam": pcam,
+    "ucf101": ucf101,
     "hateful-memes": hateful_memes,
 }

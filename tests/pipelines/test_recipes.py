@@ -29,7 +29,7 @@ from eagleray.runs.build import build_backbone
 ROOT = Path(__file__).parents[2]
 NAMES = bundled.names()
 FILES = sorted({r.file for r in bundled.recipes().values()})
-DATA = ("in1k", "in10", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
+DATA = ("in1k", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
 NAME = (
     r"(?P<method>[a-z0-9_]+?)_(?P<backbone>vit(?P<size>xs|[sblh])(?P<patch>\d+)(?P<kind>[a-z]*)|[a-z0-9]+)"
     r"_(?P<data>" + "|".join(DATA) + r")_(?:(?P<length>ep|ft)(?P<epochs>\d+)|demo)(?P<variant>_.+)?"

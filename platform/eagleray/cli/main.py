@@ -131,7 +131,7 @@ def prepare(
     ] = None,
     labels: Annotated[
         str,
-        typer.Option(help="Only imagenet-1k and imagenet-100 with --split val: the devkit, or LOC_val_solution.csv."),
+        typer.Option(help="Only imagenet-1k, -100 and -10 with --split val: the devkit, or LOC_val_solution.csv."),
     ] = "",
     images: Annotated[
         str,

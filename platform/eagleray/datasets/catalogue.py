@@ -18,14 +18,16 @@ from eagleray.datasets.sources import (
     gtsrb,
     hateful_memes,
     imagenet,
-    imagenet_100,
+    imagenet_subsets,
     mnist,
     openimages,
     parquet,
     path_lists,
+    pcam,
     pets,
     stl10,
     svhn,
+    ucf101,
     voc2007,
     webdataset,
     webvision,
@@ -35,7 +37,7 @@ from eagleray.datasets.sources.source import OWN, Dataset, Source, SourceFiles
 
 MODULES = (
     imagenet,
-    imagenet_100,
+    imagenet_subsets,
     openimages,
     webvision,
     cifar,
@@ -50,6 +52,8 @@ MODULES = (
     fer2013,
     stl10,
     gtsrb,
+    pcam,
+    ucf101,
     hateful_memes,
     domainnet,
     folder,
@@ -61,26 +65,9 @@ SOURCES = register.Registry(
     "source", SHIPPED, lambda entry: Source(entry.target, **{"licence": OWN, "splits": ("all",)} | entry.details)
 )
 
-FOLDERS = "Make class folders of its images and read them with `eagleray prepare folder`"
 SHARDS = "It comes as shards, which are used as they are"
 # Data sets whose files `eagleray prepare` does not read.
 OTHERS = {
-    "pcam": Dataset(
-        "PatchCamelyon",
-        short="pcam",
-        classes=2,
-        splits={"trainval": 294_912, "test": 32_768, "train": 262_144, "val": 32_768},
-        obtain=FOLDERS,
-        contents="",
-    ),
-    "ucf101": Dataset(
-        "UCF101 (middle frames, split 1)",
-        short="ucf101",
-        classes=101,
-        splits={"train": 9_537, "test": 3_783},
-        obtain=FOLDERS,
-        contents="",
-    ),
     "mnist-small": Dataset(
         "MNIST (2,000 of its test images)",
         short="mnist",

@@ -309,7 +309,9 @@ class Evaluation:
                 digests.append(data_digest(index, samples))
                 return self.features(index, Task(**common, url=url, samples=samples, kinds=[kind]))[kind]
 
-            outcome = protocol.run(features_of, root, note=self.note, **arguments)
+            extra = {"note": self.note, "model": self.target.network.name}
+            extra = {k: v for k, v in extra.items() if k in protocol.parameters}
+            outcome = protocol.run(features_of, root, **extra, **arguments)
             return replace(outcome, settings={**extraction, **outcome.settings}), digest(sorted(digests))
         sets, urls = self.sets, (self.request.train or "", self.request.test or self.request.train or "")
         kinds = self.kinds(size, kind)

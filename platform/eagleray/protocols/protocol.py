@@ -24,7 +24,7 @@ DATA_OPTIONS = {
     "davis": "--davis DIR",
     "suite": "--suite ROOT",
 }
-PASSED = ("out", "note", "checkpoints", "elsewhere")  # arguments that are no settings
+PASSED = ("out", "note", "model", "checkpoints", "elsewhere")  # arguments that are no settings
 # Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
 EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}
 
@@ -42,8 +42,9 @@ class Protocol:
       with "images" the images as an Index, else a folder.
 
     Its keyword-only arguments are the settings of the protocol, except for those of PASSED: `out`, a folder for
-    pictures; `note`, a function that is called with lines about the progress; `checkpoints`, the folder or URL for
-    checkpoints of a training; and `elsewhere`, a function that measures parts of the data in other processes."""
+    pictures; `note`, a function that is called with lines about the progress; `model`, of "suite", the timm name of the
+    backbone; `checkpoints`, the folder or URL for checkpoints of a training; and `elsewhere`, a function that measures
+    parts of the data in other processes."""
 
     about: str  # one line for `eagleray list protocols`
     function: str  # module:function, which is imported when the protocol runs

@@ -1,6 +1,11 @@
-"""Read ImageNet-100: 100 classes of ImageNet-1k, chosen by CMC (Tian et al. 2020, arXiv:1906.05849)."""
+"""Read subsets of ImageNet-1k's classes.
 
-from collections.abc import Iterator
+ImageNet-100 was chosen by CMC (Tian et al. 2020, arXiv:1906.05849). ImageNet-10 was chosen by DAC (Chang et al. 2017,
+"Deep Adaptive Image Clustering") and is used by Contrastive Clustering (Li et al. 2020, arXiv:2009.09687) and, after
+it, by SelfPatch; the repositories of both list the same ten classes.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +15,7 @@ from eagleray.datasets.sources.item import Item, Listing, class_labels
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFiles
 
-SYNSETS = """
+IMAGENET_100 = """
 n01558993 n01692333 n01729322 n01735189 n01749939 n01773797 n01820546 n01855672 n01978455 n01980166
 n01983481 n02009229 n02018207 n02085620 n02086240 n02086910 n02087046 n02089867 n02089973 n02090622
 n02091831 n02093428 n02099849 n02100583 n02104029 n02105505 n02106550 n02107142 n02108089 n02109047
@@ -22,24 +27,28 @@ n03794056 n03837869 n03891251 n03903868 n03930630 n03947888 n04026417 n04067472 
 n04127249 n04136333 n04229816 n04238763 n04336792 n04418357 n04429376 n04435653 n04485082 n04493381
 n04517823 n04589890 n04592741 n07714571 n07715103 n07753275 n07831146 n07836838 n13037406 n13040303
 """
-CLASSES = SYNSETS.split()
+IMAGENET_10 = """
+n02056570 n02085936 n02128757 n02690373 n02692877 n03095699 n04254680 n04285008 n04467665 n07747607
+"""
+CLASSES = {"imagenet-100": IMAGENET_100.split(), "imagenet-10": IMAGENET_10.split()}
 
 
-def imagenet_100(options: PrepareOptions) -> SourceFiles:
-    """Find ImageNet-1k in any of its layouts. The 100 classes are numbered in the sorted order of their names."""
+def imagenet_subset(options: PrepareOptions) -> SourceFiles:
+    """Find ImageNet-1k in any of its layouts. The subset's classes are numbered in the sorted order of their names."""
     whole = imagenet_1k(options)
-    return replace(whole, listing=partial(_listing, options.origin, whole))
+    return replace(whole, listing=partial(_listing, options, whole))
 
 
-def _listing(origin: str, source: SourceFiles) -> Listing:
-    whole = source.listing()
-    if missing := sorted(set(CLASSES) - set(whole.classes)):
-        raise UserError(f"{origin}: {len(missing)} of ImageNet-100's classes are missing: {', '.join(missing[:3])} ...")
-    return Listing(_items(whole), CLASSES)
+def _listing(options: PrepareOptions, source: SourceFiles) -> Listing:
+    whole, classes = source.listing(), CLASSES[options.source]
+    if missing := sorted(set(classes) - set(whole.classes)):
+        few = f"{len(missing)} of {options.source}'s classes are missing: {', '.join(missing[:3])} ..."
+        raise UserError(f"{options.origin}: {few}")
+    return Listing(_items(whole, classes), classes)
 
 
-def _items(whole: Listing) -> Iterator[Item]:
-    labels = class_labels(CLASSES)
+def _items(whole: Listing, classes: Sequence[str]) -> Iterator[Item]:
+    labels = class_labels(classes)
     for item in whole.items:
         if item.label >= 0 and whole.classes[item.label] in labels:
             yield item._replace(label=labels[whole.classes[item.label]])
@@ -47,7 +56,7 @@ def _items(whole: Listing) -> Iterator[Item]:
 
 SOURCES = {
     "imagenet-100": Source(
-        imagenet_100,
+        imagenet_subset,
         licence=IMAGENET,
         options=("labels",),
         dataset=Dataset(
@@ -58,5 +67,18 @@ SOURCES = {
             obtain="Download ImageNet-1k, of which it is a part",
             contents="the files of `imagenet-1k`; the classes are those of CMC",
         ),
-    )
+    ),
+    "imagenet-10": Source(
+        imagenet_subset,
+        licence=IMAGENET,
+        options=("labels",),
+        dataset=Dataset(
+            "ImageNet-10",
+            short="in10",
+            classes=10,
+            splits={"train": 13_000, "val": 500},
+            obtain="Download ImageNet-1k, of which it is a part",
+            contents="the files of `imagenet-1k`; the classes are those of DAC and Contrastive Clustering",
+        ),
+    ),
 }

@@ -1,0 +1,95 @@
+"""Read PatchCamelyon: patches of 96 x 96 pixels and their labels, in HDF5 files (Veeling et al. 2018)."""
+
+import io
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from eagleray.base.errors import UserError
+from eagleray.datasets.shards import encode
+from eagleray.datasets.sources import files
+from eagleray.datasets.sources.item import Item, Listing
+from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import Data, Dataset, Source, SourceFiles
+from eagleray.storage.blob import Blob
+from eagleray.storage.range_file import READ, RangeFile, Span
+
+STEM = "camelyonpatch_level_2_split_"
+PARTS = {"trainval": ("train", "valid"), "test": ("test",), "train": ("train",), "val": ("valid",)}
+SHAPE = (96, 96, 3)
+MOST = 1024  # patches in memory at once
+ARRAY = "array"  # extension of items whose bytes are raw pixels
+
+
+def pcam(options: PrepareOptions) -> SourceFiles:
+    """Find the files of patches and of labels of a split."""
+    blobs = {PurePosixPath(b.url).name: b for b in files.list_folder(options.origin + "/")}
+    parts = PARTS[options.split or "trainval"]
+    names = [f"{STEM}{part}_{kind}.h5" for part in parts for kind in "xy"]
+    if missing := [name for name in names if name not in blobs]:
+        raise files.missing_error(options.origin, f"{missing[0]} in it, unpacked from {missing[0]}.gz")
+    pairs = [(part, blobs[f"{STEM}{part}_x.h5"], blobs[f"{STEM}{part}_y.h5"]) for part in parts]
+    return SourceFiles([blobs[name] for name in names], partial(_listing, pairs), read)
+
+
+def _listing(pairs: Sequence[tuple[str, Blob, Blob]]) -> Listing:
+    return Listing((item for pair in pairs for item in _items(*pair)), ("no tumour", "tumour"))
+
+
+def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
+    x, y = _dataset(images.url, images.size, "x"), np.asarray(_dataset(labels.url, labels.size, "y")[:]).ravel()
+    if x.shape[1:] != SHAPE or x.dtype != np.uint8 or len(y) != len(x) or not np.isin(y, (0, 1)).all():
+        raise UserError(
+            f"{images.url}: expected patches of 96 x 96 x 3 bytes, and a label of 0 or 1 of each in {labels.url}"
+        )
+    rows = _rows_of_chunk(x)
+    for i, label in enumerate(y.tolist()):
+        group = i // rows if rows > 1 else -1
+        yield Item(f"{part}/{i:06d}", images.url, i, int(np.prod(SHAPE)), ARRAY, int(label), group)
+
+
+def read(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
+    """Yield every item with its patch as a PNG. Patches that are compressed together are read once."""
+    for url, of_file in groupby(items, key=lambda item: item.url):
+        x = _dataset(url, files.find_file(url).size, "x")
+        rows = _rows_of_chunk(x)
+        for first, of_chunk in groupby(of_file, key=lambda item: item.offset // rows * rows):
+            patches = x[first : first + rows]
+            yield from ((item, encode(Image.fromarray(patches[item.offset - first]))) for item in of_chunk)
+
+
+def _rows_of_chunk(x: Any) -> int:
+    return min(x.chunks[0], MOST) if x.chunks else 1
+
+
+def _dataset(url: str, size: int, name: str) -> Any:
+    """Open a data set of an HDF5 file, local or by URL. Raises UserError."""
+    try:
+        import h5py
+    except ImportError:
+        raise UserError("pcam: its files need h5py, which is not installed: pip install 'eagleray[hdf5]'") from None
+    try:
+        return h5py.File(io.BufferedReader(RangeFile(Span("", url, 0, size)), READ), "r")[name]
+    except (OSError, KeyError, ValueError, RuntimeError) as e:
+        raise UserError(f"{url}: expected an HDF5 file with {name}: {' '.join(str(e).split())[:200]}") from None
+
+
+SOURCES = {
+    "pcam": Source(
+        pcam,
+        licence="CC0",
+        dataset=Dataset(
+            "PatchCamelyon",
+            short="pcam",
+            classes=2,
+            splits={"trainval": 294_912, "test": 32_768, "train": 262_144, "val": 32_768},
+            obtain="Download the six files camelyonpatch_level_2_split_*.h5.gz from github.com/basveeling/pcam",
+            contents="`camelyonpatch_level_2_split_train_x.h5` and so on, unpacked; needs `eagleray[hdf5]`",
+        ),
+    )
+}
