@@ -227,7 +227,8 @@ DRLOC = {
 }
 TRANSFER = ("cifar10", "cifar100", "flowers", "pets")
 SLIDES = {  # of MoCo v3: fine-tuning
-    5: [Row(f"supervised_vit{size}16_in1k_ft50", n) for size, n in (("s", "81.4"), ("b", "83.2"), ("l", "84.1"))],
+    5: [Row(f"supervised_vit{size}16_in1k_ft50", n) for size, n in (("s", "81.4"), ("b", "83.2"), ("l", "84.1"))]
+    + [Row(f"supervised_vit{size}16_in1k_ep100", n) for size, n in (("s", "79.9"), ("b", "81.8"))],
     6: columns({"supervised_vitb16": "98.9 90.5 97.7 93.2"}, TRANSFER, "ft100")
     + columns({"supervised_vitb16": "77.8 48.5 54.4 40.1"}, TRANSFER, "ft100")
     + columns({"supervised_vitl16": "99.1 91.1 98.6 93.7"}, TRANSFER, "ft100")
