@@ -35,6 +35,7 @@ PROTOCOLS: dict[str, dict[str, str]] = {  # their settings
     "segmentation": {"steps": "3", "batch": "2", "size": "32", "width": "32", "lr": "1e-3"},
     "davis": {"size": "32"},
     "detection": {"schedule": "{coco}/schedule.yaml"},
+    "positives": {"size": "16", "chosen": "2"},
     "suite": {},
 }
 SLOW = ("logistic", "detection", "suite")

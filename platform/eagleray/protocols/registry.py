@@ -107,6 +107,11 @@ SHIPPED = {
         ("coco",),
         ranks=True,
     ),
+    "positives": Protocol(
+        "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch",
+        f"{HERE}.detection.positives:positives",
+        ("coco", "patches"),
+    ),
     "segmentation": Protocol(
         "Semantic FPN or UPerNet, fine-tuned on images with masks",
         f"{HERE}.segmentation.segmentation:segmentation",

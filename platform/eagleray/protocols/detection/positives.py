@@ -1,0 +1,83 @@
+"""Count the neighbours of each patch that show the same objects, and how often the most similar ones are among them.
+
+The count is that of SelfPatch's supplement, appendix G (Yun et al. 2022, arXiv:2206.07990): the true positives that its
+loss looks for without labels. N patches, C classes and the background."""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2.functional import center_crop, resize
+
+from eagleray.models.backbone import Backbone
+from eagleray.models.patch_neighbors import most_similar_neighbours, neighbours
+from eagleray.protocols.detection.data import Coco, Example
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.views import photometric
+
+THRESHOLD = 0.95  # cosine of two patches' classes from which on they are positives, as in the appendix
+
+
+@torch.inference_mode()
+@in_eval_mode
+def positives(
+    backbone: Backbone, folder: Path, *, size: PositiveInt = 224, chosen: Annotated[int, Field(ge=1, le=8)] = 4
+) -> dict[str, float]:
+    """Count the true positives in the validation images of a folder in COCO's layout, of a backbone's grid of patches.
+
+    Each image is resized to `size` pixels on its short side and cropped in the middle. `chosen` is the number of most
+    similar neighbours, by the backbone's features. Raises UserError when an image or the annotations cannot be read.
+    """
+    coco, device = Coco.of(folder, "val"), next(backbone.parameters()).device
+    counts, on_objects, right, taken, around = [], [], 0, 0, 0
+    for i in range(len(coco)):
+        crop, classes = class_map(coco[i], size)
+        out = backbone(photometric.normalise(crop[None].to(device), device))
+        true, objects = positive_neighbours(classes, len(coco.categories), out.grid)
+        index, real = (x[0].cpu() for x in most_similar_neighbours(out.patches, out.grid, chosen, wrap=False))
+        number = true.sum(1).double()  # (N,)
+        counts.append(number.mean().item())
+        on_objects.append(number[objects])
+        right += int((true.gather(1, index.clamp(min=0)) & real).sum())
+        taken += int(real.sum())
+        around += int((neighbours(out.grid, wrap=False) >= 0).sum())
+    of_objects = torch.cat(on_objects)
+    return {
+        "positives/mean": float(np.mean(counts)),
+        "positives/deviation": float(np.std(counts)),
+        **({"positives/on_objects": of_objects.mean().item()} if len(of_objects) else {}),
+        "positives/chance": 100 * sum(counts) * len(true) / around,
+        "positives/precision": 100 * right / taken,
+        "positives/images": len(coco),
+    }
+
+
+def class_map(example: Example, size: int) -> tuple[Tensor, Tensor]:
+    """Return the middle of an image (3, S, S) and the class of each of its pixels (S, S), 0 for the background.
+
+    Smaller objects lie on larger ones.
+    """
+    masks = example.target["masks"]
+    classes = torch.zeros(example.image.shape[1:], dtype=torch.int64)
+    for i in masks.flatten(1).sum(1).argsort(descending=True, stable=True).tolist():
+        classes[masks[i] > 0] = example.target["labels"][i]
+    crop = center_crop(resize(example.image, [size], InterpolationMode.BICUBIC, antialias=True), [size, size])
+    return crop, center_crop(resize(classes[None], [size], InterpolationMode.NEAREST), [size, size])[0]
+
+
+def positive_neighbours(classes: Tensor, count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return which patches of a grid (h, w) are neighbours with the same classes (N, N), and which show objects (N,).
+
+    A patch is described by the share of its pixels (S, S) that each of `count` classes and the background has. Two are
+    the same if the cosine of these is at least THRESHOLD; a patch shows objects if they cover more than half of it.
+    """
+    shares = F.adaptive_avg_pool2d(F.one_hot(classes.long(), count + 1).permute(2, 0, 1).float(), grid).flatten(1).T
+    same = (unit := F.normalize(shares, dim=1)) @ unit.T >= THRESHOLD
+    candidates = neighbours(grid, wrap=False)  # (N, 8)
+    around = torch.zeros(len(same), len(same) + 1, dtype=torch.bool).scatter_(1, candidates % (len(same) + 1), True)
+    return same & around[:, :-1], shares[:, 0] < 0.5
