@@ -18,6 +18,7 @@ from platformdirs.unix import Unix
 from eagleray.base.errors import Busy, UserError
 
 log = logging.getLogger(__name__)
+LARGE = 2**53  # whole numbers from here on are not counted up to
 LOCK = ".lock"  # in a folder: the file that the process locks which may write there
 LATE = "%s: %s; new lines are kept in memory until there is room"
 
@@ -122,9 +123,19 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     return history(read_lines(path))
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl, whose values are numbers, and leave out what is none."""
+    return [{k: v for k, v in r.items() if is_number(v)} for r in read_history(path)]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a JSON file is a number that arrays can hold; it may be NaN."""
+    return type(value) is float or (type(value) is int and abs(value) < LARGE)
+
+
 def history(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records that tell their step."""
-    return [r for r in records if type(r.get("step")) is int]
+    return [r for r in records if type(r.get("step")) is int and 0 <= r["step"] < LARGE]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_history, read_lines
+from eagleray.base.files import LARGE, read_history, read_lines, read_metrics
 from eagleray.config import yaml_text
 from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
@@ -56,9 +56,11 @@ class Run:
     def planned(self) -> int | None:
         """Return the number of steps to take, or None where neither `max_steps` nor the length of an epoch is known."""
         epochs, most = self.recipe.get("optim", {}).get("epochs"), self.recipe.get("max_steps")
-        if not epochs or not self.records or not self.records[-1].get("epoch"):
+        last = self.records[-1] if self.records else {}
+        length = last["step"] / last["epoch"] if last.get("epoch") else 0.0
+        if not epochs or not 0 < length < LARGE:
             return most
-        all = epochs * round(self.records[-1]["step"] / self.records[-1]["epoch"])
+        all = epochs * round(length)
         return min(all, most or all)
 
     @cached_property
@@ -82,7 +84,7 @@ def read(url: str) -> Run:
         raise UserError(f"{url}: no such folder; expected the folder or s3:// URL of a run")
     if not any((folder / name).exists() for name in LEAVES):
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
-    records = read_history(folder / layout.METRICS)
+    records = read_metrics(folder / layout.METRICS)
     summary, starts = _json(folder / layout.SUMMARY, {}), read_lines(folder / layout.STARTS)
     log = _lines(folder / layout.LOG)
     state, why = state_of(out, folder, records, summary, starts, log)

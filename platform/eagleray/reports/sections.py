@@ -112,11 +112,10 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile("steps", run.last, f"of {run.planned:,}" if run.planned else "")
     if metrics.LOSS in last:
         yield Tile("loss", last[metrics.LOSS], "at the end" if run.state == "finished" else "so far")
-    if metrics.IMAGES_PER_S in last:
-        yield Tile("images/s", statistics.median(r[metrics.IMAGES_PER_S] for r in run.records), "median")
-        yield Tile(
-            "waiting for data", f"{statistics.mean(r[metrics.DATA_WAIT] for r in run.records):.1%}", "of the time"
-        )
+    if rates := values_of(run, metrics.IMAGES_PER_S):
+        yield Tile("images/s", statistics.median(rates), "median")
+    if waits := values_of(run, metrics.DATA_WAIT):
+        yield Tile("waiting for data", f"{statistics.mean(waits):.1%}", "of the time")
     ends = last | s
     if metrics.GOODPUT in ends:
         hint = f"{ends[metrics.SECONDS_LOST]:.0f} s lost"
@@ -128,6 +127,11 @@ def tiles(run: Run) -> Iterator[Tile]:
     yield Tile("restarts", ends.get(metrics.RESTARTS, max(sum("step" in line for line in run.starts) - 1, 0)))
     yield Tile("bad samples", ends.get(metrics.BAD_SAMPLES, len(run.quarantine)))
     yield Tile("findings", len(run.findings), "" if run.findings else "nothing is wrong")
+
+
+def values_of(run: Run, key: str) -> list[float]:
+    """Return the values of a metric, of the records that have it."""
+    return [r[key] for r in run.records if key in r]
 
 
 def results(run: Run) -> list[Table]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_history
+from eagleray.base.files import read_history, read_metrics
 from eagleray.base.plotting import BLUE, DPI, GREY, INK, LIGHT, RED
 from eagleray.models.layer_names import HEADS, INPUT, TRUNK
 from eagleray.runs import layout
@@ -134,7 +134,7 @@ def read(folder: Path) -> dict[str, Curve]:
     """Return steps and values of every metric in a run's folder, by key. The summary adds the final evaluation, and
     that of the backbone at step 0: the one that the run started from, or an untrained one. Raises UserError when there
     is no metrics.jsonl."""
-    records = read_history(folder / layout.METRICS)
+    records = read_metrics(folder / layout.METRICS)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is missing or empty")
     summary = folder / layout.SUMMARY

@@ -1,0 +1,51 @@
+"""A damaged metrics.jsonl is read as far as it can be: a page and the continuation of a run leave out the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.fuzzing import counts, examples, generators, one_line
+from helpers.mutations import change_bytes, change_tree
+from helpers.run_folder import records, write_run
+
+from eagleray.base.files import JsonLines, read_history
+from eagleray.reports import listing, sections
+from eagleray.reports.read import read
+from eagleray.runs import layout, plots
+
+
+@pytest.mark.parametrize("count", counts(20))
+def test_a_damaged_history_is_read_without_what_is_no_record(count: int | None, tmp_path: Path):
+    run = write_run(tmp_path / "run", summary=None)
+    path = run / layout.METRICS
+    text = path.read_bytes()
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        with one_line(str(run)):
+            list(sections.tiles(read(str(run))))
+            sections.results(read(str(run)))
+            plots.read(run)
+        listing.list_runs(str(tmp_path), "loss")
+        JsonLines(path, step=100).log({"step": 101, "loss": 1.0})  # as a run continues
+        steps = [r["step"] for r in read_history(path)]
+        assert steps[-1] == 101
+        assert all(0 <= step <= 100 for step in steps[:-1])
+
+    def lines(tree: object) -> bytes:
+        return b"".join(json.dumps(r).encode() + b"\n" for r in (tree if isinstance(tree, list) else [tree]))
+
+    trees = generators(count).map(lambda rng: lines(change_tree(rng, records())))
+    examples(trees | generators(count).map(lambda rng: change_bytes(rng, text)), check, count, many=2000)
+
+
+@pytest.mark.parametrize(
+    "value", ['"0.5"', "null", "[1]", "true", "1" + 400 * "0"], ids=["text", "null", "list", "bool", "huge"]
+)
+def test_what_is_no_number_is_left_out(value: str, tmp_path: Path):
+    run = write_run(tmp_path / "run", summary=None)
+    with (run / layout.METRICS).open("a") as f:
+        f.write(f'{{"step": 99, "epoch": {value}, "loss": {value}, "images_per_s": {value}, "data_wait": {value}}}\n')
+    last = read(str(run)).records[-1]
+    assert last == {"step": 99}
+    assert "steps" in {tile.label for tile in sections.tiles(read(str(run)))}
