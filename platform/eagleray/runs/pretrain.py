@@ -130,7 +130,7 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
 def place(method: Method, recipe: Recipe, world: World) -> None:
     """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
     method.to(world.device)
-    if is_accelerator(world.device) and method.export().batch_norm:
+    if method.export().batch_norm:
         method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
     world.synchronise(method)
     if recipe.parallel == "fsdp":

@@ -1,5 +1,6 @@
 """Store a run at an s3:// URL: copy its files between the store and the working folder of each machine."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -214,8 +215,14 @@ class Mirror(Background):
 
     def check(self) -> None:
         """Raises Superseded when another process has taken the run over, and Outage when the store does not say."""
-        try:
+        with self.noting_loss():
             self.lease.check()
+
+    @contextlib.contextmanager
+    def noting_loss(self) -> Iterator[None]:
+        """Note that the lease is lost where it is found to be: nothing is uploaded from then on."""
+        try:
+            yield
         except Superseded:
             self.lost = True
             raise
@@ -224,8 +231,8 @@ class Mirror(Background):
         if self.lost:
             return
         if time.monotonic() > self.renewed + lease.BEAT:
-            self.check()
-            self.lease.renew()
+            with self.noting_loss():
+                self.lease.renew()
             self.renewed = time.monotonic()
         self.copy(at_once=False)
 
