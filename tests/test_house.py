@@ -44,6 +44,7 @@ OWNERS = {
     "h5py": {"datasets/sources/pcam.py"},
     "optuna": {"sweeps/sweep.py"},
     "duckdb": {"data/columns.py"},
+    "pillow_heif": {"data/pixels.py"},
     "faster_coco_eval": {"protocols/detection/scores.py"},
     "sklearn": {"protocols/"},
     "scipy": {

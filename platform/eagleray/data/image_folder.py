@@ -15,7 +15,8 @@ import pyarrow as pa
 from eagleray.base.errors import UserError
 from eagleray.data.checksum import crc32
 from eagleray.data.file_names import from_text, readable
-from eagleray.data.tar_scan import LARGEST, READ, Row, image_extensions
+from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
+from eagleray.data.tar_scan import LARGEST, READ, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.ordered_map import ordered_map
@@ -34,7 +35,11 @@ class Listing(NamedTuple):
         """Say how many files are not read, by extension; an empty string if there are none."""
         kinds = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))
         more = sum(n for _, n in kinds[KINDS:])
-        return ", ".join([f"{n} {kind}" for kind, n in kinds[:KINDS]] + [f"{more} more"] * bool(more))
+        return ", ".join([f"{n} {_named(kind)}" for kind, n in kinds[:KINDS]] + [f"{more} more"] * bool(more))
+
+
+def _named(kind: str) -> str:
+    return f"{kind} ({NO_HEIC})" if kind[1:] in HEIC_EXTENSIONS else kind
 
 
 def is_folder_blob(blob: Blob) -> bool:

@@ -1,6 +1,5 @@
 """Lists the samples of a tar shard in one pass over its bytes: positions, labels and checksums."""
 
-import functools
 import io
 import itertools
 import re
@@ -9,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple, cast
 
-from PIL import Image
-
 from eagleray.data.checksum import crc32
+from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
 from eagleray.data.tar_headers import DamagedTar, members
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
@@ -33,12 +31,6 @@ class Row:
     crc: int | None = None
     reason: str | None = None
     unread: int = 0  # images of the sample beside the first
-
-
-@functools.cache
-def image_extensions() -> frozenset[str]:
-    """Return the file extensions, without the dot, of all image formats that PIL reads."""
-    return frozenset(e[1:] for e, kind in Image.registered_extensions().items() if kind in Image.OPEN)
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:
@@ -127,7 +119,8 @@ def _row(key: str, members: list[_Member], blob: Blob) -> Row:
             else:
                 reason = f"its label is not a whole number from 0 on: {repr(text)[:100]}"
     if image is None:
-        return Row(key, reason=("no image: only " + ", ".join(m.extension for m in members))[:200])
+        heic = NO_HEIC if any(m.last in HEIC_EXTENSIONS for m in members) else ""
+        return Row(key, reason=heic or ("no image: only " + ", ".join(m.extension for m in members))[:200])
     cut = next((m for m in members if m.offset + m.size > blob.size), None)
     if cut:
         reason = f"cut off: {cut.size} bytes from {cut.offset}, the shard ends at {blob.size}"

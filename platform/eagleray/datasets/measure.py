@@ -23,6 +23,7 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
+from eagleray.datasets import sidecars
 from eagleray.storage.ordered_map import ordered_map
 
 SIDE = 256  # pixels of the short side that sharpness and others are measured at
@@ -114,16 +115,22 @@ def measure(
     tick: Tick,
 ) -> SampleTable:
     """Write measures of all images into the folder or URL `out`, by default beside the shards. Without `names` these
-    are all measures. Parts that are there already stay as they are.
+    are all measures; `json.NAME` is a field of the JSON beside each image. Parts that are there already stay as they
+    are.
 
-    Raises UserError for an unknown measure, and when `out` has another table; Outage when a store does not answer."""
+    Raises UserError for an unknown measure or field, and when `out` has another table; Outage when a store does not answer."""
     names = names or list(MEASURES)
-    for name in names:
+    measures = [name for name in names if not name.startswith(sidecars.PREFIX)]
+    for name in measures:
         if name not in MEASURES:
             raise UserError(f"--columns {name}: unknown{config.nearest(name, list(MEASURES))}")
+    fields = sidecars.fields_of(names, [column for name in measures for column in MEASURES[name][1]])
     index = open_index(url, note=note)
+    settings: dict[str, Any] = {"measures": measures}
+    if fields:
+        settings["json"] = sidecars.kinds_of(index, fields)
     folder = out or f"{home_of(index)}/{MEASURED}/{'-'.join(names)}"
-    about = About(MEASURED, {"measures": list(names)}, data_digest(index, np.arange(len(index))), len(index))
+    about = About(MEASURED, settings, data_digest(index, np.arange(len(index))), len(index))
     table = SampleTable.create(folder, about)
     missing = table.missing()
     done = len(index) - sum(len(table.samples(number)) for number in missing)
@@ -131,6 +138,8 @@ def measure(
     for number in run(measure_part, [Part(number, table, url) for number in missing]):
         done += len(table.samples(number))
         tick(done, len(index))
+    for line in sidecars.fault_lines(table) if fields else ():
+        note(line)
     return table
 
 
@@ -138,9 +147,11 @@ def measure_part(part: Part) -> int:
     """Measure the images of a part and write it, and return its number."""
     index = index_of(part.url, part.table.about.data)
     samples = part.table.samples(part.number)
-    names = part.table.about.settings["measures"]
-    rows = list(_measured(index, samples, names))
+    names, fields = part.table.about.settings["measures"], part.table.about.settings.get("json")
+    rows = list(_measured(index, samples, names)) if names else []
     columns = {column: pa.array([row.get(column) for row in rows]) for name in names for column in MEASURES[name][1]}
+    if fields:
+        columns |= sidecars.columns(index, samples, fields)
     part.table.write(part.number, index, columns)
     return part.number
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from eagleray.base.errors import UserError
 from eagleray.data.file_names import from_text, readable, to_text
 from eagleray.data.tar_headers import LONGEST_NAME
-from eagleray.data.tar_scan import image_extensions
+from eagleray.data.pixels import HEIC_EXTENSIONS, image_extensions
 
 BATCH = 65_536  # items per chunk of a table
 MOST = 10**18 - 1  # largest label, as in the index
@@ -94,9 +94,10 @@ def is_image(name: str) -> bool:
     """Return whether a file is an image, judged by its name.
 
     Names that begin with a dot, such as `._photo.jpg`, belong to leftovers of an operating system and do not count.
+    HEIC counts also where nothing decodes it, so that it is listed as left out.
     """
     path = PurePosixPath(name)
-    return path.suffix[1:].lower() in image_extensions() and not path.name.startswith(".")
+    return path.suffix[1:].lower() in image_extensions() | HEIC_EXTENSIONS and not path.name.startswith(".")
 
 
 def key_and_extension(name: str) -> tuple[str, str]:

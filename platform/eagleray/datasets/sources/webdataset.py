@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.data.columns import samples_where
 from eagleray.data.index import open_index
-from eagleray.data.tar_scan import LARGEST, MEMBERS, image_extensions, key_and_extension
+from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
+from eagleray.data.tar_scan import LARGEST, MEMBERS, key_and_extension
 from eagleray.datasets.sources.files import find_file
 from eagleray.datasets.sources.item import MOST, Item, Listing, to_json
 from eagleray.datasets.sources.options import PrepareOptions
@@ -111,7 +112,8 @@ def safe_key(key: str) -> str:
 def _item(key: str, parts: list[_Part]) -> Item:
     image = next((p for p in parts if p.last in image_extensions()), None)
     if image is None:
-        return Item(key, "", 0, 0, reason="no image: only " + ", ".join(p.extension for p in parts)[:200])
+        heic = NO_HEIC if any(p.last in HEIC_EXTENSIONS for p in parts) else ""
+        return Item(key, "", 0, 0, reason=heic or "no image: only " + ", ".join(p.extension for p in parts)[:200])
     label, meta, reason = -1, None, _fault(image, parts)
     try:
         texts = {p.last: bytes(read_span(p.span)) for p in parts if p.last in ("cls", "json")} if not reason else {}

@@ -1,0 +1,185 @@
+"""Reads fields of the JSON that img2dataset and others store beside each image in its tar, as columns of a table.
+
+The JSON may come from a stranger: what is too large, no JSON, or of another type than the column is null, and a column
+says why.
+"""
+
+import io
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eagleray.base.errors import UserError
+from eagleray.data.columns import OWN
+from eagleray.data.image_folder import is_folder_blob
+from eagleray.data.index import Index
+from eagleray.data.sample_table import SampleTable
+from eagleray.data.tar_headers import BLOCK, DamagedTar, members
+from eagleray.data.tar_scan import READ, key_and_extension
+from eagleray.storage.blob import Blob
+from eagleray.storage.range_file import RangeFile, Span
+
+PREFIX = "json."  # of the fields among the names of measures
+FAULT = "json_fault"  # the column that says what is wrong with a sample's JSON
+LARGEST = 2**20  # bytes of one JSON
+LONGEST = 4096  # characters of a text
+LOOK = 1000  # samples whose JSON says of which type each field is
+NAMED = 20  # fields that a message names
+KINDS = {"number": pa.float64(), "text": pa.string(), "true or false": pa.bool_()}
+MISSING = "no .json beside the image"
+FIELD = re.compile(r"\w[\w .-]{0,99}")
+
+
+def fields_of(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the fields among the names of measures. `columns` are those that other measures give. Raises UserError for
+    a field that cannot be a column."""
+    fields = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+    for field in fields:
+        if not FIELD.fullmatch(field):
+            raise UserError(f"--columns {PREFIX}{field}: expected the name of a field, of letters, digits and . - _")
+        if field in OWN or field in columns or field == FAULT or fields.count(field) > 1:
+            raise UserError(f"--columns {PREFIX}{field}: there is another column {field}")
+    return fields
+
+
+def kinds_of(index: Index, fields: Sequence[str]) -> dict[str, str]:
+    """Return of which type the fields are in the first samples: a key of KINDS for each. Raises UserError for a field
+    that none of them has, or that has several types or other ones."""
+    if any(is_folder_blob(blob) for blob in index.shards):
+        raise UserError(f"--columns {PREFIX}{fields[0]}: JSON is read from tars, not from a folder of images")
+    seen: dict[str, set[str]] = {field: set() for field in fields}
+    known: Counter[str] = Counter()
+    for _, document in documents(index, np.arange(min(LOOK, len(index)))):
+        if isinstance(document, str):
+            continue
+        known.update(name[:40] for name in itertools.islice(document, NAMED))
+        for field in fields:
+            if document.get(field) is not None:
+                seen[field].add(_kind(document[field]))
+    for field, kinds in seen.items():
+        if not kinds:
+            there = ", ".join(ascii(name)[1:-1] for name, _ in known.most_common(NAMED)) or "none at all"
+            raise UserError(f"--columns {PREFIX}{field}: no JSON of the first {LOOK} samples has it; they have {there}")
+        if len(kinds) > 1 or not kinds <= KINDS.keys():
+            what = " and ".join(sorted(kinds))
+            raise UserError(f"--columns {PREFIX}{field}: expected {', '.join(KINDS)}; its values are {what}")
+    return {field: kinds.pop() for field, kinds in seen.items()}
+
+
+def columns(index: Index, samples: NDArray[np.int64], kinds: Mapping[str, str]) -> dict[str, pa.Array]:
+    """Return columns with the fields of neighbouring samples (n,), and the column FAULT. Raises UserError and
+    Outage."""
+    first = int(samples[0])
+    values: dict[str, list[Any]] = {field: [None] * len(samples) for field in kinds}
+    faults: list[str | None] = [MISSING] * len(samples)
+    for sample, document in documents(index, samples):
+        faults[sample - first] = document if isinstance(document, str) else None
+        for field, kind in kinds.items() if not isinstance(document, str) else ():
+            value, wrong = _value(document.get(field), kind)
+            values[field][sample - first] = value
+            if wrong:
+                faults[sample - first] = f"{field}: {wrong}"
+    arrays = {field: pa.array(values[field], KINDS[kind]) for field, kind in kinds.items()}
+    return arrays | {FAULT: pa.array(faults, pa.string())}
+
+
+def fault_lines(table: SampleTable) -> Iterator[str]:
+    """Yield a line for each of the most frequent things that are wrong with the JSON of samples."""
+    counts: Counter[str] = Counter()
+    for number in table.parts:
+        counts.update(fault for fault in table.read(number, [FAULT])[FAULT].to_pylist() if fault)
+    for fault, count in counts.most_common(NAMED):
+        yield f"{count:,} samples: {fault}"
+
+
+def documents(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the JSON of each of neighbouring samples (n,) that has one, or a reason why it cannot be used."""
+    first, stop = int(samples[0]), int(samples[-1]) + 1
+    shards = np.searchsorted(index.first, [first, stop - 1], "right") - 1
+    for shard in range(int(shards[0]), int(shards[1]) + 1):
+        begin, end = max(first, int(index.first[shard])), min(stop, int(index.first[shard + 1]))
+        if begin < end:
+            rows = index.rows(begin, end)
+            places = {int(offset): begin + i for i, offset in enumerate(rows.offset)}
+            yield from _in_shard(rows.blob, _start(index, shard, begin), places)
+
+
+def _start(index: Index, shard: int, sample: int) -> int:
+    """Return where headers can be read from to find all members of a sample: after the image of the one before it."""
+    if sample == int(index.first[shard]):
+        return 0
+    before = index.rows(sample - 1, sample)
+    return -(-int(before.offset[0] + before.size[0]) // BLOCK) * BLOCK
+
+
+def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield samples of a shard with their JSON, up to the first damage. `places` are the samples by the offsets of
+    their images."""
+    size = blob.size - start
+    file = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, start, size)), READ))
+    last = max(places.values())
+    named = ((key_and_extension(member.name), member) for member in members(file, size))
+    try:
+        for _, group in itertools.groupby(((n, m) for n, m in named if n), key=lambda each: each[0][0]):
+            sample, document = None, None
+            for (_, extension), member in group:
+                sample = places.get(start + member.offset, sample)
+                if extension == "json":
+                    document = _read(file, member.offset, member.size, member.sparse)
+            if sample is not None and document is not None:
+                yield sample, document
+            if sample == last:
+                return
+    except DamagedTar:  # the index has said so; the samples behind it are not in it
+        return
+
+
+def _read(file: BinaryIO, offset: int, size: int, sparse: bool) -> dict[str, Any] | str:
+    """Return the object in a member, or a reason why it cannot be used."""
+    if sparse:
+        return "its .json is stored sparse"
+    if size > LARGEST:
+        return f"its .json has more than {LARGEST:,} bytes"
+    file.seek(offset)
+    try:
+        found = json.loads(file.read(size))
+    except (ValueError, RecursionError):
+        return "its .json is not JSON, or nested too deeply"
+    return found if isinstance(found, dict) else "its .json is not an object"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    return "number" if isinstance(value, int | float) else "text" if isinstance(value, str) else "lists or objects"
+
+
+def _value(value: Any, kind: str) -> tuple[Any, str]:
+    """Return a value as one of its column, null if it cannot be, and what is wrong with it."""
+    if value is None:
+        return None, ""
+    if _kind(value) != kind:
+        return None, f"expected {kind}"
+    if kind == "text" and (len(value) > LONGEST or not _is_unicode(value)):
+        return None, f"expected at most {LONGEST} characters of Unicode"
+    if kind == "number":
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            return None, "expected a finite number"
+    return value, ""
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text can be stored, as one with half a surrogate pair cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
