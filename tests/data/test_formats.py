@@ -1,5 +1,6 @@
 """HEIC, AVIF and images of 16 bits: decoded within the limits of all formats, or left out with a reason."""
 
+import contextlib
 import struct
 import tarfile
 from pathlib import Path
@@ -81,16 +82,12 @@ def test_damage_ends_in_an_image_or_a_reason_and_a_size_that_lies_in_neither_mor
         broken = bytearray(data)
         for at in draw.integers(0, len(data), 3):
             broken[at] = draw.integers(256)
-        try:
+        with contextlib.suppress(BadImage):
             assert decode(bytes(broken)).numel() < 2**26
-        except BadImage:
-            pass
     at = data.index(b"ispe") + 8  # after the version and the flags: width and height
     lie = data[:at] + struct.pack(">II", 16, 16) + data[at + 8 :]
-    try:
+    with contextlib.suppress(BadImage):
         assert decode(lie).shape[1:] in ((16, 16), (64, 96))
-    except BadImage:
-        pass
 
 
 def test_heic_without_its_package_is_left_out_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,9 @@ def measure(
     them, and return their folder. The same call continues after an interruption.
 
     `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `columns` names measures, which
-    docs/select.md describes, by default all. `out` is a folder or s3:// URL for them instead. `workers` are Ray tasks
-    at once, by default as many as there are CPUs; 0 means this process.
+    docs/select.md describes, by default all of pixels; `json.NAME` is a field of the JSON beside each image. `out` is a
+    folder or s3:// URL for them instead. `workers` are Ray tasks at once, by default as many as there are CPUs; 0 means
+    this process.
 
     Raises UserError and Outage.
 
@@ -218,9 +219,9 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
             {
                 "shard": address(plan.index.rows(sample, sample + 1).blob),
                 "key": key,
-                "steps": [step + 1 for step in steps_with(plan.stream, sample, stop)],
+                "steps": [step + 1 for step in steps],
             }
-            for sample in found
+            for sample, steps in zip(found, steps_with(plan.stream, found, stop), strict=True)
         ]
 
 

@@ -85,7 +85,10 @@ def measure(
     out: Out = None,
     columns: Annotated[
         str | None,
-        typer.Option(help="What to measure, separated by commas; docs/select.md describes it. By default everything."),
+        typer.Option(
+            help="What to measure, separated by commas; docs/select.md describes it. By default all but json.NAME, a "
+            "field of the JSON beside each image."
+        ),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Ray tasks at once; by default one per CPU. 0: no Ray, this process.", min=0)

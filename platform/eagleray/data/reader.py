@@ -195,14 +195,14 @@ class Stream:
         finally:
             fetcher.close()
 
-    def epoch(self, epoch: int) -> "_Epoch":
+    def epoch(self, epoch: int) -> "EpochPlan":
         """Return what an epoch reads, in which order."""
         copies = self.selection.copies(seed=self.seed, epoch=epoch) if self.selection else None
         visits = self.visits if copies is None else visits_of(copies, self.index.starts)
-        return _Epoch(epoch, Epoch.of(visits.sizes, seed=self.seed, epoch=epoch), visits, copies, self.index.starts)
+        return EpochPlan(epoch, Epoch.of(visits.sizes, seed=self.seed, epoch=epoch), visits, copies, self.index.starts)
 
     def _lane_runs(
-        self, number: int, start: int, stop: int | None, epochs: Callable[[int], "_Epoch"]
+        self, number: int, start: int, stop: int | None, epochs: Callable[[int], "EpochPlan"]
     ) -> Iterator["_LaneRun"]:
         """Yield the runs, parts of one visit each, that the lane `number` reads from the step `start` on."""
         epoch, step = divmod(start, self.steps_per_epoch)
@@ -283,7 +283,7 @@ def _fail(ends: Ends | None, error: Exception) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Epoch:
+class EpochPlan:
     """The visits of an epoch, their order, and the samples of its block that each of them reads."""
 
     number: int
@@ -307,7 +307,7 @@ class _Epoch:
 class _LaneRun:
     """A run, the part of a visit that a lane reads, with the lane's position in the run."""
 
-    epoch: _Epoch
+    epoch: EpochPlan
     lane: Lane
     at_run: int  # the position of this run in `lane`
     samples: NDArray[np.int64]  # in their order in the shard

@@ -118,7 +118,8 @@ def measure(
     are all measures; `json.NAME` is a field of the JSON beside each image. Parts that are there already stay as they
     are.
 
-    Raises UserError for an unknown measure or field, and when `out` has another table; Outage when a store does not answer."""
+    Raises UserError for an unknown measure or field, and when `out` has another table; Outage when a store does not
+    answer."""
     names = names or list(MEASURES)
     measures = [name for name in names if not name.startswith(sidecars.PREFIX)]
     for name in measures:

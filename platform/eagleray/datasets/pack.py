@@ -18,8 +18,8 @@ from eagleray.base.errors import UserError
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.file_names import to_text
 from eagleray.data.index_schema import SCHEMA
-from eagleray.data.tar_headers import members
 from eagleray.data.pixels import image_extensions
+from eagleray.data.tar_headers import members
 from eagleray.datasets.sources.item import Item
 from eagleray.datasets.sources.source import Read, fetch
 from eagleray.datasets.stats import ImageStats, fit_within, image_format

@@ -81,9 +81,12 @@ def columns(index: Index, samples: NDArray[np.int64], kinds: Mapping[str, str]) 
     values: dict[str, list[Any]] = {field: [None] * len(samples) for field in kinds}
     faults: list[str | None] = [MISSING] * len(samples)
     for sample, document in documents(index, samples):
-        faults[sample - first] = document if isinstance(document, str) else None
-        for field, kind in kinds.items() if not isinstance(document, str) else ():
-            value, wrong = _value(document.get(field), kind)
+        if isinstance(document, str):
+            faults[sample - first] = document
+            continue
+        faults[sample - first] = None
+        for field, kind in kinds.items():
+            value, wrong = value_of(document.get(field), kind)
             values[field][sample - first] = value
             if wrong:
                 faults[sample - first] = f"{field}: {wrong}"
@@ -162,7 +165,7 @@ def _kind(value: Any) -> str:
     return "number" if isinstance(value, int | float) else "text" if isinstance(value, str) else "lists or objects"
 
 
-def _value(value: Any, kind: str) -> tuple[Any, str]:
+def value_of(value: Any, kind: str) -> tuple[Any, str]:
     """Return a value as one of its column, null if it cannot be, and what is wrong with it."""
     if value is None:
         return None, ""

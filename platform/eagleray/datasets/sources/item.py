@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from eagleray.base.errors import UserError
 from eagleray.data.file_names import from_text, readable, to_text
-from eagleray.data.tar_headers import LONGEST_NAME
 from eagleray.data.pixels import HEIC_EXTENSIONS, image_extensions
+from eagleray.data.tar_headers import LONGEST_NAME
 
 BATCH = 65_536  # items per chunk of a table
 MOST = 10**18 - 1  # largest label, as in the index
