@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from eagleray.config.view import View
+from eagleray.config.view import APPLIED, View
 from eagleray.views import photometric
 from eagleray.views.photometric import MEAN, STD, apply
 from eagleray.views.sampling import COLUMNS, Views, photometrics, uniforms
@@ -30,10 +30,11 @@ def images(count: int, size: int, seed: int = 0) -> Tensor:
 
 
 def params(count: int, **columns: Any) -> Tensor:
-    """Parameters (count, 13) with which nothing happens but what is named."""
+    """Parameters (count, 38) with which nothing happens but what is named."""
     out = torch.zeros(count, len(COLUMNS))
     out[:, COLUMNS.index("first") : COLUMNS.index("fourth") + 1] = torch.arange(4.0)
     out[:, COLUMNS.index("brightness") : COLUMNS.index("saturation") + 1] = 1
+    out[:, COLUMNS.index("turn0") :][:, : len(APPLIED)] = torch.arange(float(len(APPLIED)))
     for name, value in columns.items():
         out[:, COLUMNS.index(name)] = torch.as_tensor(value, dtype=torch.float32)
     return out

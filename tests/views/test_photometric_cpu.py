@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagleray.config.view import View
+from eagleray.config.view import APPLIED, View
 from eagleray.views import photometric, photometric_cpu
 from eagleray.views.photometric import STD
 from eagleray.views.sampling import COLUMNS, Views, photometrics, uniforms
@@ -23,6 +23,11 @@ EACH: dict[str, dict[str, Any]] = {
     "blur": {"sigma": torch.linspace(0.1, 2, MANY)},
     "solarize": {"solarize": 1},
     "flip": {"flip": 1},
+    "sobel": {"sobel": 1},
+    "noise": {"noise_std": torch.linspace(0.01, 0.3, MANY), "noise_seed": torch.arange(MANY)},
+    "rotate": {"quarters": torch.arange(MANY) % 3 + 1},
+    "cutout": {"cut_side": 1},
+    "recrop": {"recrop_height": 1, "recrop_width": 1},
 }
 
 
@@ -36,17 +41,18 @@ def images(size: int) -> Tensor:
 
 
 def params(**columns: Any) -> Tensor:
-    """Parameters (MANY, 18) with which nothing happens but what is named."""
+    """Parameters (MANY, 38) with which nothing happens but what is named."""
     out = torch.zeros(MANY, len(COLUMNS))
     out[:, COLUMNS.index("first") : COLUMNS.index("fourth") + 1] = torch.arange(4.0)
     out[:, COLUMNS.index("brightness") : COLUMNS.index("saturation") + 1] = 1
+    out[:, COLUMNS.index("turn0") :][:, : len(APPLIED)] = torch.arange(float(len(APPLIED)))
     for name, value in columns.items():
         out[:, COLUMNS.index(name)] = torch.as_tensor(value, dtype=torch.float32)
     return out
 
 
 def drawn(view: View) -> Tensor:
-    """Parameters (MANY, 18) as training draws them."""
+    """Parameters (MANY, 38) as training draws them."""
     u = np.stack([uniforms(1, seed=0, epoch=0, sample=i) for i in range(MANY)])
     return torch.from_numpy(photometrics(Views.of([view]), u)[:, 0])
 
@@ -66,7 +72,7 @@ def test_every_operation_is_a_rounding_away_from_the_one_in_float32(op: str, siz
     assert levels(x, p).max() < ROUNDING
     changed = x.clone()
     photometric_cpu.apply_(changed, p)
-    assert not torch.equal(changed, x) or (size == 1 and op in ("flip", "blur"))
+    assert not torch.equal(changed, x) or (size == 1 and op in ("flip", "blur", "rotate", "recrop"))
 
 
 @pytest.mark.parametrize("strength", [(0.4, 0.4, 0.2, 0.1), (0.8, 0.8, 0.8, 0.2)])

@@ -155,7 +155,7 @@ def test_every_parameter_is_drawn_on_its_own() -> None:
     """None of them tells anything about another, nor about the crop."""
     views, u = many(blur=0.5, solarize=0.5, gray=0.5, jitter=0.5, erasing=0.5)
     columns = [*sampling.extra_uniforms(views, seed=1, epoch=2, sample=3).T]
-    columns += [*photometrics(views, u).T[: COLUMNS.index("erase_top")], *crops(views, u, 375, 500)[:, 2:].T]
+    columns += [*photometrics(views, u).T[: COLUMNS.index("recrop_top")], *crops(views, u, 375, 500)[:, 2:].T]
     columns += [u[:, sampling.PLACE_X], u[:, sampling.PLACE_Y]]
     r = np.corrcoef(columns)
     own = [sampling.EXTRA_WIDTH + COLUMNS.index(c) for c in ("first", "second", "third", "fourth")]

@@ -138,11 +138,18 @@ def override(item: str) -> dict[str, Any]:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees key by key; where both have a value, also a list, that of `over` replaces the other."""
+    """Merge two trees key by key; where both have a value, also a list, that of `over` replaces the other.
+
+    The keys 0, 1, ... over a list of mappings change its entries: `views.1.blur=0.5`.
+    """
     out = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` clears
-        out[key] = merge(out[key], value) if nested else value
+        entries = out.get(key)
+        if isinstance(entries, list) and isinstance(value, dict) and value.keys() <= {*map(str, range(len(entries)))}:
+            out[key] = [merge(entry, value.get(str(i), {})) for i, entry in enumerate(entries)] if value else value
+        else:
+            out[key] = merge(out[key], value) if nested else value
     return out
 
 

@@ -1,7 +1,7 @@
 """Describes a view of an image: its random crop and its photometric operations, in the order they are applied."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
@@ -30,6 +30,32 @@ def check_operation(name: str) -> str:
     return name
 
 
+def check_area(ends: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < ends[0] <= ends[1] < 1:
+        raise ValueError("expected two shares of the area, above 0 and below 1, the lower first")
+    return ends
+
+
+def check_applied(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if wrong := [name for name in names if name not in APPLIED]:
+        raise ValueError(f"unknown operation {wrong[0]!r}; known are {', '.join(APPLIED)}")
+    if len(set(names)) < len(names):
+        raise ValueError("expected each operation once")
+    return names
+
+
+def new(default: Any) -> Any:
+    """Return the settings of a key that recipes leave out where it has its default, so that their digests last."""
+    return Field(exclude_if=lambda value: value == default)
+
+
+# What a view applies on the training device, in the default order; each name is the key with its probability.
+APPLIED = ("recrop", "jitter", "gray", "blur", "solarize", "sobel", "noise", "rotate", "cutout", "flip")
+CUTOUT, NOISE_STD = (1 / 16, 1 / 4), (0.02, 0.2)
+Area = Annotated[tuple[float, float], AfterValidator(check_area)]
+Applied = Annotated[tuple[str, ...] | None, AfterValidator(check_applied)]
 Operation = Annotated[str, AfterValidator(check_operation)]
 Range = Annotated[tuple[float, float], AfterValidator(check_range)]
 Policy = Annotated[str, AfterValidator(check_policy)]
@@ -53,6 +79,15 @@ class View:
     sigma: Range = (0.1, 2.0)  # pixels
     solarize: Share = 0.0  # inverts pixels of 128 and more, of 255
     erasing: Share = 0.0  # fills a box with noise
+    recrop: Annotated[Share, new(0)] = 0.0  # crops the crop again, with the same ranges, and resizes it bilinearly
+    sobel: Annotated[Share, new(0)] = 0.0  # shows the edges: the size of the luminance's gradient
+    noise: Annotated[Share, new(0)] = 0.0  # adds normal noise, of one deviation per view
+    noise_std: Annotated[Range, new(NOISE_STD)] = NOISE_STD  # range of the deviation, of pixels from 0 to 1
+    rotate: Annotated[Share, new(0)] = 0.0  # by 90, 180 or 270 degrees
+    cutout: Annotated[Share, new(0)] = 0.0  # fills a square with ImageNet's mean colour
+    cutout_area: Annotated[Area, new(CUTOUT)] = CUTOUT  # range of the square's area, as a share of the view's
+    apply: Annotated[Applied, new(None)] = None  # only these of APPLIED, in this order; None: all of them
+    same_crop: Annotated[bool, new(False)] = False  # the crop of the view before, which has the same ranges
     # Operations of plug-ins on the uint8 crop, in this order, before everything that runs on the device.
     operations: Annotated[tuple[Operation, ...], Field(exclude_if=lambda names: not names)] = ()
 
@@ -65,3 +100,15 @@ class View:
             raise ValueError(
                 f"strength={self.strength}: expected four numbers from 0 on, the last of them (hue) at most 0.5"
             )
+        for name in self.apply or ():
+            if not getattr(self, name):
+                raise ValueError(f"apply lists {name}, whose probability is 0; expected {name} above 0")
+
+
+def check_views(views: tuple[View, ...]) -> tuple[View, ...]:
+    """Return the views if each that has the crop of the one before it can have it. Raises ValueError."""
+    for row, view in enumerate(views):
+        before = views[row - 1] if row else None
+        if view.same_crop and (before is None or (view.scale, view.ratio) != (before.scale, before.ratio)):
+            raise ValueError(f"views.{row}.same_crop: expected a view before it with the same scale and ratio")
+    return views

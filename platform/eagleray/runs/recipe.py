@@ -21,7 +21,7 @@ from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, ModelName, Share
-from eagleray.config.view import View
+from eagleray.config.view import View, check_views
 from eagleray.models.network import Network, is_public
 from eagleray.protocols.settings import Evaluate
 
@@ -168,7 +168,7 @@ class Recipe:
     backbone: Network = Network()
     # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
     start: Annotated[Start | None, Field(exclude_if=lambda start: start is None)] = None
-    views: tuple[View, ...]
+    views: Annotated[tuple[View, ...], AfterValidator(check_views)]
     # Early phases with smaller views, in the order of their epochs; afterwards views have the sizes stated above.
     curriculum: Annotated[tuple[Phase, ...], Field(exclude_if=lambda phases: not phases)] = ()
     data: Data = Data()

@@ -1,4 +1,4 @@
-"""Applies colour jitter, grayscale, blur, solarisation, flips, normalisation and erasing to a batch on any device.
+"""Applies the operations of views, from colour jitter to flips, normalisation and erasing to a batch on any device.
 
 Each image has its own parameters, and each operation touches only some of the images. The CPU, where the parameters are
 drawn, knows which images an operation touches, so the host never waits for the device.
@@ -10,30 +10,55 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eagleray.config.view import APPLIED
 from eagleray.views.sampling import COLUMNS
 
 TAPS = 13  # of the blur, 3 standard deviations of the widest
 LUMA = (0.2989, 0.587, 0.114)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-FLIP, JITTER, FIRST, BRIGHTNESS, GRAY, SIGMA, SOLARIZE, TOP = (
-    COLUMNS.index(c) for c in ("flip", "jitter", "first", "brightness", "gray", "sigma", "solarize", "erase_top")
+FLIP, FIRST, BRIGHTNESS, SIGMA, TOP = (COLUMNS.index(c) for c in ("flip", "first", "brightness", "sigma", "erase_top"))
+RECROP, NOISE_STD, NOISE_SEED, QUARTERS, CUT, TURN = (
+    COLUMNS.index(c) for c in ("recrop_top", "noise_std", "noise_seed", "quarters", "cut_top", "turn0")
 )
+# The column that is above 0 where an operation is applied: one of the same name, or of these.
+NAMES = {"recrop": "recrop_height", "blur": "sigma", "noise": "noise_std", "rotate": "quarters", "cutout": "cut_side"}
+SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 
 
 def apply(images: Tensor, params: Tensor) -> Tensor:
-    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, 18) stay on the CPU."""
+    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, 38) stay on the CPU."""
     x = images.float() / 255
     on_device = params.to(x.device, non_blocking=True)
-    jitter = params[:, JITTER] > 0
-    for turn in range(4):
-        for op, function in enumerate((brightness, contrast, saturation, hue)):
-            on = jitter & (params[:, FIRST + turn] == op)
-            apply_where(x, on, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
-    apply_where(x, params[:, GRAY] > 0, lambda part, _: gray(part).expand_as(part))
-    apply_where(x, params[:, SIGMA] > 0, lambda part, rows: blur(part, on_device[rows, SIGMA]))
-    apply_where(x, params[:, SOLARIZE] > 0, lambda part, _: solarize(part))
-    apply_where(x, params[:, FLIP] > 0, lambda part, _: part.flip(-1))
+    turns = params[:, TURN : TURN + len(APPLIED)]
+    for order in turns.unique(dim=0):
+        mine = (turns == order).all(1)
+        for number in order.int().tolist():
+            apply_one_(x, APPLIED[number], mine & (params[:, SWITCHES[APPLIED[number]]] > 0), params, on_device)
     return erase_(normalise_(x), params[:, TOP:])
+
+
+def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tensor) -> None:
+    """Apply one operation to the images (B, 3, S, S) that `on` (B,) selects, in place; parameters (B, 38) on the CPU
+    and on the device."""
+    if name == "jitter":
+        for turn in range(4):
+            for op, function in enumerate((brightness, contrast, saturation, hue)):
+                now = on & (params[:, FIRST + turn] == op)
+                apply_where(x, now, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
+    elif name == "rotate":
+        for quarters in (1, 2, 3):
+            now = on & (params[:, QUARTERS] == quarters)
+            apply_where(x, now, lambda part, _, k=quarters: part.rot90(k, (2, 3)))  # type: ignore[misc]
+    elif name == "noise":
+        for row in on.nonzero().squeeze(1).tolist():
+            x[row].add_(grain(x[row], params[row]), alpha=float(params[row, NOISE_STD])).clamp_(0, 1)
+    else:
+        apply_where(x, on, lambda part, rows: FUNCTIONS[name](part, on_device[rows]))
+
+
+def grain(x: Tensor, row: Tensor) -> Tensor:
+    """Draw normal noise like an image (3, S, S); its seed is in the image's parameters (38,), which are on the CPU."""
+    return torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(int(row[NOISE_SEED])))
 
 
 def finish(images: Tensor, params: Tensor) -> Tensor:
@@ -102,6 +127,55 @@ def blur(x: Tensor, sigma: Tensor) -> Tensor:
 def solarize(x: Tensor) -> Tensor:
     """Invert the pixels of 128 and more, of 255, in images in [0, 1]."""
     return torch.where(x >= 128 / 255, 1 - x, x)
+
+
+def sobel(x: Tensor) -> Tensor:
+    """Return the size of the luminance's gradient (B, 1, S, S) by Sobel's 3x3 filters, with reflected borders.
+
+    A vertical or horizontal edge from black to white has 1, and nothing more."""
+    size = x.shape[-1]
+    at = torch.arange(-1, size + 1, device=x.device).abs()
+    at = torch.where(at < size, at, 2 * (size - 1) - at).clamp_(min=0)
+    y = gray(x)[..., at, :][..., at]  # (B, 1, S + 2, S + 2)
+    across, down = y[..., 2:] - y[..., :-2], y[..., 2:, :] - y[..., :-2, :]
+    across = across[..., :-2, :] + 2 * across[..., 1:-1, :] + across[..., 2:, :]
+    down = down[..., :-2] + 2 * down[..., 1:-1] + down[..., 2:]
+    return torch.hypot(across, down).div_(4).clamp_(max=1)
+
+
+def recrop(x: Tensor, boxes: Tensor) -> Tensor:
+    """Crop the boxes (B, 4), top, left, height and width in pixels, and resize them to the images' size, bilinearly.
+
+    As in `blur`, one matrix for the rows and one for the columns of each image do this."""
+    pixels = torch.arange(x.shape[-1], device=x.device)
+
+    def weights(first: Tensor, length: Tensor) -> Tensor:
+        centre = ((pixels + 0.5) * length / len(pixels) - 0.5).clamp_(min=0)  # (B, S)
+        centre = first + torch.minimum(centre, length - 1)
+        return (1 - (centre.unsqueeze(2) - pixels).abs()).clamp_(min=0).unsqueeze(1)  # (B, 1, S, S)
+
+    top, left, height, width = boxes.split(1, 1)
+    return weights(top, height) @ x @ weights(left, width).mT
+
+
+def cutout(x: Tensor, squares: Tensor) -> Tensor:
+    """Fill the squares (B, 3), top, left and side in pixels, with the mean colour, which is 0 once normalised."""
+    top, left, side = (column.view(-1, 1) for column in squares.unbind(1))
+    pixels = torch.arange(x.shape[-1], device=x.device)
+    rows, columns = ((pixels >= first) & (pixels < first + side) for first in (top, left))  # (B, S)
+    inside = rows[:, None, :, None] & columns[:, None, None]
+    return torch.where(inside, per_channel(MEAN, x.device), x)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, 38)
+    "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
+    "gray": lambda x, _: gray(x).expand_as(x),
+    "blur": lambda x, p: blur(x, p[:, SIGMA]),
+    "solarize": lambda x, _: solarize(x),
+    "sobel": lambda x, _: sobel(x).expand_as(x),
+    "cutout": lambda x, p: cutout(x, p[:, CUT : CUT + 3]),
+    "flip": lambda x, _: x.flip(-1),
+}
 
 
 def normalise_(x: Tensor) -> Tensor:

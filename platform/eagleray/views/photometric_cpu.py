@@ -8,50 +8,91 @@ import math
 
 import cv2
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagleray.views.photometric import BRIGHTNESS, FIRST, FLIP, GRAY, JITTER, LUMA, SIGMA, SOLARIZE, TAPS
+from eagleray.config.view import APPLIED
+from eagleray.views.photometric import (
+    BRIGHTNESS,
+    CUT,
+    FIRST,
+    LUMA,
+    MEAN,
+    NOISE_STD,
+    QUARTERS,
+    RECROP,
+    SIGMA,
+    SWITCHES,
+    TAPS,
+    TURN,
+    grain,
+    sobel,
+)
 
 cv2.setNumThreads(0)  # loader processes share the cores already, and OpenCV's threads do not survive a fork
 
+Floats = NDArray[np.float32]
 IDENTITY = np.eye(3, dtype=np.float32)
 LUMINANCE = np.tile(np.array(LUMA, np.float32), (3, 1))  # (3, 3): every channel becomes the luminance
 REACH = 5  # standard deviations after which a tap of the blur, below 4e-6, is left out
 
 
 def apply_(crops: Tensor, params: Tensor) -> None:
-    """Apply all operations but erasing to uint8 crops (B, 3, S, S) in place; their parameters are (B, 18)."""
+    """Apply all operations but erasing to uint8 crops (B, 3, S, S) in place; their parameters are (B, 38)."""
     for planes, row in zip(crops.numpy(), params.numpy(), strict=True):
-        if row[[JITTER, GRAY, SIGMA, SOLARIZE]].any():
-            recolour_(planes, row)
-        if row[FLIP]:
+        order = [APPLIED[int(number)] for number in row[TURN : TURN + len(APPLIED)]]
+        names = [name for name in order if row[SWITCHES[name]]]
+        mirrored = bool(names) and names[-1] == "flip"  # by far faster in uint8
+        if names := names[: len(names) - mirrored]:
+            x = cv2.merge(list(planes)).astype(np.float32)  # (S, S, 3) in [0, 255]
+            for name in names:
+                x = change(x, name, row)
+            cv2.split(cv2.convertScaleAbs(x), list(planes))  # rounds
+        if mirrored:
             for plane in planes:
                 cv2.flip(plane, 1, dst=plane)
 
 
-def recolour_(planes: NDArray[np.uint8], row: NDArray[np.float32]) -> None:
-    """Change the colours of a crop, uint8 (3, S, S), in place, as its row (18,) of parameters says."""
-    x = cv2.merge(list(planes)).astype(np.float32)  # (S, S, 3) in [0, 255]
-    if row[JITTER]:
-        for op in row[FIRST : FIRST + 4].astype(int):
-            JITTERS[op](x, float(row[BRIGHTNESS + op]))
-    if row[GRAY]:
-        cv2.transform(x, LUMINANCE, dst=x)
-    if row[SIGMA]:
-        blur_(x, float(row[SIGMA]))
-    if row[SOLARIZE]:
-        np.subtract(255, x, out=x, where=x >= 128)
-    cv2.split(cv2.convertScaleAbs(x), list(planes))  # rounds
+def change(x: Floats, name: str, row: Floats) -> Floats:
+    """Apply one operation to an image (S, S, 3), perhaps in place, as its parameters (38,) say."""
+    match name:
+        case "jitter":
+            for op in row[FIRST : FIRST + 4].astype(int):
+                JITTERS[op](x, float(row[BRIGHTNESS + op]))
+        case "gray":
+            cv2.transform(x, LUMINANCE, dst=x)
+        case "blur":
+            blur_(x, float(row[SIGMA]))
+        case "solarize":
+            np.subtract(255, x, out=x, where=x >= 128)
+        case "flip":
+            return np.ascontiguousarray(x[:, ::-1])
+        case "rotate":
+            return np.ascontiguousarray(np.rot90(x, int(row[QUARTERS])))
+        case "recrop":
+            top, left, h, w = row[RECROP : RECROP + 4].astype(int)
+            box = np.ascontiguousarray(x[top : top + h, left : left + w])
+            return cv2.resize(box, x.shape[:2], interpolation=cv2.INTER_LINEAR).reshape(x.shape)
+        case "sobel":
+            edges = sobel(torch.from_numpy(x).permute(2, 0, 1)[None] / 255)[0] * 255
+            return np.ascontiguousarray(edges.expand(3, -1, -1).permute(1, 2, 0).numpy())
+        case "noise":
+            drawn = grain(torch.empty(3, *x.shape[:2]), torch.from_numpy(row)).permute(1, 2, 0).numpy()
+            np.clip(x + 255 * row[NOISE_STD] * drawn, 0, 255, out=x)
+        case "cutout":
+            top, left, side = row[CUT : CUT + 3].astype(int)
+            x[top : top + side, left : left + side] = 255 * np.array(MEAN, np.float32)
+    return x
 
 
-def brightness_(x: NDArray[np.float32], factor: float) -> None:
+def brightness_(x: Floats, factor: float) -> None:
     """Scale an image (S, S, 3) by a factor."""
     np.multiply(x, np.float32(factor), out=x)
     np.clip(x, 0, 255, out=x)
 
 
-def contrast_(x: NDArray[np.float32], factor: float) -> None:
+def contrast_(x: Floats, factor: float) -> None:
     """Blend an image with its mean luminance; factor 1 changes nothing."""
     mean = float(np.dot(cv2.mean(x)[:3], LUMA))
     np.multiply(x, np.float32(factor), out=x)
@@ -59,20 +100,20 @@ def contrast_(x: NDArray[np.float32], factor: float) -> None:
     np.clip(x, 0, 255, out=x)
 
 
-def saturation_(x: NDArray[np.float32], factor: float) -> None:
+def saturation_(x: Floats, factor: float) -> None:
     """Blend an image with its luminance; factor 1 changes nothing."""
     cv2.transform(x, factor * IDENTITY + (1 - factor) * LUMINANCE, dst=x)
     np.clip(x, 0, 255, out=x)
 
 
-def hue_(x: NDArray[np.float32], shift: float) -> None:
+def hue_(x: Floats, shift: float) -> None:
     """Rotate the hue of an image by `shift`, a fraction of the full circle, through HSV."""
     cv2.cvtColor(x, cv2.COLOR_RGB2HSV, dst=x)
     x[..., 0] += 360 * (shift % 1)  # from 0 to 720 degrees
     cv2.cvtColor(x, cv2.COLOR_HSV2RGB, dst=x)
 
 
-def blur_(x: NDArray[np.float32], sigma: float) -> None:
+def blur_(x: Floats, sigma: float) -> None:
     """Blur an image with a Gaussian of `sigma` pixels, with reflected borders."""
     reach = min(TAPS // 2, len(x) - 1, math.ceil(REACH * sigma))
     taps = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eagleray.config.view import View
+from eagleray.config.view import APPLIED, View
 
 TRIES = 10  # of an area and an aspect ratio, before the centre crop
 ORDERS = np.array(list(itertools.permutations(range(4))), np.float32)
@@ -24,9 +24,13 @@ WIDTH = 2 * TRIES + 13
 # areas, aspect ratios, then one each of:
 ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
 EXTRA_WIDTH = 2 * TRIES + 5
+# Uniforms per view with a key of NEW, from a third generator: areas, aspect ratios, PLACE_Y, PLACE_X, then one each of:
+RECROP, SOBEL, ADD, STD, GRAIN, ROTATE, TURN, CUT, CUT_AREA, CUT_Y, CUT_X = range(2 * TRIES + 2, 2 * TRIES + 13)
+NEW_WIDTH = 2 * TRIES + 13
+NEW = ("recrop", "sobel", "noise", "rotate", "cutout")
 ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # share of the area, height over width: timm's
 
-# Columns of the photometric parameters (V, 18): what `photometric.apply` reads.
+# Columns of the photometric parameters (V, 38): what `photometric.apply` reads.
 COLUMNS: tuple[str, ...] = (
     "flip",
     "jitter",
@@ -40,6 +44,18 @@ COLUMNS: tuple[str, ...] = (
     "hue",
 )
 COLUMNS += ("gray", "sigma", "solarize")
+COLUMNS += (
+    "recrop_top",
+    "recrop_left",
+    "recrop_height",
+    "recrop_width",
+    "sobel",
+    "noise_std",
+    "noise_seed",
+    "quarters",
+)
+COLUMNS += ("cut_top", "cut_left", "cut_side")
+COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # which of APPLIED comes first, second, ...
 COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 
@@ -55,6 +71,11 @@ class Views:
     probabilities: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
     size: NDArray[np.int64]  # (V,)
     erasing: NDArray[np.float64]  # (V,)
+    added: NDArray[np.float64]  # (V, 5) probabilities of NEW
+    noise_std: NDArray[np.float64]  # (V, 2)
+    cutout_area: NDArray[np.float64]  # (V, 2)
+    turns: NDArray[np.int64]  # (V, A) all of APPLIED by number, in the view's order
+    crop_row: NDArray[np.int64]  # (V,) the view whose crop a view has
     needs_extra: bool  # whether some view needs more than `uniforms`
     operations: int  # O, the largest number of plug-in operations of a view
 
@@ -67,12 +88,28 @@ class Views:
             np.log([x.ratio for x in v]),
             np.array([x.strength for x in v]),
             np.array([x.sigma for x in v]),
-            np.array([(x.flip, x.jitter, x.gray, x.blur, x.solarize) for x in v]),
+            np.array([[chance(x, name) for name in ("flip", "jitter", "gray", "blur", "solarize")] for x in v]),
             np.array([x.size for x in v]),
             np.array([x.erasing for x in v]),
-            any(x.erasing or x.randaugment for x in v),
+            np.array([[chance(x, name) for name in NEW] for x in v]),
+            np.array([x.noise_std for x in v]),
+            np.array([x.cutout_area for x in v]),
+            np.array([order_of(x) for x in v]),
+            np.maximum.accumulate(np.array([0 if x.same_crop else row for row, x in enumerate(v)], np.int64)),
+            any(x.erasing or x.randaugment or any(getattr(x, name) for name in NEW) for x in v),
             max((len(x.operations) for x in v), default=0),
         )
+
+
+def chance(view: View, name: str) -> float:
+    """Return the probability of an operation of APPLIED, which is 0 where the view's `apply` leaves it out."""
+    return float(getattr(view, name)) if view.apply is None or name in view.apply else 0.0
+
+
+def order_of(view: View) -> list[int]:
+    """Return the numbers of all operations of APPLIED, those of the view's `apply` first, in its order."""
+    first = [APPLIED.index(name) for name in view.apply or ()]
+    return first + [number for number in range(len(APPLIED)) if number not in first]
 
 
 def generator(stream: int, *, seed: int, epoch: int, sample: int) -> np.random.Generator:
@@ -87,10 +124,15 @@ def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.fl
 
 
 def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """Draw the numbers (V, EXTRA_WIDTH) in [0, 1) for erasing and RandAugment; (V, 0) where no view needs them."""
+    """Draw the numbers in [0, 1) for erasing and RandAugment, (V, EXTRA_WIDTH), and for NEW where a view has one of it,
+    then (V, EXTRA_WIDTH + NEW_WIDTH); (V, 0) where no view needs any."""
     if not v.needs_extra:
         return np.empty((len(v.views), 0))
-    return generator(1, seed=seed, epoch=epoch, sample=sample).random((len(v.views), EXTRA_WIDTH))
+    u = generator(1, seed=seed, epoch=epoch, sample=sample).random((len(v.views), EXTRA_WIDTH))
+    if not v.added.any():
+        return u
+    new = generator(3, seed=seed, epoch=epoch, sample=sample).random((len(v.views), NEW_WIDTH))
+    return np.concatenate([u, new], 1)
 
 
 def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
@@ -101,8 +143,15 @@ def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[
 
 def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
     """Return top, left, height and width (V, 4), in pixels, of the random resized crops of an image."""
-    area = height * width * stretch(v.scale, u[:, :TRIES])
-    ratio = np.exp(stretch(v.log_ratio, u[:, TRIES : 2 * TRIES]))
+    return random_boxes(v.scale, v.log_ratio, u[v.crop_row], height, width)
+
+
+def random_boxes(
+    scale: NDArray[np.float64], log_ratio: NDArray[np.float64], u: NDArray[np.float64], height: int, width: int
+) -> NDArray[np.int64]:
+    """Return the boxes (n, 4) of `crops` for ranges (n, 2), or (1, 2) for all, and uniform numbers `u` (n, ...)."""
+    area = height * width * stretch(scale, u[:, :TRIES])
+    ratio = np.exp(stretch(log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
     h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (V, TRIES)
@@ -112,7 +161,7 @@ def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[
     top, left = (u[:, PLACE_Y] * (height - h + 1)).astype(np.int64), (u[:, PLACE_X] * (width - w + 1)).astype(np.int64)
     out = np.stack([top, left, h, w], 1)
     for row in np.flatnonzero(~fits.any(1)):
-        out[row] = centre(height, width, np.exp(v.log_ratio[row]))
+        out[row] = centre(height, width, np.exp(log_ratio[row % len(log_ratio)]))
     return out
 
 
@@ -128,10 +177,10 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 
 
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """Return the parameters (..., V, 18) of the photometric operations, with the columns of COLUMNS.
+    """Return the parameters (..., V, 38) of the photometric operations, with the columns of COLUMNS.
 
-    The parameters follow from the uniform numbers `u` (..., V, WIDTH) and, where views are erased, `extra` (..., V,
-    EXTRA_WIDTH). A sigma of 0 means no blur, an erase height of 0 no erasing.
+    The parameters follow from the uniform numbers `u` (..., V, WIDTH) and `extra`, from
+    `extra_uniforms`. A sigma of 0 means no blur, an erase height of 0 no erasing.
     """
     flip, jitter, gray, blur, solarize = np.moveaxis(
         u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.probabilities, -1, 0
@@ -147,9 +196,33 @@ def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | 
         order,
         factors,
         *(x[..., None] for x in (shift, gray, sigma, solarize)),
+        np.zeros((*u.shape[:-1], 11)) if extra is None or not v.added.any() else additions(v, extra[..., EXTRA_WIDTH:]),
+        np.broadcast_to(v.turns, (*u.shape[:-1], len(APPLIED))),
         np.zeros((*u.shape[:-1], 5)) if extra is None or not v.erasing.any() else erase_boxes(v, extra),
     )
     return np.concatenate(columns, -1).astype(np.float32)
+
+
+def additions(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the parameters (..., V, 11) of the operations of NEW, with the columns from recrop_top to cut_side.
+
+    They follow from the uniform numbers `u` (..., V, NEW_WIDTH). Where an operation is not applied, its height,
+    deviation (of pixels from 0 to 1), number of quarter turns or side is 0.
+    """
+    on = u[..., [RECROP, SOBEL, ADD, ROTATE, CUT]] < v.added
+    recrop, sobel, noise, rotate, cut = np.moveaxis(on, -1, 0)
+    boxes = np.zeros((*u.shape[:-1], 4))
+    for row in np.flatnonzero(v.added[:, 0]):
+        flat = u[..., row, :].reshape(-1, u.shape[-1])
+        placed = random_boxes(v.scale[[row]], v.log_ratio[[row]], flat, int(v.size[row]), int(v.size[row]))
+        boxes[..., row, :] = placed.reshape(boxes[..., row, :].shape)
+    std = v.noise_std[:, 0] + (v.noise_std[:, 1] - v.noise_std[:, 0]) * u[..., STD]
+    area = v.cutout_area[:, 0] + (v.cutout_area[:, 1] - v.cutout_area[:, 0]) * u[..., CUT_AREA]
+    side = np.maximum(np.rint(np.sqrt(area) * v.size), 1)
+    top, left = (np.floor(u[..., i] * (v.size - side + 1)) for i in (CUT_Y, CUT_X))
+    seed, quarters = np.floor(u[..., GRAIN] * 2**24), 1 + np.floor(3 * u[..., TURN])
+    columns = (sobel, noise * std, seed, rotate * quarters, top, left, cut * side)
+    return np.concatenate([boxes * recrop[..., None], np.stack(columns, -1)], -1)
 
 
 def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
