@@ -73,7 +73,7 @@ def change(x: Floats, name: str, row: Floats) -> Floats:
         case "recrop":
             top, left, h, w = row[RECROP : RECROP + 4].astype(int)
             box = np.ascontiguousarray(x[top : top + h, left : left + w])
-            return cv2.resize(box, x.shape[:2], interpolation=cv2.INTER_LINEAR).reshape(x.shape)
+            return np.asarray(cv2.resize(box, x.shape[:2], interpolation=cv2.INTER_LINEAR), x.dtype).reshape(x.shape)
         case "sobel":
             edges = sobel(torch.from_numpy(x).permute(2, 0, 1)[None] / 255)[0] * 255
             return np.ascontiguousarray(edges.expand(3, -1, -1).permute(1, 2, 0).numpy())
