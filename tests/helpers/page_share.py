@@ -1,0 +1,29 @@
+"""Which commands of the pages a test runs, and how many of all."""
+
+import re
+
+from helpers.pages import Command, commands
+
+# Where the commands of a whole page run, in the order of the page.
+RUN = {
+    "docs/begin/photos.md": "docs/test_start_pages.py",
+    "docs/begin/bucket.md": "docs/test_start_pages.py",
+    "docs/cluster.md": "docs/test_cluster_page.py",
+    "docs/plugins.md": "docs/test_plugins_page.py",
+}
+FOUND = [c for c in commands() if c.whole and not re.search(r"\s\[|\.\.\.$", c.text)]  # no lines of syntax
+# What docs/test_page_commands.py runs: no store, no cluster, no GPU, no model of a paper.
+HERE = re.compile(
+    r"(\.venv/bin/)?eagleray (list |show |init |runs |shard photos/ shards/|data stats shards/|report runs/"
+    r"|export runs/mine --to timm-hub)"
+)
+
+
+def here(command: Command) -> bool:
+    """Return whether a command of a page that is not run as a whole runs alone."""
+    return command.page not in RUN and bool(HERE.match(command.text))
+
+
+def share() -> tuple[int, int]:
+    """Return the number of commands that a test runs, and of all that a reader can type."""
+    return sum(c.page in RUN or here(c) for c in FOUND), len(FOUND)
