@@ -9,6 +9,8 @@ import pytest
 import typer
 import yaml
 from helpers import pages
+from helpers.page_share import FOUND as TYPED
+from helpers.page_share import RUN, here
 from helpers.pages import PAGES, ROOT, Command, anchors, links, name
 from helpers.recipes import METHODS
 from PIL import Image
@@ -22,13 +24,8 @@ GROUP = typer.main.get_command(main.app)
 FOUND = list(pages.commands())
 RECIPES = ("pretrain", "show", "plan", "submit")  # whose first word is a recipe and whose others are its keys
 
-# Where the commands of a page run, or why they are only parsed. A page with commands stands in one of the two.
-RUN = {
-    "docs/begin/photos.md": "docs/test_start_pages.py",
-    "docs/begin/bucket.md": "docs/test_start_pages.py",
-    "docs/cluster.md": "docs/test_cluster_page.py",
-    "docs/plugins.md": "docs/test_plugins_page.py",
-}
+# Why the commands of a page are only parsed, but for those that docs/test_page_commands.py runs. A page with commands
+# stands here or in RUN.
 CLUSTER = "needs a cluster; docs/test_cluster_page.py and cluster/test_jobs.py run such commands with stand-ins"
 PAPER = "trains a model of a paper; cli/ and runs/ run such commands with small ones"
 PUBLIC = "needs public archives; datasets/ runs such commands with small ones"
@@ -37,7 +34,6 @@ PARSED = {
     "README.md": PAPER,
     "docs/begin/gpu.md": "needs GPUs",
     "docs/begin/cluster.md": CLUSTER,
-    "docs/choose.md": PAPER,
     "docs/data.md": PAPER,
     "docs/evaluate.md": MODELS,
     "docs/export.md": MODELS,
@@ -52,7 +48,6 @@ PARSED = {
     "docs/report.md": MODELS,
     "docs/running.md": PAPER,
     "docs/select.md": PAPER,
-    "docs/sick.md": MODELS,
     "docs/start.md": PAPER,
     "docs/tune.md": "trains for hours; sweeps/ runs small sweeps",
 }
@@ -106,7 +101,7 @@ def own(words: Any) -> list[str]:
 
 
 def test_pages_with_commands_say_where_these_run_or_why_they_do_not():
-    typed = {c.page for c in FOUND if c.whole and not re.search(r"\s\[|\.\.\.$", c.text)}
+    typed = {c.page for c in TYPED if not here(c)}
     assert not RUN.keys() & PARSED.keys()
     assert typed - RUN.keys() - PARSED.keys() == set()
     assert all((ROOT / "tests" / test).exists() for test in RUN.values())
