@@ -291,3 +291,41 @@ def test_images_of_which_none_decodes(tmp_path: Path):
             protocol(small(), index, out=tmp_path, size=32)
     with pytest.raises(UserError, match="0 images in these shards decode"):
         neighbours(small(), index, out=tmp_path, size=32)
+
+
+def test_a_pair_of_one_s_own_is_marked(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file and a sample by its key. Each is grey but for a patch in a colour of its own, which its global feature
+    is, so that this patch is marked in both."""
+    seen: list[draw.Pair] = []
+    whole = draw.pairs
+    monkeypatch.setattr(draw, "pairs", lambda p, path, title, **how: whole(seen.extend(p) or p, path, title, **how))
+
+    class Brightest(Places):
+        def forward(self, images: torch.Tensor) -> Features:
+            patches = super().forward(images).patches * 0 + torch.nn.functional.avg_pool2d(images, 8).flatten(2).mT
+            best = patches.sum(-1).argmax(1)
+            return Features(patches[torch.arange(len(patches)), best], patches, (4, 4))
+
+    pixels = np.full((32, 32, 3), 99, np.uint8)
+    pixels[16:24, 8:16] = 255, 200, 90
+    Image.fromarray(pixels).save(tmp_path / "mine.png")
+    found = pairs(Brightest(), index, out=tmp_path / "out", size=32, one=str(tmp_path / "mine.png"), other="003")
+    assert [p.name for p in found.pictures] == ["pairs.png", "pairs-own.png"]
+    marks = seen[-1].marks
+    assert marks is not None
+    assert marks[0, :2].tolist() == [12, 20], "the region of the file that is nearest to its own feature"
+    assert seen[-1].title == "mine.png and 003"
+    assert all(p.marks is not None and p.marks.shape == (2, 4) for p in seen)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"one": "000"}, "--one 000: expected two images; --other names the second"),
+        ({"one": "000", "other": "nobody"}, "--other nobody: neither an image file nor the key of a sample"),
+        ({"one": "000", "other": __file__}, "--other .*test_explore.py: "),
+    ],
+)
+def test_a_wrong_pair_is_named(index: Index, tmp_path: Path, given: dict[str, str], message: str):
+    with pytest.raises(UserError, match=message):
+        pairs(small(), index, out=tmp_path, size=32, **given)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagleray.base.plotting import DPI, INK
+from eagleray.base.plotting import BLUE, DPI, INK
 
 Pixels = NDArray[np.float32]  # (H, W, 3) from 0 to 1
 
@@ -43,6 +43,9 @@ class Pair(NamedTuple):
     ends: NDArray[np.float64]  # (k, 4) pixels: x and y in one image, x and y in the other
     right: NDArray[np.bool_] | None  # (k,), None if unknown
     title: str
+    # Pixels (2, 4) of the regions nearest to the global feature of one image, and to that of the other: x and y in one
+    # image, x and y in the other.
+    marks: NDArray[np.float64] | None = None
 
 
 def pixels(image: Tensor) -> Pixels:
@@ -124,22 +127,25 @@ def fill(axes: Any, tile: Tile) -> None:
     axes.spines[:].set(visible=bool(tile.edge), color=tile.edge or INK, linewidth=2)
 
 
-def pairs(pairs: Sequence[Pair], path: Path, title: str) -> Path:
-    """Draw pairs of images into a file, two pairs in a row, with a line for each match.
+def pairs(pairs: Sequence[Pair], path: Path, title: str, *, side: float = 1.6 * SIDE) -> Path:
+    """Draw pairs of images, `side` inches high, into a file, two pairs in a row, with a line for each match and its
+    rank at both ends.
 
-    A line is green if the match is right, red if it is wrong and yellow if this is unknown."""
+    A line is green if the match is right, red if it is wrong and yellow if this is unknown. In each image, a blue dot
+    marks the region nearest to its own global feature, and a red triangle the one nearest to that of the other image
+    (EsViT, figures 5 and 9)."""
     from matplotlib.figure import Figure
 
-    side = 1.6 * SIDE
-    rows = -(-len(pairs) // 2)
+    columns = min(len(pairs), 2)
+    rows = -(-len(pairs) // columns)
     height = TOP + rows * (side + CAPTION + GAP)
     column = max((p.one.shape[1] + p.other.shape[1]) / p.one.shape[0] for p in pairs) * side + 4 * GAP
-    figure = Figure(figsize=(2 * column, height), dpi=DPI)
+    figure = Figure(figsize=(columns * column, height), dpi=DPI)
     write(figure, title, height)
     for i, pair in enumerate(pairs):
-        bottom = height - TOP - (i // 2 + 1) * (side + CAPTION + GAP) + GAP
-        left = i % 2 / 2 + GAP / column / 2
-        axes = figure.add_axes((left, bottom / height, 0.5 - GAP / column, side / height))
+        bottom = height - TOP - (i // columns + 1) * (side + CAPTION + GAP) + GAP
+        left = (i % columns + GAP / column) / columns
+        axes = figure.add_axes((left, bottom / height, (1 - 2 * GAP / column) / columns, side / height))
         join(axes, pair, round(len(pair.one) * GAP / side))
     figure.savefig(path)
     return path
@@ -147,12 +153,23 @@ def pairs(pairs: Sequence[Pair], path: Path, title: str) -> Path:
 
 def join(axes: Any, pair: Pair, gap: int) -> None:
     """Draw a pair of images, `gap` pixels apart, and the lines between their matching points into matplotlib axes."""
+    from matplotlib.patheffects import withStroke
+
     white = np.ones((len(pair.one), gap, 3), np.float32)
     fill(axes, Tile(np.concatenate([pair.one, white, pair.other], 1), pair.title))
     shift = pair.one.shape[1] + gap
     for k, (x, y, u, v) in enumerate(pair.ends):
         colour = YELLOW if pair.right is None else GREEN if pair.right[k] else RED
         axes.plot([x, u + shift], [y, v], "-o", color=colour, linewidth=1.3, markersize=3.5)
+        for at, low in ((x, y), (u + shift, v)):
+            text = axes.annotate(str(k + 1), (at, low), (3, 2), textcoords="offset points", fontsize=7, color=colour)
+            text.set_path_effects([withStroke(linewidth=1.6, foreground=INK)])
+    if pair.marks is not None:
+        own, theirs = "o", "^"
+        for (x, y, u, v), (first, second) in zip(pair.marks, ((own, theirs), (theirs, own)), strict=True):
+            for at, low, marker in ((x, y, first), (u + shift, v, second)):
+                colour = BLUE if marker == own else RED
+                axes.plot(at, low, marker, color=colour, markersize=9, markeredgecolor="white", markeredgewidth=1.2)
 
 
 def write(figure: Any, title: str, height: float) -> None:

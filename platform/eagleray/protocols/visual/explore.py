@@ -1,7 +1,7 @@
 """Visualise a backbone's features: principal components of patches, nearest images, and matching patches.
 
 The principal components follow figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar pairs of
-patches, between two views of an image or between two images, follow figure 4 of Li et al. 2021 (EsViT),
+patches, between two views of an image or between two images, follow figures 5 and 9 of Li et al. 2021 (EsViT),
 arXiv:2106.09785."""
 
 from pathlib import Path
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
+from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, Note
-from eagleray.models.backbone import Backbone
+from eagleray.models.backbone import Backbone, Features
 from eagleray.protocols.correspondence import matches
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import image, no_image_error, subset
@@ -26,11 +27,13 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views import photometric
 from eagleray.views import sampling as drawing
-from eagleray.views.crop import crop
+from eagleray.views.crop import centre_crop, crop
 
 BATCH = 32
 EDGE = 0.01  # share of the patches whose colours are clipped at each end of a component
 SCALE = (0.4, 0.6)  # area of the second view, as a share of the image
+TITLE = "The ten most similar patches, by rank."
+MARKS = "Blue dot, red triangle: the region nearest to the global feature of the image itself, of the other one."
 
 
 class Nearest(NamedTuple):
@@ -51,7 +54,7 @@ def components(
     the patches' variance in three components, and the share of foreground patches.
 
     Raises UserError when no image decodes."""
-    crops, patches, grid = patch_features(backbone, index, images, size)
+    crops, (_, patches, grid) = patch_features(backbone, index, images, size)
     scores, variance = principal(patches.flatten(0, 1), 3)
     first = oriented(scores[:, 0].view(len(patches), *grid))
     front = first > 0
@@ -183,40 +186,90 @@ def pairs(
     size: PositiveInt = 224,
     images: PositiveInt = 3,
     limit: PositiveInt = 64,
+    one: str = "",
+    other: str = "",
 ) -> Outcome:
     """Draw the ten most similar pairs of patches between two views of an image, and between two images.
 
     The second view of an image is a smaller and recoloured crop. The second image is the nearest of `limit` images. A
     match between two views is right if it is at most one patch away from the true position. Over these matches, the
-    percentage of right ones and the mean distance in pixels are measured.
+    percentage of right ones and the mean distance in pixels are measured. `one` and `other` are two images of the
+    user's own, files or keys of samples, which get a picture of their own.
 
-    Raises UserError when fewer than two images decode."""
-    crops, patches, grid = patch_features(backbone, index, limit, size)
+    Raises UserError when fewer than two images decode, or one of the user's two cannot be read."""
+    own = own_pair(index, one, other, size)
+    crops, features = patch_features(backbone, index, limit, size)
     if len(crops) < 2:
         raise UserError(f"{index.shards[0].url}: 1 image in these shards decodes; expected 2 or more")
     picked = range(min(images, len(crops)))
     second, boxes, flips = second_views(crops[: len(picked)], size)
-    device = next(backbone.parameters()).device
-    others = patches_of(backbone, second.to(device))
-    near = nearest(patches.mean(1), torch.tensor(picked), 1).rows[:, 0].tolist()
+    views = features_of(backbone, second)
+    near = nearest(features.patches.mean(1), torch.tensor(picked), 1).rows[:, 0].tolist()
     rows, errors = [], []
-    reach = size / min(grid)
+    reach = size / min(features.grid)
     for i, j in zip(picked, near, strict=True):
-        ends = match_ends(patches[i], others[i], grid, size)
-        error = np.linalg.norm(to_image(ends[:, 2:], boxes[i], bool(flips[i]), size) - ends[:, :2], axis=1)
+        pair = matched(features, i, views, i, crops[i], denormalised(second[i]))
+        error = np.linalg.norm(to_image(pair.ends[:, 2:], boxes[i], bool(flips[i]), size) - pair.ends[:, :2], axis=1)
         errors.append(error)
         title = f"image {i} and a view of it: {np.sum(error <= reach)} of {len(error)} within a patch"
-        rows.append(draw.Pair(draw.pixels(crops[i]), denormalised_pixels(second[i]), ends, error <= reach, title))
+        rows.append(pair._replace(right=error <= reach, title=title))
         title = f"image {i} and the nearest of {len(crops)} by mean patch"
-        ends = match_ends(patches[i], patches[j], grid, size)
-        rows.append(draw.Pair(draw.pixels(crops[i]), draw.pixels(crops[j]), ends, None, title))
+        rows.append(matched(features, i, features, j, crops[i], crops[j])._replace(title=title))
     out.mkdir(parents=True, exist_ok=True)
-    path = draw.pairs(
-        rows, out / "pairs.png", "The ten most similar patches; green: right, red: wrong, yellow: unknown"
-    )
+    drawn = [draw.pairs(rows, out / "pairs.png", f"{TITLE} Green: right, red: wrong, yellow: unknown. {MARKS}")]
+    if own is not None:
+        two = features_of(backbone, photometric.normalise(own, torch.device("cpu")))
+        pair = matched(two, 0, two, 1, *own)._replace(title=f"{Path(one).name} and {Path(other).name}")
+        drawn.append(draw.pairs([pair], out / "pairs-own.png", f"{TITLE} {MARKS}", side=2.4 * draw.SIDE))
     numbers = {"pairs/right": 100 * float(np.mean(np.stack(errors) <= reach)), "pairs/error": float(np.mean(errors))}
     note(f"pairs: {numbers['pairs/right']:.0f} % right, {numbers['pairs/error']:.1f} pixels apart")
-    return Outcome(numbers, {"size": size, "images": len(picked), "scale": SCALE}, (path,))
+    return Outcome(numbers, {"size": size, "images": len(picked), "scale": SCALE}, tuple(drawn))
+
+
+def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
+    """Return the centre crops (2, 3, size, size), uint8, of two images that are given as files or as keys of samples,
+    or None when none is given. Raises UserError when only one is given, or one of them is not there or does not
+    decode."""
+    if not one and not other:
+        return None
+    if not one or not other:
+        given, missing = ("one", "other") if one else ("other", "one")
+        raise UserError(f"--{given} {one or other}: expected two images; --{missing} names the second")
+    return torch.stack([own_image(index, f"--{name}", value, size) for name, value in (("one", one), ("other", other))])
+
+
+def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
+    """Return the centre crop (3, size, size) of a file or, where there is no such file, of the sample of this key."""
+    if Path(name).is_file():
+        data: bytes | memoryview = Path(name).read_bytes()
+    else:
+        found = (int(index.first[shard]) + keys.index(name) for shard in range(len(index.shards))
+                 if name in (keys := index.column(shard, ["key"])["key"].to_pylist()))  # fmt: skip
+        sample = next(found, None)
+        if sample is None:
+            raise UserError(f"{option} {name}: neither an image file nor the key of a sample of these shards")
+        data = index.read(sample, sample + 1)
+    try:
+        return centre_crop(decode(data), resize=size, size=size)
+    except BadImage as e:
+        raise UserError(f"{option} {name}: {e}") from None
+
+
+def matched(one: Features, i: int, other: Features, j: int, image: Tensor, second: Tensor) -> draw.Pair:
+    """Return image i of one batch and image j of another, both (3, S, S), with the matches of their patches and the
+    regions nearest to the global feature of each."""
+    size, each = image.shape[1], [(one, i), (other, j)]
+    ends = match_ends(one.patches[i], other.patches[j], one.grid, size)
+    nearest_regions = [
+        [centres(region(f.patches[n], to.pooled[m])[None], f.grid, size) for f, n in each] for to, m in each
+    ]
+    marks = torch.stack([torch.cat(regions, 1)[0] for regions in nearest_regions]).numpy()
+    return draw.Pair(draw.pixels(image), draw.pixels(second), ends, None, "", marks)
+
+
+def region(patches: Tensor, feature: Tensor) -> Tensor:
+    """Return the number of the patch, of those in (N, D), that is nearest to a global feature (D,) by the cosine."""
+    return (F.normalize(patches, dim=-1) @ F.normalize(feature, dim=-1)).argmax()
 
 
 def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
@@ -224,9 +277,13 @@ def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> 
 
     Each row of the result (k, 4) is x and y in the first image, then x and y in the second."""
     match = matches(one, other)
-    at = [((patch % grid[1] + 0.5) * size / grid[1], (patch // grid[1] + 0.5) * size / grid[0])
-          for patch in (match.one, match.other)]  # fmt: skip
-    return torch.stack([x for point in at for x in point], 1).double().cpu().numpy()
+    return torch.cat([centres(patch, grid, size) for patch in (match.one, match.other)], 1).numpy()
+
+
+def centres(patch: Tensor, grid: tuple[int, int], size: int) -> Tensor:
+    """Return the centres of patches (k,) of an image of `size` pixels: x and y of each (k, 2), in pixels."""
+    x, y = (patch % grid[1] + 0.5) * size / grid[1], (patch // grid[1] + 0.5) * size / grid[0]
+    return torch.stack([x, y], 1).double().cpu()
 
 
 def to_image(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
@@ -255,33 +312,30 @@ def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], T
     return photometric.apply(views, params), boxes, params[:, photometric.FLIP] > 0
 
 
-def denormalised_pixels(x: Tensor) -> draw.Pixels:
-    """Undo the normalisation of a view (3, S, S) and return its pixels."""
+def denormalised(x: Tensor) -> Tensor:
+    """Undo the normalisation of a view (3, S, S), and return its pixels as uint8."""
     mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
-    return draw.pixels(((x.cpu() * std + mean).clamp(0, 1) * 255).byte())
+    return ((x.cpu() * std + mean).clamp(0, 1) * 255).byte()
 
 
 @in_eval_mode
-def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return n images (n, 3, S, S), uint8, the features of their patches (n, N, D), and the grid of the patches.
+def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Features]:
+    """Return n images (n, 3, S, S), uint8, and their features on the CPU.
 
     Raises UserError when no image decodes."""
-    device = next(backbone.parameters()).device
-    images_, patches, grid = [], [], (0, 0)
-    for _, crops in batches(index, subset(np.arange(len(index)), images), size, size, 8):
-        features = backbone(photometric.normalise(crops, device))
-        images_.append(crops)
-        patches.append(features.patches.float().cpu())
-        grid = features.grid
-    if not images_:
+    parts = [(crops, features_of(backbone, photometric.normalise(crops, torch.device("cpu"))))
+             for _, crops in batches(index, subset(np.arange(len(index)), images), size, size, 8)]  # fmt: skip
+    if not parts:
         raise no_image_error(index)
-    return torch.cat(images_), torch.cat(patches), grid
+    pooled, patches = (torch.cat([getattr(f, name) for _, f in parts]) for name in ("pooled", "patches"))
+    return torch.cat([crops for crops, _ in parts]), Features(pooled, patches, parts[0][1].grid)
 
 
 @in_eval_mode
-def patches_of(backbone: Backbone, x: Tensor) -> Tensor:
-    """Return the features of the patches (B, N, D), on the CPU, for normalised images (B, 3, H, W)."""
-    return backbone(x).patches.float().cpu()
+def features_of(backbone: Backbone, x: Tensor) -> Features:
+    """Return the features of normalised images (B, 3, H, W) on the CPU, as float32."""
+    pooled, patches, grid = backbone(x.to(next(backbone.parameters()).device))
+    return Features(pooled.float().cpu(), patches.float().cpu(), grid)
 
 
 def read(index: Index, sample: int, size: int) -> draw.Pixels:
