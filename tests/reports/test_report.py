@@ -413,6 +413,45 @@ def test_a_sweep_has_its_trials_and_pictures(tmp_path: Path, make: Make):
         write.report([str(folder), str(make())])
 
 
+def test_a_sweep_lays_the_curves_of_its_trials_over_each_other(tmp_path: Path):
+    """Two of three trials have a folder, of which one logs no layers."""
+    sweep_of(folder := tmp_path / "sweep")
+    (folder / "trials").mkdir()
+    for name in ("000", "002"):
+        write_run(folder / "trials" / name)
+    rows = [{k: v for k, v in r.items() if not k.startswith("grad/")} | {"grad_norm": 2.5} for r in records()]
+    lines(folder / "trials" / "002" / "metrics.jsonl", rows)
+    found = reported(folder)
+    assert "Stability" in found.below
+    texts = [str(image["alt"]) for image in found.images]
+    shown = {alt.partition(":")[0]: alt for alt in texts if " from " in alt}
+    layers = "gradient norm, first and last layer"
+    assert set(shown) == {"loss", "kNN monitor, top-1 %", "kNN evaluation, top-1 %", "gradient norm", layers}
+    assert "000: byol, 0.001, 0.9 from 4.9 at step 10 to 3 at step 200; 002: byol, 0.003, 0.9 from 4.9" in shown["loss"]
+    assert shown[layers] == f"{layers}: 000: byol, 0.001, 0.9 from 0.2 at step 10 to 0.2 at step 200"
+    assert len(list((folder / "report").glob("*.png"))) == 5
+
+
+@pytest.mark.slow
+def test_many_trials_are_shown_from_the_worst_to_the_best(tmp_path: Path):
+    sweep_of(folder := tmp_path / "sweep")
+    (folder / "trials").mkdir()
+    row = json.loads((folder / "trials.jsonl").read_text().splitlines()[0])
+    rows = [row | {"id": f"{i:03d}", "metric": float(i * 7 % 40)} for i in range(40)]
+    lines(folder / "trials.jsonl", rows)
+    (folder / "reports.jsonl").write_text("")
+    for r in rows:
+        write_run(folder / "trials" / r["id"])
+    found = reported(folder)
+    texts = [str(image["alt"]) for image in found.images]
+    [loss] = [alt for alt in texts if alt.startswith("loss: ")]
+    assert loss.count(" from ") == plots.MOST
+    worst, best = (next(r["id"] for r in rows if r["metric"] == m) for m in (0.0, 39.0))
+    assert f"{worst}: " in loss
+    assert f"{best}: " in loss
+    assert not any(alt.startswith("gradient norm, first") for alt in texts), "more trials than colours"
+
+
 def sweep_of(folder: Path) -> None:
     """The folder of a sweep whose three trials are done."""
     folder.mkdir()

@@ -3,11 +3,12 @@ together."""
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagleray.base.plotting import BLUE, GREY, LIGHT, RED
+from eagleray.models.layer_names import HEADS, TRUNK
 from eagleray.reports.page import Picture, uri
 from eagleray.reports.read import Run
 from eagleray.runs import metrics
@@ -44,6 +45,8 @@ EXPLAINED = {
 }
 # Of several runs: the key, what it is, whether its axis is logarithmic.
 COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared]
+STABILITY = (metrics.MONITOR_KNN, metrics.KNN_TOP1, metrics.LOSS, metrics.GRAD_NORM)
+REST = (f"grad/{TRUNK}", f"grad/{HEADS}")  # of no layer
 
 
 class Point(NamedTuple):
@@ -65,18 +68,60 @@ def curves(run: Run, folder: Path) -> list[Picture]:
 
 def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
     """Return one picture per metric, in which every run is a curve over steps, or over epochs if `epochs`."""
-    pictures = []
-    for key, title, log in COMPARED:
+    return [*overlays(runs, COMPARED, folder, epochs=epochs), *first_and_last(runs, folder, epochs=epochs)]
+
+
+def stability(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
+    """Return the curves by which the trials of a sweep are told stable or not: kNN accuracy, loss and gradient norm
+    (MoCo v3, figures 1 to 5)."""
+    shown = [entry for entry in COMPARED if entry[0] in STABILITY]
+    return [*overlays(runs, shown, folder, epochs=epochs), *first_and_last(runs, folder, epochs=epochs)]
+
+
+def overlays(
+    runs: Mapping[str, Run], shown: Sequence[tuple[str, str, bool]], folder: Path, *, epochs: bool
+) -> Iterator[Picture]:
+    """Yield a picture for each key of `shown`, as in COMPARED, that a run has: the curves of all runs."""
+    for key, title, log in shown:
         points, lines = {}, []
         for i, (name, run) in enumerate(runs.items()):
             if key in run.curves:
-                x, y = thin(*run.curves[key], POINTS)
-                points[name] = (x * _epochs(run) if epochs else x, y)
-                lines.append(Line(name, name.replace("$", r"\$"), COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS)]))
+                points[name] = curve(run, key, epochs=epochs)
+                lines.append(Line(name, label(name), COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS)]))
         if lines:
             panel = Panel(title, SIZE[1], lines, log=log)
-            pictures.append(draw_panel(panel, points, "", folder, x="epoch" if epochs else "step"))
-    return pictures
+            yield draw_panel(panel, points, "", folder, x="epoch" if epochs else "step")
+
+
+def first_and_last(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
+    """Return a picture of the gradient norms of the first layer and of the last block of every run, where they are
+    logged and the runs are few enough for a colour each (MoCo v3, figure 4)."""
+    points, lines, names = {}, [], list[tuple[str, str]]()
+    for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
+        layers = [key for key in run.curves if key.startswith("grad/") and key not in REST]
+        if len(layers) > 1:
+            names.append((layers[0].removeprefix("grad/"), layers[-1].removeprefix("grad/")))
+            looks = (label(name), "-", 1.2), ("", ":", 1.5)
+            for layer, (text, style, width) in zip((layers[0], layers[-1]), looks, strict=True):
+                points[f"{name} {layer}"] = curve(run, layer, epochs=epochs)
+                lines.append(Line(f"{name} {layer}", text, colour, style, width))
+    if not lines or len(runs) > len(COLOURS):
+        return []
+    first, last = (" or ".join(dict.fromkeys(ends)) for ends in zip(*names, strict=True))
+    caption = f"Gradient norm of the first layer ({first}, solid) and of the last ({last}, dotted)."
+    panel = Panel("gradient norm, first and last layer", SIZE[1], lines, log=True)
+    return [draw_panel(panel, points, caption, folder, x="epoch" if epochs else "step")]
+
+
+def curve(run: Run, key: str, *, epochs: bool) -> Curve:
+    """Return the curve of a metric of a run, over steps, or over epochs if `epochs`."""
+    x, y = thin(*run.curves[key], POINTS)
+    return x * _epochs(run) if epochs else x, y
+
+
+def label(name: str) -> str:
+    """Return a name as matplotlib shows it unchanged."""
+    return name.replace("$", r"\$")
 
 
 def _epochs(run: Run) -> float:

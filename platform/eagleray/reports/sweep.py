@@ -1,13 +1,21 @@
-"""Make the report of a sweep: its trials, the best trial, and three plots."""
+"""Make the report of a sweep: its trials, the best trial, three plots, and the curves of its trials."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from eagleray import config
+from eagleray.reports import plots as plots_of_runs
 from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, footer_text, picture_uri
+from eagleray.reports.read import read
+from eagleray.reports.sections import figures
+from eagleray.runs import layout, remote
 from eagleray.sweeps import plots
 from eagleray.sweeps.study import Study
-from eagleray.sweeps.sweep import Sweep, count_trials
+from eagleray.sweeps.sweep import Sweep, count_trials, in_words
+
+LONGEST = 40  # letters of a trial's values
 
 CAPTIONS = {
     "keys": "The objective over each key that the sweep varies.",
@@ -16,9 +24,9 @@ CAPTIONS = {
 }
 
 
-def page(folder: Path, out: str) -> Page:
-    """Return the report of the sweep in `out`, a path or a URL; `folder` is a copy of it on this machine. Raises
-    UserError when the folder cannot be read."""
+def page(folder: Path, out: str, pictures: Path) -> Page:
+    """Return the report of the sweep in `out`, a path or a URL, and write PNGs of its trials' curves into the folder
+    `pictures`; `folder` is a copy of the sweep on this machine. Raises UserError when a folder cannot be read."""
     study = Study(config.load(Sweep, folder / "sweep.yaml"), out, folder=folder)
     best, keys, several = study.best(), study.keys(), len(study.sweep.alternatives) > 1
     columns = ["Trial", *["Alternative"] * several, *keys, "Steps", study.sweep.objective.key, "State", "Why"]
@@ -30,6 +38,7 @@ def page(folder: Path, out: str) -> Page:
     sections = [
         Section("Trials", [Table("Every trial that was started", columns, rows)] if rows else []),
         Section("Pictures", [Pictures(drawn, large=True)] if drawn else []),
+        stability(study, pictures),
         Section("Sweep", [Texts([("sweep.yaml", (folder / "sweep.yaml").read_text().rstrip())])]),
     ]
     tiles = [Tile("trials", len(rows), f"of {count_trials(study.sweep)}")]
@@ -44,3 +53,28 @@ def page(folder: Path, out: str) -> Page:
         sections=[s for s in sections if s.blocks],
         footer=footer_text(out),
     )
+
+
+def stability(study: Study, pictures: Path) -> Section:
+    """Return the curves of kNN accuracy, loss and gradients of the trials, laid over each other. Of more trials than
+    can be told apart, those shown are spread evenly from the worst to the best."""
+    rows = [r for r in study.rows.values() if r["metric"] is not None]
+    rows = [r for r in rows if remote.read_note(study.trial(r["id"]), layout.METRICS) is not None]
+    order = sorted(rows, key=lambda r: r["metric"])
+    if len(rows) > plots_of_runs.MOST:
+        step = (len(rows) - 1) / (plots_of_runs.MOST - 1)
+        kept = {order[round(i * step)]["id"] for i in range(plots_of_runs.MOST)}
+        rows = [r for r in rows if r["id"] in kept]
+    runs = {trial_name(study, r): read(study.trial(r["id"])) for r in rows}
+    epochs = len({run.recipe.get("optim", {}).get("batch") for run in runs.values()}) > 1
+    text = [f"A trial is named by its values of {', '.join(study.keys())}."]
+    if len(rows) < len(order):
+        text.append(f"{len(rows)} of {len(order)} trials, from the worst to the best.")
+    return Section("Stability", figures(plots_of_runs.stability(runs, pictures, epochs=epochs)), text)
+
+
+def trial_name(study: Study, row: Mapping[str, Any]) -> str:
+    """Return the number of a trial with its values, such as `000: 0.001, mocov3`; without them if they are long."""
+    values = [in_words(value) for value in row["values"].values()]
+    said = ", ".join([row["alternative"], *values] if len(study.sweep.alternatives) > 1 else values)
+    return f"{row['id']}: {said}" if len(said) <= LONGEST else str(row["id"])

@@ -41,7 +41,7 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if sweeps:
-            content = sweep.page(beside, store.absolute(sweeps[0][0]))
+            content = sweep.page(beside, store.absolute(sweeps[0][0]), folder)
         else:
             content = sections.page(runs[0], folder) if len(runs) == 1 else compare.page(runs, folder)
         files.write_atomic(path, render(content))

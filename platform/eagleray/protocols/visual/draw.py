@@ -162,14 +162,14 @@ def join(axes: Any, pair: Pair, gap: int) -> None:
         colour = YELLOW if pair.right is None else GREEN if pair.right[k] else RED
         axes.plot([x, u + shift], [y, v], "-o", color=colour, linewidth=1.3, markersize=3.5)
         for at, low in ((x, y), (u + shift, v)):
-            text = axes.annotate(str(k + 1), (at, low), (3, 2), textcoords="offset points", fontsize=7, color=colour)
-            text.set_path_effects([withStroke(linewidth=1.6, foreground=INK)])
+            text = axes.annotate(str(k + 1), (at, low), (3, 2), textcoords="offset points", fontsize=7, color="white")
+            text.set_path_effects([withStroke(linewidth=1.8, foreground=INK)])
     if pair.marks is not None:
-        own, theirs = "o", "^"
+        own, theirs = ("o", BLUE, 11, 3), ("^", RED, 7, 4)  # the triangle is seen on the dot
         for (x, y, u, v), (first, second) in zip(pair.marks, ((own, theirs), (theirs, own)), strict=True):
-            for at, low, marker in ((x, y, first), (u + shift, v, second)):
-                colour = BLUE if marker == own else RED
-                axes.plot(at, low, marker, color=colour, markersize=9, markeredgecolor="white", markeredgewidth=1.2)
+            for at, low, (marker, colour, large, above) in ((x, y, first), (u + shift, v, second)):
+                edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "clip_on": False}
+                axes.plot(at, low, marker, color=colour, markersize=large, zorder=above, **edge)
 
 
 def write(figure: Any, title: str, height: float) -> None:
