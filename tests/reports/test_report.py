@@ -424,12 +424,11 @@ def test_a_sweep_lays_the_curves_of_its_trials_over_each_other(tmp_path: Path):
     found = reported(folder)
     assert "Stability" in found.below
     texts = [str(image["alt"]) for image in found.images]
-    shown = {alt.partition(":")[0]: alt for alt in texts if " from " in alt}
+    shown = {alt.partition(":")[0]: alt for alt in texts if " at step " in alt}
     layers = "gradient norm, first and last layer"
     assert set(shown) == {"loss", "kNN monitor, top-1 %", "kNN evaluation, top-1 %", "gradient norm", layers}
     assert "000: byol, 0.001, 0.9 from 4.9 at step 10 to 3 at step 200; 002: byol, 0.003, 0.9 from 4.9" in shown["loss"]
     assert shown[layers] == f"{layers}: 000: byol, 0.001, 0.9 from 0.2 at step 10 to 0.2 at step 200"
-    assert len(list((folder / "report").glob("*.png"))) == 5
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagleray.base.plotting import BLUE, GREY, LIGHT, RED
-from eagleray.models.layer_names import HEADS, TRUNK
 from eagleray.reports.page import Picture, uri
 from eagleray.reports.read import Run
 from eagleray.runs import metrics
 from eagleray.runs.metrics import METRICS
-from eagleray.runs.plots import BOTTOM, TOP, Curve, Line, Panel, fill, gradients, mark, thin
+from eagleray.runs.plots import BOTTOM, REST, TOP, Curve, Line, Panel, fill, gradients, mark, thin
 
 SIZE = (4.6, 2.9)  # inches
 DPI = 200  # sharper than base.plotting.DPI, because a page is also read on a phone and printed
@@ -46,7 +45,6 @@ EXPLAINED = {
 # Of several runs: the key, what it is, whether its axis is logarithmic.
 COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared]
 STABILITY = (metrics.MONITOR_KNN, metrics.KNN_TOP1, metrics.LOSS, metrics.GRAD_NORM)
-REST = (f"grad/{TRUNK}", f"grad/{HEADS}")  # of no layer
 
 
 class Point(NamedTuple):

@@ -28,6 +28,8 @@ POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for
 WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: of the page, beside the panels, between them
 ROWS, ROW, LETTER = 4, 0.15, 0.07  # of names over the picture: how many, inches of each, inches of a letter
+# Gradients of what is in no layer, and how they are drawn.
+REST = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
 
 
 class Line(NamedTuple):
@@ -177,8 +179,7 @@ def gradients(curves: Mapping[str, Curve]) -> Panel:
     named = set(inner if len(inner) <= 6 else [inner[0], inner[len(inner) // 2], inner[-1]])
     lines = [Line(f"grad/{n}", n if n in named else "", c, width=1.0) for n, c in zip(inner, shades, strict=False)]
     lines = [Line(f"grad/{n}", n, RED, width=1.8) for n in layers if n in INPUT] + lines
-    rest = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
-    lines += [Line(key, *look) for key, look in rest.items() if key in curves]
+    lines += [Line(key, *look) for key, look in REST.items() if key in curves]
     return Panel("gradient norm", 2.1, lines, log=True, marks="spike")
 
 
