@@ -42,6 +42,7 @@ PARSED = {
     "docs/methods.md": PAPER,
     "docs/operate/sizes.md": "traces models of papers for minutes; cli/test_plan.py plans small ones",
     "docs/papers.md": PAPER,
+    "docs/proof.md": "trains for hours; benchmarks/test_proof.py checks its sweeps",
     "docs/plan.md": "traces models of papers for minutes; cli/test_plan.py plans small ones",
     "docs/prepare.md": PUBLIC,
     "docs/recipes.md": PAPER,

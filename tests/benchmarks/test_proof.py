@@ -1,0 +1,77 @@
+"""docs/proof.md, its results and its sweeps agree; a verdict needs enough seeds."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagleray.config import bundled
+from eagleray.sweeps import run
+from eagleray.sweeps.sweep import load, suggest
+
+ROOT = Path(__file__).parents[2]
+SWEEPS = [name for name in bundled.names("sweep") if name.startswith("proof_")]
+
+
+@pytest.fixture(scope="module")
+def proof() -> dict[str, Any]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return runpy.run_path(str(ROOT / "benchmarks" / "proof.py"))
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def lines() -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (ROOT / "benchmarks" / "results" / "proof.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_starts_and_has_the_settings_that_its_claim_compares(name: str, proof: dict[str, Any]):
+    sweep = load(name)
+    run.check_objective(sweep)
+    trials = [suggest(sweep, n, []) for n in range(run.count_trials(sweep))]
+    settings = {proof["setting"]({"alternative": a, "values": v}) for a, v in trials}
+    [claim] = [c for c in proof["CLAIMS"] if c.sweep == name]
+    assert {s for p in claim.pairs for s in (p.better, p.worse)} <= settings
+    assert {r["setting"] for r in lines() if r["claim"] == name} <= settings
+
+
+def test_the_page_is_that_of_the_results(proof: dict[str, Any]):
+    text = (ROOT / "docs" / "proof.md").read_text()
+    assert text == proof["page"](lines()), "run `python benchmarks/proof.py --page`"
+    assert sorted(c.sweep for c in proof["CLAIMS"]) == sorted(SWEEPS)
+    shown = re.findall(r"\(images/proof/(\w+)\.png\)", text)
+    assert set(shown) == {r["claim"] for r in lines()}
+    assert all((ROOT / "docs" / "images" / "proof" / f"{name}.png").exists() for name in shown)
+
+
+def test_a_verdict_needs_seeds_and_a_difference(proof: dict[str, Any]):
+    verdict = proof["verdict"]
+    assert verdict([9, 10], [1, 2], lower=False) == "undecided"
+    assert verdict([9, 10, 11], [1, 2, 3], lower=False) == "seen"
+    assert verdict([9, 10, 11], [1, 2, 3], lower=True) == "reversed"
+    assert verdict([1, 5, 9], [2, 5, 9], lower=False) == "undecided"
+    assert verdict([1, 5, 9, 3, 4], [2, 5, 9, 3, 4], lower=False) == "not seen"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("proof.py", ["--only", "proof_nothing", "--page"], "--only proof_nothing: expected one of proof_frozen"),
+        ("proof_set.py", ["nowhere"], "nowhere: expected a folder cifar10 in it"),
+    ],
+)
+@pytest.mark.slow
+def test_a_mistake_is_one_line(script: str, arguments: list[str], words: str):
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert words in line
