@@ -60,6 +60,32 @@ def test_a_verdict_needs_seeds_and_a_difference(proof: dict[str, Any]):
     assert verdict([1, 5, 9, 3, 4], [2, 5, 9, 3, 4], lower=False) == "not seen"
 
 
+def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
+    proof: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "proof_frozen"
+    names = {"RUNS": tmp_path, "RESULTS": tmp_path / "proof.jsonl", "IMAGES": tmp_path, "PAGE": tmp_path / "proof.md"}
+    for name, value in names.items():
+        monkeypatch.setitem(proof["store"].__globals__, name, value)
+    rows = []
+    for number, state in enumerate(("finished", "finished", "running")):
+        values = {"seed": number, "backbone.freeze_patch": True}
+        rows.append({"id": f"{number:03d}", "alternative": "", "values": values, "state": state})
+        (trial := folder / "trials" / f"{number:03d}").mkdir(parents=True)
+        (trial / "summary.json").write_text(json.dumps({"knn/top1": 30.0 + number, "loss": 1.0}))
+        norms = [2.0] * 40 + [14.0, 2.0]
+        (trial / "steps.jsonl").write_text("".join(json.dumps({"grad_norm": n}) + "\n" for n in norms))
+    (folder / "trials.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    proof["store"](proof["CLAIMS"][0])
+    proof["store"](proof["CLAIMS"][0])  # a second time changes nothing
+    kept = [json.loads(x) for x in (tmp_path / "proof.jsonl").read_text().splitlines()]
+    assert [(r["setting"], r["seed"]) for r in kept] == [("freeze_patch=True", 0), ("freeze_patch=True", 1)]
+    assert kept[0]["numbers"] == {"jump": 7.0, "knn/top1": 30.0}
+    proof["write"](kept)
+    assert (tmp_path / "proof_frozen.png").exists()
+    assert "30.50 ± 0.71 (2)" in (tmp_path / "proof.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
