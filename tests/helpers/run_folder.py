@@ -1,4 +1,4 @@
-"""The folder of a run, written without training."""
+"""The folders of a run and of a sweep, written without training."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from eagleray import config
 from eagleray.runs import recipe
+from eagleray.sweeps import sweep
 
 SUMMARY = {"knn/top1": 32.82, "knn/top1_untrained": 27.94, "linear/top1": 38.77000045776367, "linear/lr": 0.1}
 SUMMARY |= {"steps": 200, "epochs": 2.0, "images": 6400, "wall_seconds": 71.2, "restarts": 1, "steps_repeated": 7}
@@ -37,3 +38,19 @@ def write_run(folder: Path, *overrides: str, summary: dict[str, Any] | None = SU
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+def sweep_of(folder: Path) -> None:
+    """The folder of a sweep whose three trials are done."""
+    folder.mkdir()
+    made = sweep.load("cifar10_small", ["sweep.trials=3", f"out={folder}", "data.train=s3://bucket/train"])
+    (folder / "sweep.yaml").write_text(config.dump(made))
+    values = [{"optim.lr.value": 1e-3 * (i + 1), "method.momentum.value": 0.9} for i in range(3)]
+    rows = [
+        {"id": f"00{i}", "alternative": "byol", "values": values[i], "state": "finished", "step": 8, "steps": 8}
+        | {"metric": metric, "seconds": 1.0, "why": ""}
+        for i, metric in enumerate((30.25, 41.5, 20.75))
+    ]
+    lines(folder / "trials.jsonl", rows)
+    reports = [{"id": r["id"], "step": 8, "percent": 100.0, "value": r["metric"], "time": 1.0} for r in rows]
+    lines(folder / "reports.jsonl", reports)

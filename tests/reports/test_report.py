@@ -13,19 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.run_folder import SUMMARY, lines, records, write_run
+from helpers.run_folder import SUMMARY, lines, records, sweep_of, write_run
 from helpers.s3.server import store_of
 from PIL import Image
 from typer.testing import CliRunner
 
-from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.reports import page, plots, sections, write
 from eagleray.reports.read import names, read
 from eagleray.runs.plots import Panel
 from eagleray.storage import store
-from eagleray.sweeps import sweep
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 ALWAYS = {"Curves", "Recipe", "Environment", "Time"}
@@ -449,22 +447,6 @@ def test_many_trials_are_shown_from_the_worst_to_the_best(tmp_path: Path):
     assert f"{worst}: " in loss
     assert f"{best}: " in loss
     assert not any(alt.startswith("gradient norm, first") for alt in texts), "more trials than colours"
-
-
-def sweep_of(folder: Path) -> None:
-    """The folder of a sweep whose three trials are done."""
-    folder.mkdir()
-    made = sweep.load("cifar10_small", ["sweep.trials=3", f"out={folder}", "data.train=s3://bucket/train"])
-    (folder / "sweep.yaml").write_text(config.dump(made))
-    values = [{"optim.lr.value": 1e-3 * (i + 1), "method.momentum.value": 0.9} for i in range(3)]
-    rows = [
-        {"id": f"00{i}", "alternative": "byol", "values": values[i], "state": "finished", "step": 8, "steps": 8}
-        | {"metric": metric, "seconds": 1.0, "why": ""}
-        for i, metric in enumerate((30.25, 41.5, 20.75))
-    ]
-    lines(folder / "trials.jsonl", rows)
-    reports = [{"id": r["id"], "step": 8, "percent": 100.0, "value": r["metric"], "time": 1.0} for r in rows]
-    lines(folder / "reports.jsonl", reports)
 
 
 def test_wrong_places_are_one_line(tmp_path: Path, make: Make):

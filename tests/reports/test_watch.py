@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.commands import refused
-from helpers.run_folder import SUMMARY, lines, records, write_run
+from helpers.run_folder import SUMMARY, lines, records, sweep_of, write_run
 
 import eagleray
 from eagleray.reports import watch
@@ -54,6 +54,14 @@ def test_the_page_follows_the_run_to_its_end(folder: Path):
         status, page, again = get(served)
         assert (status, steps(page), again) == (200, "200", None), "a run that is finished is asked for no more"
         assert not list(folder.glob("report*")), "the run's own folder is left as it is"
+
+
+def test_the_page_of_a_sweep(tmp_path: Path):
+    sweep_of(folder := tmp_path / "sweep")
+    with Watch(str(folder), 0) as served:
+        status, page, _ = get(served)
+    assert status == 200
+    assert "Every trial that was started" in page
 
 
 def test_what_cannot_be_read_leaves_the_last_page_and_says_why(folder: Path):

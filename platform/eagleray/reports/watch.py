@@ -106,9 +106,9 @@ def handler_of(watch: Watch) -> type[BaseHTTPRequestHandler]:
 def page_about(url: str) -> Page:
     """Return the report of a run or of a sweep. Raises UserError, and Outage when the store does not answer."""
     place = url.rstrip("/")
-    if folder := sweep_folder(place):
-        return sweep.page(folder, store.absolute(place))
     with TemporaryDirectory(prefix="eagleray-watch-") as pictures:
+        if folder := sweep_folder(place):
+            return sweep.page(folder, store.absolute(place), Path(pictures))
         return sections.page(read(url), Path(pictures))
 
 
