@@ -103,6 +103,40 @@ def test_one_that_comes_back_has_lost_it_and_changes_nothing(
     assert not new.lost
 
 
+def test_one_that_stood_still_between_two_files_sends_no_other(
+    bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The file that it was sending comes late. The other one sends its own again at its end."""
+    old = remote.Mirror(OUT, "a")
+    old.folder.mkdir(parents=True, exist_ok=True)
+    for name in (layout.HEALTH_PLOT, layout.METRICS):
+        (old.folder / name).write_text("old\n")
+    old.ended.set()
+    old.join()
+    send, clock, others = store.put_bytes, time.monotonic, list[remote.Mirror]()
+
+    def stand_still(url: str, data: bytes) -> None:
+        if not others:
+            time.sleep(lease.DEAD)
+            with monkeypatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+                others.append(remote.Mirror(OUT, "b"))
+            others[0].folder.mkdir(parents=True, exist_ok=True)
+            for name in (layout.HEALTH_PLOT, layout.METRICS):
+                (others[0].folder / name).write_text("new\n")
+            others[0].copy()
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 60)
+        send(url, data)
+
+    monkeypatch.setattr(store, "put_bytes", stand_still)
+    with pytest.raises(Superseded):
+        old.copy()
+    stored = {p.name: p.read_text() for p in (tmp_path / "runs").rglob("*") if p.suffix in (".png", ".jsonl")}
+    assert stored == {layout.HEALTH_PLOT: "old\n", layout.METRICS: "new\n"}
+    others[0].close()
+    assert [p.read_text() for p in (tmp_path / "runs").rglob(layout.HEALTH_PLOT)] == ["new\n"]
+
+
 def race(count: int, claim: Callable[[int], object]) -> list[str]:
     """What became of so many that claim at once."""
     results, start = [""] * count, threading.Barrier(count)

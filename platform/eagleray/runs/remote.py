@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import zlib
@@ -17,6 +18,7 @@ from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two checks for changes
+FRESH = 1.0  # seconds for which the lease counts as held once it was asked for: the process may have stood still since
 RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at most, but for checkpoints
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
@@ -251,22 +253,24 @@ class Mirror(Background):
         Raises Superseded when another process has taken the run over, UserError, Outage and OSError.
         """
         with self.lock:
-            checked = False
+            checked = -math.inf
             for path in self.paths():
                 if not path.exists():
                     continue
                 stat, late = path.stat(), time.monotonic() >= self.due.get(path, 0.0)
                 if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size) and (at_once or late):
-                    if not checked:
-                        self.check()
-                    checked = True
                     data = path.read_bytes()  # as it is now: it may grow meanwhile
+                    if time.monotonic() > checked + FRESH:
+                        self.check()
+                        checked = time.monotonic()
                     store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", data)
                     self.sent[path] = (stat.st_mtime_ns, stat.st_size)
                     self.due[path] = time.monotonic() + len(data) / RATE
 
     def close(self) -> None:
         super().close()
+        if self.lease.epoch > 1:  # a file that an earlier process sent when it was stopped may have come late
+            self.sent = {path: sent for path, sent in self.sent.items() if path.name not in HISTORIES}
         try:
             self.copy()
         except (UserError, Outage, OSError) as e:
