@@ -18,7 +18,6 @@ from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two checks for changes
-FRESH = 1.0  # seconds for which the lease counts as held once it was asked for: the process may have stood still since
 RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at most, but for checkpoints
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
@@ -260,9 +259,10 @@ class Mirror(Background):
                 stat, late = path.stat(), time.monotonic() >= self.due.get(path, 0.0)
                 if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size) and (at_once or late):
                     data = path.read_bytes()  # as it is now: it may grow meanwhile
-                    if time.monotonic() > checked + FRESH:
+                    while time.monotonic() > checked + lease.BEAT:  # it may have stood still, also as it asked
+                        asked = time.monotonic()
                         self.check()
-                        checked = time.monotonic()
+                        checked = asked
                     store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", data)
                     self.sent[path] = (stat.st_mtime_ns, stat.st_size)
                     self.due[path] = time.monotonic() + len(data) / RATE
