@@ -32,6 +32,7 @@ PUBLIC = "needs public archives; datasets/ runs such commands with small ones"
 MODELS = "needs a trained backbone; evaluation/ and cli/ run such commands with small ones"
 PARSED = {
     "README.md": PAPER,
+    "docs/backbone/README.md": "trains for an hour; test_backbone.py loads the backbone",
     "docs/begin/gpu.md": "needs GPUs",
     "docs/begin/cluster.md": CLUSTER,
     "docs/data.md": PAPER,
