@@ -66,6 +66,7 @@ def test_a_writer_that_comes_back_to_a_run_in_a_store(
     while new_saves(site, name) < 2:
         time.sleep(0.2)
     send(new, signal.SIGSTOP)
+    time.sleep(3)  # until what it was sending has arrived
     before = stored(site, name)
     send(old, signal.SIGCONT)
     assert old.finish(60) == STATUS["superseded"], old.said()
