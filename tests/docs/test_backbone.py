@@ -16,8 +16,9 @@ FOLDER = ROOT / "docs" / "backbone"
 @pytest.mark.parametrize("page", ["README.md", "docs/backbone/README.md"])
 def test_the_line_of_the_page_loads_it(page: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    [call] = re.findall(r"timm\.create_model\([^\n]*docs/backbone[^\n]*\)", (ROOT / page).read_text())
-    model = eval(call, {"timm": timm}).eval()
+    [lines] = re.findall(r"weights = .*\nmodel = .*", (ROOT / page).read_text())
+    exec(lines, names := {"timm": timm})
+    model = names["model"].eval()
     ours = eagleray.load(FOLDER)
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
