@@ -286,16 +286,20 @@ def test_layers_of_our_own_models(name: str):
     assert len(set(found.values())) == depth[name]  # with what a stage, or the model, begins with
 
 
+class OfOneView(Method):
+    """Its loss is the sum of the head's outputs, each to a power."""
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.power = power
+        self.encoder = Encoder(Backbone("vit_tiny_patch16_224", options=TINY), nn.Linear(24, 2))
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        return {"loss": self.encoder(batch.views).pow(self.power).sum()}
+
+
 def test_a_layer_learns_at_its_share_of_the_rate():
-    class One(Method):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = Encoder(Backbone("vit_tiny_patch16_224", options=TINY), nn.Linear(24, 2))
-
-        def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-            return {"loss": self.encoder(batch.views).sum()}
-
-    method = One()
+    method = OfOneView(1)
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
     optimizer = optim.make("sgd", method, decay="all", momentum=0.0, layer_decay=0.5)
     batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(2), torch.empty(2), (2,))
@@ -311,17 +315,9 @@ def test_a_layer_learns_at_its_share_of_the_rate():
 
 
 def test_the_gradient_of_the_patch_projection_has_a_limit_of_its_own():
-    class One(Method):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = Encoder(Backbone("vit_tiny_patch16_224", options=TINY), nn.Linear(24, 2))
-
-        def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-            return {"loss": self.encoder(batch.views).square().sum()}
-
     def moved(clip_patch: float | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        method = One()
+        method = OfOneView(2)
         before = {n: p.detach().clone() for n, p in method.named_parameters()}
         optimizer = optim.make("sgd", method, decay="all", momentum=0.0)
         batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(2), torch.empty(2), (2,))

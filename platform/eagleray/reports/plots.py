@@ -187,7 +187,7 @@ def scatter(points: Sequence[Point], xlabel: str, ylabel: str, heading: str, fol
         for p in of:
             left = p.x == max(q.x for q in points)  # its name would not fit at its right
             place: Any = {"xytext": (-4, -10), "ha": "right"} if left else {"xytext": (4, 4)}
-            axes.annotate(p.run.replace("$", r"\$"), (p.x, p.y), textcoords="offset points", fontsize=7, **place)
+            axes.annotate(label(p.run), (p.x, p.y), textcoords="offset points", fontsize=7, **place)
     if max(p.x for p in points) > 4 * min(p.x for p in points):
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

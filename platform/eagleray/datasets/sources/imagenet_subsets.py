@@ -54,31 +54,26 @@ def _items(whole: Listing, classes: Sequence[str]) -> Iterator[Item]:
             yield item._replace(label=labels[whole.classes[item.label]])
 
 
+def _source(name: str, title: str, short: str, splits: dict[str, int], chosen: str) -> Source:
+    """Return the source of a subset whose classes are those of `chosen`."""
+    return Source(
+        imagenet_subset,
+        licence=IMAGENET,
+        options=("labels",),
+        dataset=Dataset(
+            title,
+            short=short,
+            classes=len(CLASSES[name]),
+            splits=splits,
+            obtain="Download ImageNet-1k, of which it is a part",
+            contents=f"the files of `imagenet-1k`; the classes are those of {chosen}",
+        ),
+    )
+
+
 SOURCES = {
-    "imagenet-100": Source(
-        imagenet_subset,
-        licence=IMAGENET,
-        options=("labels",),
-        dataset=Dataset(
-            "ImageNet-100",
-            short="in100",
-            classes=100,
-            splits={"train": 126_689, "val": 5_000},
-            obtain="Download ImageNet-1k, of which it is a part",
-            contents="the files of `imagenet-1k`; the classes are those of CMC",
-        ),
-    ),
-    "imagenet-10": Source(
-        imagenet_subset,
-        licence=IMAGENET,
-        options=("labels",),
-        dataset=Dataset(
-            "ImageNet-10",
-            short="in10",
-            classes=10,
-            splits={"train": 13_000, "val": 500},
-            obtain="Download ImageNet-1k, of which it is a part",
-            contents="the files of `imagenet-1k`; the classes are those of DAC and Contrastive Clustering",
-        ),
+    "imagenet-100": _source("imagenet-100", "ImageNet-100", "in100", {"train": 126_689, "val": 5_000}, "CMC"),
+    "imagenet-10": _source(
+        "imagenet-10", "ImageNet-10", "in10", {"train": 13_000, "val": 500}, "DAC and Contrastive Clustering"
     ),
 }
