@@ -34,10 +34,13 @@ def split(args: list[str]) -> tuple[str, list[str]]:
     return args[0], args[1:]
 
 
-def start(args: list[str], **environment: str) -> subprocess.Popen[str]:
+def start(args: list[str], *, group: int | None = None, **environment: str) -> subprocess.Popen[str]:
+    """`eagleray pretrain`, in the process group of the tests, or with `group=0` in its own."""
     command = [sys.executable, "-m", "eagleray.cli", "pretrain", *args]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, process_group=group
+    )
 
 
 def wait_for_start(out: Path, number: int, process: subprocess.Popen[str]) -> None:

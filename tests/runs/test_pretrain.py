@@ -1,6 +1,7 @@
 """A run from start to end, and through every way of being stopped."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.runs import arguments, assert_same, split, start, wait_for_step, weights
+from helpers.runs import FAST, arguments, assert_same, split, start, wait_for_step, weights
 from torch import Tensor
 
 from eagleray.api.pretrain import pretrain
@@ -214,12 +215,21 @@ def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_
     assert steps == list(range(1, 151))
 
 
-def test_sigterm_saves_and_stops(small: Path, shards: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("workers", "readers"),
+    [(0, 0), (0, 2), pytest.param(2, 1, marks=pytest.mark.slow)],
+    ids=["alone", "readers", "ray"],
+)
+def test_sigterm_to_a_command_and_all_its_processes_saves_and_stops(
+    workers: int, readers: int, small: Path, shards: Path, tmp_path: Path
+):
+    """As `timeout` sends it."""
     out = tmp_path / "stopped"
-    process = start(arguments(small, shards, out, "optim.epochs=4000", "evaluate.probe_epochs=0"))
+    more = ("optim.epochs=4000", *FAST, f"workers={workers}", f"data.workers={readers}")
+    process = start(arguments(small, shards, out, *more), group=0)
     wait_for_step(out, 3, process)
-    process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=120)[0]
+    os.killpg(process.pid, signal.SIGTERM)
+    text = process.communicate(timeout=40)[0]  # without its servers, Ray waits for 60 s
     assert process.returncode == 1, text
     last = read_lines(out / "metrics.jsonl")[-1]["step"]
     state = checkpoint.newest(out / "checkpoints")

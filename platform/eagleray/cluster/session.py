@@ -1,5 +1,6 @@
 """Connect to Ray for the length of a command: to the cluster of RAY_ADDRESS, or to one started on this machine."""
 
+import functools
 import logging
 import os
 import signal
@@ -86,10 +87,27 @@ def _connect(ray: Any, options: dict[str, Any]) -> None:
     """Connect to Ray, and try once more after a failure, as Ray gives up on a busy machine after a fixed time."""
     for last in (False, True):
         try:
-            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+            with _servers_apart():
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
             return
         except Exception as e:
             ray.shutdown()
             if last:
                 where = os.environ.get("RAY_ADDRESS") if not options else "this machine"
                 raise RuntimeError(f"Ray on {where} did not answer: {' '.join(str(e).split())[:300]}") from e
+
+
+@contextmanager
+def _servers_apart() -> Iterator[None]:
+    """A context in which Ray starts its servers in process groups of their own.
+
+    `timeout` and others send SIGTERM to the whole group of a command. A run saves then, for which it needs Ray.
+    """
+    from ray._private import services
+
+    before = services.ConsolePopen
+    services.ConsolePopen = functools.partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before

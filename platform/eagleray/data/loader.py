@@ -6,6 +6,7 @@ Where the device is the CPU, the worker processes apply the colour operations, t
 import itertools
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -162,7 +163,9 @@ class _PartDataset(IterableDataset[StepPart]):
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore Ctrl-C in a loader process; the main process handles it, and a run finishes the step and saves first."""
+    """Keep Ctrl-C, and SIGTERM to the whole group of the command, from a loader process; the main process handles them,
+    and a run finishes the step and saves first."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
