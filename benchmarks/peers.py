@@ -37,6 +37,7 @@ from eagleray.engine.world import local
 from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.plan import make_plan
+from eagleray.runs.pretrain import place
 from eagleray.runs.recipe import Recipe
 from eagleray.views import photometric
 
@@ -121,6 +122,7 @@ class Ours:
 
     def steps(self, r: Recipe) -> Iterator[Any]:
         method = build_method(r)
+        place(method, r, local())
         middle = Progress(1000 * r.optim.epochs // 2, 1000, r.optim.epochs)
         batches = ((middle, batch) for batch in self.batches())
         precision = Precision.of(r.precision, local().device)

@@ -26,6 +26,7 @@ from eagleray.evaluation.extraction import Task, features
 from eagleray.evaluation.on_workers import FeatureJob, Job, measure_videos, run_on_own, run_on_ranks, run_on_shares
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, load_target
+from eagleray.models.token_linear import on_device
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import digest, tree_digest
 from eagleray.protocols.eval_mode import check_images, check_patches
@@ -238,7 +239,7 @@ class Evaluation:
 
     def run_on_backbone(self, name: str, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
         """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
-        backbone = self.target.backbone.to(world.local().device)
+        backbone = on_device(self.target.backbone, world.local().device)
         parameter = protocol.parameters.get("size")
         size = arguments.get("size", parameter.default if parameter else self.target.settings.size)
         inputs: list[Any] = []

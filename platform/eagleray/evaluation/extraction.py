@@ -18,6 +18,7 @@ from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation import embeddings, feature_cache
 from eagleray.evaluation.target import Target, load_in_worker
+from eagleray.models.token_linear import on_device
 from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.features import LabelledFeatures, extract_features
 
@@ -79,7 +80,7 @@ def features(
                 parts = ray_map(share, tasks, workers=workers, gpus=task.gpus)
                 return join_shares(report_progress(parts, tick))
             return extract_features(
-                one.backbone.to(device),
+                on_device(one.backbone, device),
                 index,
                 task.samples,
                 size=task.size,

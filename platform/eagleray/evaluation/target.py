@@ -22,6 +22,7 @@ from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import TIMM, Network
+from eagleray.models.token_linear import on_device
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import layout, remote
@@ -105,7 +106,7 @@ def load_in_worker(name: str, architecture: str | None, digest: str, gpus: bool)
     target = load_target(name, architecture)
     if target.digest != digest:
         raise UserError(f"{name}: the weights changed during the evaluation; name a checkpoint file, or try again")
-    return target.backbone.to(world.device_of(gpus))
+    return on_device(target.backbone, world.device_of(gpus))
 
 
 def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:

@@ -15,6 +15,7 @@ from eagleray.base import devices
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.data.decode_crops import decode_crops
 from eagleray.engine.precision import Precision
+from eagleray.models.token_linear import on_device
 from eagleray.runs.accelerators import Rates
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
@@ -47,7 +48,7 @@ def calibrated(
     method = build_method(whole)
     images = max(images, method.norm_group or 0)
     method.allocate(images)
-    method.to(device)
+    on_device(method, device)
     optimizer = build_optimizer(whole, method)
     batch, times = made_up(whole, images, device=device), []
     began = clock()

@@ -17,6 +17,7 @@ from eagleray.data.digests import data_digest
 from eagleray.data.loader import processes
 from eagleray.methods.method import Classifier
 from eagleray.models.backbone import Backbone
+from eagleray.models.token_linear import on_device
 from eagleray.protocols.classifier import classifier
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.image_batches import Reading
@@ -177,7 +178,7 @@ def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
     """Return the scores of the backbone with the weights that the run began with. They are computed once on a machine,
     and kept in its cache for further runs of the recipe."""
     recipe = run.plan.recipe
-    backbone = build_method(recipe).export().to(run.world.device)
+    backbone = on_device(build_method(recipe).export(), run.world.device)
     path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json" if run.world.rank == 0 else None
     known = dist.gather_objects(json.loads(path.read_text()) if path and path.exists() else None)[0]
     if known:

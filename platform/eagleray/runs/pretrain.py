@@ -28,6 +28,7 @@ from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
+from eagleray.models.token_linear import on_device
 from eagleray.runs import evaluations, layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.anchor import Anchor
@@ -129,7 +130,7 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
 
 def place(method: Method, recipe: Recipe, world: World) -> None:
     """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
-    method.to(world.device)
+    on_device(method, world.device)
     if method.export().batch_norm:
         method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
     world.synchronise(method)

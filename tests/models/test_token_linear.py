@@ -1,0 +1,87 @@
+"""Linear layers that convolve: the same numbers as matrix products, and nothing else of a network changes."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from eagleray.models import token_linear
+from eagleray.models.token_linear import IMAGES, PIXELS, ROWS, TokenLinear, divided, on_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_linear, "convolutions_are_faster", lambda: True)
+
+
+@pytest.mark.parametrize("shape", [(64, 17, 24), (1088, 24), (4, 16, 16, 24), (521, 24), (3, 24), (2, 5, 24), (24,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_gradients_are_those_of_a_linear_layer(shape: tuple[int, ...], bias: bool, faster: None):
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 40, bias=bias)
+    other = copy.deepcopy(plain)
+    on_device(other, CPU)
+    assert type(other) is TokenLinear
+    x, y = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 40)
+    found = []
+    for layer in (plain, other):
+        out = layer(x)
+        found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], y)])
+    for a, b in zip(*found, strict=True):
+        assert a.shape == b.shape
+        assert a.is_contiguous() == b.is_contiguous()
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-4)
+
+
+def test_tokens_that_are_not_in_order_in_memory(faster: None):
+    """A ViT's tokens without the class token, or a map of channels first."""
+    layer = nn.Linear(24, 8)
+    other = copy.deepcopy(layer)
+    on_device(other, CPU)
+    for x in (torch.randn(64, 18, 24)[:, 1:], torch.randn(16, 24, 8, 8).permute(0, 2, 3, 1)):
+        torch.testing.assert_close(other(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 2080, 6304, 12608, 100 * 65, 256 * 197])
+def test_images_are_of_one_size_and_small_enough(rows: int):
+    images = divided(rows)
+    assert images is not None
+    assert rows % images == 0
+    assert images >= IMAGES
+    assert rows // images <= PIXELS
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS - 2, 521, 2 * 521])
+def test_rows_that_no_convolution_takes(rows: int):
+    assert divided(rows) is None
+
+
+def test_only_plain_linear_layers_of_a_cpu_change(faster: None):
+    class Other(nn.Linear):
+        pass
+
+    network = nn.Sequential(nn.Linear(4, 4), Other(4, 4), nn.LayerNorm(4))
+    names = list(network.state_dict())
+    assert type(on_device(copy.deepcopy(network), torch.device("meta"))[0]) is nn.Linear
+    on_device(network, CPU)
+    assert [type(part) for part in network] == [TokenLinear, Other, nn.LayerNorm]
+    assert list(network.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
+)
+def test_which_cpus_convolve(
+    vendor: str, capability: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
+    monkeypatch.setattr(token_linear, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert token_linear.convolutions_are_faster.__wrapped__() is expected
+    monkeypatch.setattr(token_linear, "CPUINFO", tmp_path / "none")
+    assert token_linear.convolutions_are_faster.__wrapped__() is False
