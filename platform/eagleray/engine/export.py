@@ -175,7 +175,8 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
             text=True,
         )
     if done.returncode:
-        raise UserError(f"{weights}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip() or f"the process that loads it ended with status {done.returncode}"
+        raise UserError(f"{weights}: cannot be loaded: {said.splitlines()[-1]}")
     return float(done.stdout.split()[-1])
 
 
