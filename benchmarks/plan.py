@@ -23,6 +23,7 @@ from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import CPU
 from eagleray.datasets.catalogue import images_of
 from eagleray.engine.precision import Precision
+from eagleray.models.token_linear import on_device
 from eagleray.protocols import throughput
 from eagleray.runs import calibrate, recipe
 from eagleray.runs.accelerators import cpu_rates, find
@@ -119,7 +120,7 @@ def compare(chosen: Recipe, images: int, rates: Any) -> dict[str, float]:
 
 def measure(chosen: Recipe, images: int) -> tuple[int, float, int]:
     """Return the peak memory and the CPU time of a step, and the bytes of the method's buffers."""
-    method = build_method(chosen)
+    method = on_device(build_method(chosen), CPU)
     method.allocate(images)
     optimizer, batch = build_optimizer(chosen, method), made_up(chosen, images)
     precision = Precision(torch.float32, CPU)

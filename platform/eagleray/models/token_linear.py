@@ -28,12 +28,20 @@ class TokenLinear(nn.Linear):
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # which choose kernels themselves
             return super().forward(input)
         rows = input.shape[:-1].numel()
-        images = divided(rows)
-        if images is None:
+        if rows < ROWS:
             return super().forward(input)
-        x = input.reshape(images, rows // images, 1, -1).permute(0, 3, 1, 2)  # channels last
+        images = divided(rows)
+        x, left = input.reshape(rows, -1), rows % images
+        y = self.convolve(x[: rows - left], images)
+        if left:
+            y = torch.cat([y, super().forward(x[-left:])])
+        return y.view(*input.shape[:-1], -1)
+
+    def convolve(self, x: Tensor, images: int) -> Tensor:
+        """Return the outputs (R, D) for rows (R, C), R a multiple of `images`."""
+        x = x.reshape(images, -1, 1, self.in_features).permute(0, 3, 1, 2)  # channels last
         y = functional.conv2d(x, self.weight[:, :, None, None], self.bias)
-        return y.permute(0, 2, 3, 1).reshape(*input.shape[:-1], -1)
+        return y.permute(0, 2, 3, 1).reshape(-1, self.out_features)
 
 
 def on_device(network: Network, device: torch.device) -> Network:
@@ -56,8 +64,7 @@ def convolutions_are_faster() -> bool:
 
 
 @functools.cache
-def divided(rows: int) -> int | None:
-    """Return the number of images of equal size that the rows are divided into, or None for rows that no convolution
-    takes."""
-    numbers = range(max(IMAGES, -(-rows // PIXELS)), rows // IMAGES + 1) if rows >= ROWS else ()
-    return next((n for n in numbers if rows % n == 0), None)
+def divided(rows: int) -> int:
+    """Return the number of images of equal size that at least ROWS rows are divided into; some rows may be left."""
+    least = max(IMAGES, -(-rows // PIXELS))
+    return next((n for n in range(least, rows // IMAGES + 1) if rows % n == 0), least)
