@@ -15,7 +15,7 @@ from torch.nn import functional
 Network = TypeVar("Network", bound=nn.Module)
 
 CPUINFO = Path("/proc/cpuinfo")
-ROWS = 512  # of an input; with fewer, the weights are the larger part of the work
+ROWS = 256  # of an input; with fewer, the weights are the larger part of the work
 # Images that the rows are divided into: with fewer, PyTorch multiplies matrices in a 1 x 1 convolution, too.
 IMAGES = 16
 PIXELS = 256  # of an image at most; the gradients of weights are slow with more

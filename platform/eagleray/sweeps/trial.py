@@ -14,6 +14,7 @@ import torch
 
 from eagleray import config
 from eagleray.base import files
+from eagleray.base.allocator import give_back
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster import ray_train
 from eagleray.config import plugins
@@ -213,6 +214,7 @@ def free_memory() -> None:
     """Free the network of a run that has ended. Its hooks and optimiser refer to each other, so only the collector
     finds that nobody needs them."""
     gc.collect()
+    give_back()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
