@@ -1,6 +1,7 @@
 """Connect to Ray for the length of a command: to the cluster of RAY_ADDRESS, or to one started on this machine."""
 
 import functools
+import importlib
 import logging
 import os
 import signal
@@ -103,8 +104,7 @@ def _servers_apart() -> Iterator[None]:
 
     `timeout` and others send SIGTERM to the whole group of a command. A run saves then, for which it needs Ray.
     """
-    from ray._private import services
-
+    services: Any = importlib.import_module("ray._private.services")
     before = services.ConsolePopen
     services.ConsolePopen = functools.partial(before, process_group=0)
     try:
