@@ -28,14 +28,22 @@ def make(
     constant: Sequence[str] = (),
     constant_lr: float = 0.0,
     layer_decay: float | None = None,
+    undecayed_lr_scale: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `nesterov` is `sgd` with Nesterov's momentum; `lars`
     is MoCo v3's, `larc` SwAV's; `lamb` is that of its paper.
 
-    Raises UserError for a name in `constant` that is not a submodule of the method, and for `layer_decay` when timm
-    does not define the layers.
+    Raises UserError for a name in `constant` that is not a submodule of the method, for `layer_decay` when timm does
+    not define the layers, and for `undecayed_lr_scale` when every parameter is decayed.
     """
-    groups = param_groups(method, decay=decay, constant=constant, constant_lr=constant_lr, layer_decay=layer_decay)
+    groups = param_groups(
+        method,
+        decay=decay,
+        constant=constant,
+        constant_lr=constant_lr,
+        layer_decay=layer_decay,
+        undecayed_lr_scale=undecayed_lr_scale,
+    )
     whole = divide_groups(groups)
     optimizer = _create(name, groups, momentum, beta2)
     follow(optimizer, whole)
@@ -65,6 +73,7 @@ def param_groups(
     constant: Sequence[str] = (),
     constant_lr: float = 0.0,
     layer_decay: float | None = None,
+    undecayed_lr_scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return groups of decayed and undecayed trainable parameters.
 
@@ -74,14 +83,18 @@ def param_groups(
     Swin).
 
     The submodules of the method named in `constant` have two groups of their own with a `constant_lr`. With
-    `layer_decay`, each layer of the backbone has two groups with an `lr_scale`, a factor on the learning rate. Raises
-    UserError as `make` does.
+    `layer_decay`, each layer of the backbone has two groups with an `lr_scale`, a factor on the learning rate. The
+    groups without weight decay have `undecayed_lr_scale` as a factor, too. Raises UserError as `make` does.
     """
+    scaled = layer_decay is not None or undecayed_lr_scale != 1
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
             raise UserError(f"optim.constant_lr={list(constant)}: expected parts of the method: {', '.join(parts)}")
     named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
     spared = undecayed_names(method) if decay == "timm" else set()
+    if decay == "all" and undecayed_lr_scale != 1:
+        given = f"optim.undecayed_lr_scale={undecayed_lr_scale}"
+        raise UserError(f"{given}: optim.decay=all decays every parameter; expected optim.decay=matrices or timm")
     decayed = [decay == "all" or (p.ndim > 1 and not n.endswith(".bias") and n not in spared) for n, p in named]
     stills = [n.split(".")[0] in constant for n, _ in named]
     deep = {} if layer_decay is None else layer_lr_scales(method, layer_decay)
@@ -94,7 +107,7 @@ def param_groups(
             "weight_decay": 0.0,
         }
         | ({"constant_lr": constant_lr} if still else {})
-        | ({} if layer_decay is None else {"lr_scale": share})
+        | ({"lr_scale": share * (1.0 if keep else undecayed_lr_scale)} if scaled else {})
         for still in ((False, True) if constant else (False,))
         for share in sorted({*shares, 1.0})
         for keep in (True, False)

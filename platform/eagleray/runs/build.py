@@ -59,7 +59,13 @@ def check_method(recipe: Recipe) -> Method:
             count = f"{least}" if least == most else f"{least} to {most}"
             raise UserError(f"views: got {views}, but {recipe.method.name} works with {count}")
         o = recipe.optim
-        optim.param_groups(method, decay=o.decay, constant=o.constant_lr, layer_decay=o.layer_decay)
+        optim.param_groups(
+            method,
+            decay=o.decay,
+            constant=o.constant_lr,
+            layer_decay=o.layer_decay,
+            undecayed_lr_scale=o.undecayed_lr_scale,
+        )
         if o.clip_patch and not patch_parameters(method):
             raise UserError(f"optim.clip_patch={o.clip_patch}: no patch projection is trained")
         backbone = method.export()
@@ -100,6 +106,7 @@ def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
         constant=o.constant_lr,
         constant_lr=lr,
         layer_decay=o.layer_decay,
+        undecayed_lr_scale=o.undecayed_lr_scale,
     )
 
 

@@ -108,6 +108,8 @@ class Optim:
     weight_decay: Schedule = Schedule(value=0.04, end=0.4)
     # matrices: biases and other vectors are not decayed; timm: nor is what timm's model names, such as position tables
     decay: Literal["all", "matrices", "timm"] = "matrices"
+    # Factor on the rate of the parameters that `decay` leaves out, such as biases and norms
+    undecayed_lr_scale: Annotated[float, Field(gt=0, allow_inf_nan=False, exclude_if=lambda scale: scale == 1)] = 1.0
     clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
     clip_each: bool = False  # the norm of every tensor on its own (DINO), not of all together
     # Norm of the patch projection's gradient, after optim.clip; None: as it is
