@@ -78,7 +78,50 @@ def test_without_norm_an_image_knows_nothing_of_the_others():
         assert all((layer.bias is None) == norm for layer in m.predictor if isinstance(layer, nn.Linear))
 
 
-@pytest.mark.parametrize("settings", [{}, {"heads": "r50"}, {"norm": False}, {"predictor": False}])
+def norm_batches(m: MoCoV3, batch: Batch) -> dict[str, list[int]]:
+    """Return how many images each batch norm of a step saw at a time, by its name."""
+    seen: dict[str, list[int]] = {}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, x, name=name: seen.setdefault(name, []).append(len(x[0])))
+        for name, layer in m.named_modules()
+        if isinstance(layer, nn.BatchNorm1d)
+    ]
+    m(batch, AT)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_both_crops_are_in_one_batch_norm_or_each_apart():
+    for joint, sizes in ((False, [6, 6]), (True, [12])):
+        m = made(joint_norm=joint)
+        seen = norm_batches(m, pair())
+        assert len(seen) == 8, "three in each projector, two in the predictor"
+        assert all(counts == sizes for counts in seen.values())
+
+
+def test_the_statistics_of_both_crops_together_are_those_of_all_images():
+    """The second crop is far from the first, so that each apart has another mean and variance than both together."""
+    batch = pair()
+    batch = dataclasses.replace(batch, views=[batch.views[0], 3 * batch.views[1] + 2])
+    apart, joint = made(momentum=Schedule(value=0.0)), made(momentum=Schedule(value=0.0), joint_norm=True)
+    x = torch.cat(batch.views)
+    z = joint.base_encoder.head(joint.base_encoder.backbone.pooled(x))
+    q, k = joint.predictor(z).chunk(2), z.detach().chunk(2)
+    want = sum(ctr(q[i], k[1 - i], joint.temperature, batch.rows) for i in (0, 1))
+    losses = [m(batch, AT)["loss"] for m in (apart, joint)]
+    torch.testing.assert_close(losses[1], want)
+    assert (losses[0] - losses[1]).abs() > 1e-2
+
+
+def test_joint_norm_changes_nothing_without_batch_norm():
+    apart, joint = (made(norm=False, joint_norm=on)(pair(), AT)["loss"] for on in (False, True))
+    torch.testing.assert_close(apart, joint)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"heads": "r50"}, {"norm": False}, {"predictor": False}, {"joint_norm": True}]
+)
 def test_every_variant_learns_in_all_that_is_trained(settings: dict[str, Any]):
     m = made(**settings)
     m(pair(), AT)["loss"].backward()

@@ -4,11 +4,12 @@ arXiv:2104.02057, algorithm 1. B images, C channels.
 """
 
 import math
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
@@ -37,12 +38,14 @@ class MoCoV3(Method):
         # paper has three layers and norms everywhere. The name of a backbone does not say which heads are meant.
         heads: Literal["vit", "r50"] = "vit",
         norm: bool = True,  # batch norm in both heads
+        # Batch norm, a backbone's too, sees both crops of the images together (SimCLR's code), not each apart (BYOL's).
+        joint_norm: Annotated[bool, Field(exclude_if=lambda on: not on)] = False,
         predictor: bool = True,
         temperature: PositiveFloat = 0.2,
         momentum: Schedule = Schedule(value=0.99, end=1.0),  # the paper has 0.99, the ViT recipe of the code raises it
     ) -> None:
         super().__init__()
-        self.temperature, self.momentum = temperature, momentum
+        self.temperature, self.momentum, self.joint_norm = temperature, momentum, joint_norm
         vit = heads == "vit"
         widths = [backbone.dim, hidden, hidden, dim] if vit else [backbone.dim, hidden, dim]
         self.base_encoder = Encoder(backbone, mlp(widths, norm=norm, last_norm=norm))
@@ -50,14 +53,20 @@ class MoCoV3(Method):
         self.momentum_encoder = ema_copy(self.base_encoder)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        # One call per view: batch norm must not mix the two.
-        q1, q2 = (self.predictor(z) for z in self.base_encoder.each(batch.views))  # (B, C)
+        q1, q2 = self._outputs(self.base_encoder, self.predictor, batch.views)  # (B, C)
         with torch.no_grad():
             # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
             ema_update(self.momentum_encoder, self.base_encoder, self.momentum(at))
-            k1, k2 = self.momentum_encoder.each(batch.views)  # (B, C)
+            k1, k2 = self._outputs(self.momentum_encoder, nn.Identity(), batch.views)  # (B, C)
         loss = ctr(q1, k2, self.temperature, batch.rows) + ctr(q2, k1, self.temperature, batch.rows)
         return {"loss": loss, "gain": math.log(sum(batch.rows)) - loss / (4 * self.temperature)}
+
+    def _outputs(self, encoder: Encoder[Any], head: nn.Module, views: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Return the head's output (B, C) for the encoder's output of each view (B, 3, S, S)."""
+        if self.joint_norm:
+            joint: Tensor = head(encoder(views))
+            return joint.chunk(len(views))
+        return [head(z) for z in encoder.each(views)]  # one call per view: batch norm must not mix the two
 
     def export(self) -> Backbone:
         return self.base_encoder.backbone
