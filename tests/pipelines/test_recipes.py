@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import timm
 import torch
 import yaml
 
@@ -234,7 +235,9 @@ SLIDES = {  # of MoCo v3: fine-tuning
     + columns({"supervised_vitl16": "99.1 91.1 98.6 93.7"}, TRANSFER, "ft100")
     + columns({"supervised_vitl16": "77.1 48.3 54.3 42.8"}, TRANSFER, "ft100")
     + columns({"supervised_vith14": "99.1 91.2 98.8 94.2"}, TRANSFER, "ft100")
-    + columns({"supervised_vith14": "75.9 48.0 52.8 40.4"}, TRANSFER, "ft100"),
+    + columns({"supervised_vith14": "75.9 48.0 52.8 40.4"}, TRANSFER, "ft100")
+    + columns({"supervised_vitb16": "98.1 87.1 89.5 93.8"}, TRANSFER, "ft100_sup")
+    + columns({"supervised_vitl16": "97.9 86.4 89.7 93.6"}, TRANSFER, "ft100_sup"),
 }
 PAPERS = {"esvit": ESVIT, "selfpatch": SELFPATCH, "drloc": DRLOC, "moco v3": SLIDES}
 ROWS = [(paper, n, row) for paper, of in PAPERS.items() for n in of for row in of[n]]
@@ -368,12 +371,20 @@ def test_recipes_with_labels_fit_their_sets(name: str):
     if r.backbone.weights and r.backbone.weights.startswith("runs/"):  # where such a run is left
         source = recipe.load(r.backbone.weights.removeprefix("runs/"))
         assert structure(source) == structure(r)
+    if r.backbone.weights and r.backbone.weights.startswith("timm:"):
+        with torch.device("meta"):
+            theirs = timm.create_model(r.backbone.weights.removeprefix("timm:"), num_classes=0)
+        assert shapes_and_heads(theirs) == structure(r)
 
 
 def structure(r: recipe.Recipe) -> tuple[dict[str, torch.Size], list[int]]:
     """Of its backbone: shapes of tensors, and attention heads, which they do not tell."""
     with torch.device("meta"):
-        model = build_backbone(r).model
+        return shapes_and_heads(build_backbone(r).model)
+
+
+def shapes_and_heads(model: torch.nn.Module) -> tuple[dict[str, torch.Size], list[int]]:
+    """Of a model: shapes of tensors, and attention heads, which they do not tell."""
     heads = [m.num_heads for m in model.modules() if hasattr(m, "num_heads")]
     return {k: v.shape for k, v in model.state_dict().items()}, heads
 
