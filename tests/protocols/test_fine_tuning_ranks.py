@@ -1,5 +1,6 @@
 """Fine-tuning on several ranks: the same batches, averaged gradients, batch norm over all of them, one who writes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,16 @@ def detect(folder: Path, out: Path) -> tuple[Outcome, float]:
     return outcome, float(sum(p.double().abs().sum() for p in nets[0].state_dict().values()))
 
 
-def test_a_detector_is_trained_and_tested_by_ranks_together(tmp_path: Path):
+C4 = {"head": "c4", "optimizer": "sgd", "parts": "detectron2", "crop": True, "sizes": [48, 64]}
+
+
+@pytest.mark.parametrize("settings", [{}, C4], ids=["pyramid", "C4"])
+def test_a_detector_is_trained_and_tested_by_ranks_together(settings: dict[str, Any], tmp_path: Path):
     """All ranks have the same weights in the end. One process that reads their checkpoint measures the same numbers of
     the validation images that they had divided, and draws the same picture."""
     folder = coco(tmp_path / "set", count=3)
+    schedule = folder / "schedule.yaml"
+    schedule.write_text(json.dumps(json.loads(schedule.read_text()) | settings))
     (first, weight), (second, same) = on_ranks(2, detect, tmp_path, folder, tmp_path / "out", start="spawn")
     assert weight == same
     assert (second.numbers, second.pictures) == ({}, ())

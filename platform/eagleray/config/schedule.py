@@ -10,7 +10,7 @@ class Progress:
 
     step: int
     steps_per_epoch: int
-    epochs: int
+    epochs: float
     seed: int = 0  # the recipe's
 
     @property

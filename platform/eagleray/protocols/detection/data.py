@@ -4,6 +4,7 @@ Shards are not used for this, because they have one label for an image. Here an 
 are few."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from eagleray.protocols.detection.coco_values import is_mask, is_numbers, shown,
 from eagleray.protocols.detection.scores import area, to_mask
 
 FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # where the images of a split may be
+CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # pixels of resized images and their crops
 KEYS = {
     "images": ("id", "file_name", "height", "width"),
     "categories": ("id", "name"),
@@ -47,6 +49,7 @@ class Coco(Dataset[Example]):
     objects: list[list[dict[str, Any]]]  # annotations of each image, crowds included
     categories: dict[int, str]  # names by id, in order of ids
     flip: bool = False  # mirror half of the images, in training
+    crop: int | None = None  # the seed with which half of the images are cropped, in training; None: no crops
 
     @classmethod
     def of(cls, folder: Path, split: str) -> "Coco":
@@ -69,7 +72,8 @@ class Coco(Dataset[Example]):
         return len(self.paths)
 
     def __getitem__(self, at: tuple[int, int] | int) -> Example:
-        """Read an image by its number, or by an epoch and its number. The epoch decides whether the image is mirrored.
+        """Read an image by its number, or by its number and an epoch. The epoch decides how the image is mirrored and
+        cropped.
 
         Raises UserError when the image cannot be read, or does not have the size that the annotations state."""
         i, epoch = at if isinstance(at, tuple) else (at, 0)
@@ -79,7 +83,11 @@ class Coco(Dataset[Example]):
             raise UserError(f"{self.paths[i]}: has {size} pixels; {self.file} says {info['width']} x {info['height']}")
         target = self.target(i)
         if self.flip and np.random.default_rng((i, epoch)).random() < 0.5:
-            return mirror(image, target)
+            image, target = mirror(image, target)
+        if self.crop is not None:
+            rng = np.random.default_rng((self.crop, epoch, i, 1))  # the 1, as (i, epoch) and (i, epoch, 0) are one seed
+            if rng.random() < 0.5:
+                return cut(image, target, draw_crop(rng, (info["height"], info["width"])))
         return Example(image, target)
 
     def trainable(self) -> list[int]:
@@ -118,6 +126,35 @@ def mirror(image: Tensor, target: dict[str, Tensor]) -> Example:
     x0, y0, x1, y1 = target["boxes"].unbind(1)
     boxes = torch.stack([width - x1, y0, width - x0, y1], 1)
     return Example(image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)})
+
+
+def draw_crop(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Draw the part x0 y0 x1 y1 of an image of `shape` (H, W) that remains.
+
+    Its sides are those of DETR (Carion et al. 2020, arXiv:2005.12872) and of the Swin and SelfPatch detectors: 384 to
+    600 pixels of the image if its short side were resized to 400, 500 or 600 pixels. It is not resized so, as another
+    resize follows; its pixels are interpolated once."""
+    scale = min(rng.choice(CROP_SHORTS) / min(shape), CROP_LONGEST / max(shape))
+    ranges = []
+    for pixels in shape:
+        side = max(round(pixels * scale), 1)
+        length = rng.integers(min(side, CROP_SIDES[0]), min(side, CROP_SIDES[1]) + 1)
+        first = rng.integers(0, side - length + 1)
+        ranges.append((int(first / scale), min(math.ceil((first + length) / scale), pixels)))
+    (y0, y1), (x0, x1) = ranges
+    return x0, y0, x1, y1
+
+
+def cut(image: Tensor, target: dict[str, Tensor], part: tuple[int, int, int, int]) -> Example:
+    """Cut the part x0 y0 x1 y1 out of an image (3, H, W) and its objects.
+
+    Objects whose box is then less than a pixel wide or high are left out; none may remain."""
+    x0, y0, x1, y1 = part
+    shift = torch.tensor([x0, y0, x0, y0], dtype=torch.float32)
+    boxes = (target["boxes"] - shift).clamp(min=0).minimum(torch.tensor([x1 - x0, y1 - y0] * 2, dtype=torch.float32))
+    kept = (boxes[:, 2:] - boxes[:, :2] >= 1).all(1)
+    masks = target["masks"][kept, y0:y1, x0:x1]
+    return Example(image[:, y0:y1, x0:x1], {"boxes": boxes[kept], "labels": target["labels"][kept], "masks": masks})
 
 
 def read_image(path: Path) -> Tensor:

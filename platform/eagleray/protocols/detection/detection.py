@@ -18,6 +18,7 @@ from eagleray.base.errors import UserError
 from eagleray.data.index import Note
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.detection.c4 import freeze, mask_rcnn_c4
 from eagleray.protocols.detection.data import Coco, read_image
 from eagleray.protocols.detection.heads import mask_rcnn
 from eagleray.protocols.detection.pyramid import FeaturePyramid
@@ -40,9 +41,10 @@ def detection(
     """Fine-tune a copy of the backbone with a detector's heads, and measure average precision in percent.
 
     `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on.
-    `schedule` is 1x, 3x, 1x_cascade, 3x_cascade or a YAML file of the same settings. Calling the function again with
-    the same arguments continues a training that was stopped, from its checkpoint in the folder `checkpoints`, by
-    default `out`. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
+    `schedule` is one of pipelines/detection, such as 1x, or a YAML file of the same settings. Calling the function
+    again with the same arguments continues a training that was stopped, from its checkpoint in the folder
+    `checkpoints`, by default `out`. Several ranks share the work; rank 0 returns the outcome, and writes pictures and
+    checkpoints.
 
     Raises UserError when the schedule or the data are wrong, or the backbone does not fit them."""
     settings = load_schedule(schedule)
@@ -53,8 +55,9 @@ def detection(
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
     backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
+    weights = weights_digest(backbone)
     net = build(backbone, len(train.categories), settings)
-    tag = digest(weights_digest(backbone), config.to_plain(settings), tree_digest(coco, times=True))
+    tag = digest(weights, config.to_plain(settings), tree_digest(coco, times=True))
     name = f"detection-{tag[:8]}"
     out.mkdir(parents=True, exist_ok=True)
     note(f"detection: {len(train.trainable())} training images, {len(val)} validation images")
@@ -76,21 +79,26 @@ def detection(
 
 
 def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.Module:
-    """Build the detector for a number of classes, on the backbone's device.
+    """Build the detector for a number of classes, on the backbone's device. The backbone becomes a part of it.
 
-    Raises UserError when the backbone's maps do not fit a feature pyramid."""
+    Raises UserError when the backbone's maps do not fit a feature pyramid, or it is no ResNet where one is needed."""
     if settings.drop_path:
         set_drop_path(backbone.model, settings.drop_path)
+    if settings.frozen:
+        freeze(backbone)
     device = next(backbone.parameters()).device
-    net = mask_rcnn(
-        FeaturePyramid(backbone, settings.channels),
-        classes + 1,
-        cascade=settings.cascade,
-        sizes=settings.sizes,
-        longest=settings.longest,
-        anchor=settings.anchor,
-        regions=settings.regions,
-    )
+    shared: dict[str, Any] = {
+        "sizes": settings.sizes,
+        "longest": settings.longest,
+        "anchor": settings.anchor,
+        "regions": settings.regions,
+        "parts": settings.parts,
+    }
+    if settings.head == "c4":
+        net = mask_rcnn_c4(backbone, classes + 1, frozen=settings.frozen, **shared)
+    else:
+        pyramid = FeaturePyramid(backbone, settings.channels)
+        net = mask_rcnn(pyramid, classes + 1, cascade=settings.cascade, **shared)
     return net.to(device)
 
 

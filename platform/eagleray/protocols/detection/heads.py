@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, maskrcnn_inference, maskrcnn_loss
-from torchvision.models.detection.rpn import RPNHead
-from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image, remove_small_boxes
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+from torchvision.ops import clip_boxes_to_image, remove_small_boxes
 
+from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, l1_losses, region_pool
 from eagleray.protocols.detection.pyramid import FeaturePyramid
 
 Losses = dict[str, Tensor]
 Targets = list[dict[str, Tensor]] | None
 Shapes = list[tuple[int, int]]  # height and width of each image
 RATIOS = (0.5, 1.0, 2.0)  # height by width of the anchors
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels, from 0 to 1
 HIDDEN = 1024  # of the two layers of a box head
 # For each stage of a cascade: the least overlap of a region with its object, the factor of the box offsets, and the
 # weight of its losses (Cai and Vasconcelos, section 4; the weights are mmdetection's).
@@ -52,6 +55,47 @@ class BoxPredictor(FastRCNNPredictor):
         return self.cls_score(x).float(), self.bbox_pred(x).float().repeat(1, self.repeats)
 
 
+class Stage(RoIHeads):
+    """torchvision's box and mask heads, or one stage of a cascade of them, whose box losses may be L1."""
+
+    def __init__(self, *args: Any, parts: Parts, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.box_losses = l1_losses if parts == "detectron2" else fastrcnn_loss
+
+    def forward(
+        self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets = None
+    ) -> tuple[list[dict[str, Tensor]], Losses]:
+        if self.training:
+            return [], self.losses(features, proposals, shapes, targets)[0]
+        results: tuple[list[dict[str, Tensor]], Losses] = super().forward(features, proposals, shapes)
+        return results
+
+    def losses(
+        self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets
+    ) -> tuple[Losses, list[Tensor], Tensor]:
+        """Return the losses, the regions of each image that were drawn for them, and their box offsets (R, 4 C)."""
+        assert targets is not None
+        regions, matches, labels, box_targets = self.select_training_samples(proposals, targets)
+        x = self.box_head(self.box_roi_pool(features, regions, shapes))
+        scores, offsets = self.box_predictor(x)
+        class_loss, box_loss = self.box_losses(scores, offsets, labels, box_targets)
+        objects = [torch.where(y > 0)[0] for y in labels]
+        boxes = [r[on] for r, on in zip(regions, objects, strict=True)]
+        which = [m[on] for m, on in zip(matches, objects, strict=True)]
+        logits = self.mask_predictor(self.mask_features(features, boxes, shapes, x, labels))
+        masks = [t["masks"] for t in targets], [t["labels"] for t in targets]
+        mask_loss = maskrcnn_loss(logits, boxes, *masks, which)
+        return {"loss_classifier": class_loss, "loss_box_reg": box_loss, "loss_mask": mask_loss}, regions, offsets
+
+    def mask_features(
+        self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Shapes, x: Tensor, labels: list[Tensor]
+    ) -> Tensor:
+        """Return the features for the masks of the boxes, which are the regions with a label above 0. `x` are the
+        outputs of the box head for all regions."""
+        out: Tensor = self.mask_head(self.mask_roi_pool(features, boxes, shapes))
+        return out
+
+
 def mask_rcnn(
     pyramid: FeaturePyramid,
     classes: int,
@@ -61,57 +105,91 @@ def mask_rcnn(
     longest: int,
     anchor: float,
     regions: int,
-) -> MaskRCNN:
-    """Build torchvision's model, which resizes and normalises images with values from 0 to 1 itself.
+    parts: Parts = "torchvision",
+) -> GeneralizedRCNN:
+    """Build Mask R-CNN, or its cascade, on a feature pyramid.
+
+    Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss. The other settings are those of
+    `assemble`."""
+    anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
+    stages = [
+        roi_heads(pyramid, classes, s, regions, shared=cascade, parts=parts)
+        for s in (STAGES if cascade else STAGES[:1])
+    ]
+    return assemble(
+        pyramid,
+        anchors,
+        Proposals(pyramid.out_channels, len(RATIOS)),
+        Cascade(stages) if cascade else stages[0],
+        ranked={"training": 2000, "testing": 1000},
+        kept=1000 if parts == "detectron2" else 2000,
+        sizes=sizes,
+        longest=longest,
+        divisor=max(pyramid.strides[-2], 32),
+        parts=parts,
+    )
+
+
+def assemble(
+    trunk: nn.Module,
+    anchors: AnchorGenerator,
+    proposals: RPNHead,
+    heads: nn.Module,
+    *,
+    ranked: dict[str, int],
+    kept: int,
+    sizes: Sequence[int],
+    longest: int,
+    divisor: int,
+    parts: Parts,
+) -> GeneralizedRCNN:
+    """Build torchvision's model from its parts. It resizes and normalises images with values from 0 to 1 itself.
 
     In training the short side of an image is drawn from `sizes`; otherwise it is the last of them. `longest` limits the
-    long side. Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss."""
-    channels, coarsest = pyramid.out_channels, pyramid.strides[-2]
-    anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
-    stages = [roi_heads(pyramid, classes, s, regions, shared=cascade) for s in (STAGES if cascade else STAGES[:1])]
-    first = stages[0]
-    net = MaskRCNN(
-        pyramid,
-        rpn_anchor_generator=anchors,
-        rpn_head=Proposals(channels, len(RATIOS)),
-        box_roi_pool=first.box_roi_pool,
-        box_head=first.box_head,
-        box_predictor=first.box_predictor,
-        mask_roi_pool=first.mask_roi_pool,
-        mask_head=first.mask_head,
-        mask_predictor=first.mask_predictor,
-        box_batch_size_per_image=regions,
-        min_size=tuple(sizes),
-        max_size=longest,
-        size_divisible=max(coarsest, 32),
-    )
-    if cascade:
-        net.roi_heads = Cascade(stages)
-    return net
+    long side, and both sides are padded to multiples of `divisor`. On each map the best `ranked` proposals compete;
+    `kept` of an image's remain in training, and 1000 to test."""
+    network = L1Proposals if parts == "detectron2" else RegionProposalNetwork
+    rpn = network(anchors, proposals, 0.7, 0.3, 256, 0.5, ranked, {"training": kept, "testing": 1000}, 0.7)
+    transform = GeneralizedRCNNTransform(tuple(sizes), longest, MEAN, STD, size_divisible=divisor)  # type: ignore[arg-type]
+    return GeneralizedRCNN(trunk, rpn, heads, transform)
 
 
 def roi_heads(
-    pyramid: FeaturePyramid, classes: int, stage: tuple[float, float, float], regions: int, *, shared: bool
-) -> RoIHeads:
+    pyramid: FeaturePyramid,
+    classes: int,
+    stage: tuple[float, float, float],
+    regions: int,
+    *,
+    shared: bool,
+    parts: Parts,
+) -> Stage:
     """Build the box and mask heads of one stage of the cascade. Mask R-CNN has the first stage only."""
-    overlap, precision, _ = stage
-    channels = pyramid.out_channels
-    return RoIHeads(
-        MultiScaleRoIAlign(pyramid.names, 7, sampling_ratio=0),
+    channels, strides = pyramid.out_channels, pyramid.strides[:-1]
+    return Stage(
+        region_pool(pyramid.names, strides, 7, parts),
         TwoMLPHead(channels * 7 * 7, HIDDEN),
         BoxPredictor(HIDDEN, classes, shared=shared),
-        fg_iou_thresh=overlap,
-        bg_iou_thresh=overlap,
-        batch_size_per_image=regions,
-        positive_fraction=0.25,
-        bbox_reg_weights=(precision, precision, precision / 2, precision / 2),
-        score_thresh=0.05,
-        nms_thresh=0.5,
-        detections_per_img=100,
-        mask_roi_pool=MultiScaleRoIAlign(pyramid.names, 14, sampling_ratio=0),
+        **matching(stage, regions),
+        mask_roi_pool=region_pool(pyramid.names, strides, 14, parts),
         mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
         mask_predictor=MaskRCNNPredictor(channels, channels, classes),
+        parts=parts,
     )
+
+
+def matching(stage: tuple[float, float, float], regions: int) -> dict[str, Any]:
+    """Return how a stage draws its regions in training, and which of its detections count."""
+    overlap, precision, _ = stage
+    return {
+        "fg_iou_thresh": overlap,
+        "bg_iou_thresh": overlap,
+        "batch_size_per_image": regions,
+        "positive_fraction": 0.25,
+        "bbox_reg_weights": (precision, precision, precision / 2, precision / 2),
+        "score_thresh": 0.05,
+        "nms_thresh": 0.5,
+        "detections_per_img": 100,
+    }
 
 
 class Cascade(nn.Module):
@@ -119,7 +197,7 @@ class Cascade(nn.Module):
 
     Scores and masks are means over the stages, and the boxes are those of the last stage."""
 
-    def __init__(self, stages: Sequence[RoIHeads]) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__()
         self.stages: Any = nn.ModuleList(stages)
 
@@ -136,21 +214,11 @@ class Cascade(nn.Module):
 
     def losses(self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets) -> Losses:
         """Return the weighted losses of every stage."""
-        assert targets is not None
         losses: Losses = {}
         for i, (heads, (_, _, weight)) in enumerate(zip(self.stages, STAGES, strict=True)):
-            proposals, matches, labels, box_targets = heads.select_training_samples(proposals, targets)
-            scores, offsets = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, proposals, shapes)))
-            class_loss, box_loss = fastrcnn_loss(scores, offsets, labels, box_targets)
-            objects = [torch.where(y > 0)[0] for y in labels]
-            boxes = [p[on] for p, on in zip(proposals, objects, strict=True)]
-            which = [m[on] for m, on in zip(matches, objects, strict=True)]
-            logits = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(features, boxes, shapes)))
-            masks = [t["masks"] for t in targets], [t["labels"] for t in targets]
-            mask_loss = maskrcnn_loss(logits, boxes, *masks, which)
-            for name, loss in (("classifier", class_loss), ("box_reg", box_loss), ("mask", mask_loss)):
-                losses[f"loss_{name}_{i + 1}"] = weight * loss
-            boxes = refine(heads, offsets.detach(), proposals, shapes)
+            own, regions, offsets = heads.losses(features, proposals, shapes, targets)
+            losses |= {f"{name}_{i + 1}": weight * loss for name, loss in own.items()}
+            boxes = refine(heads, offsets.detach(), regions, shapes)
             proposals = [b[remove_small_boxes(b, 1e-2)] for b in boxes]  # offsets from a box without width are infinite
         return losses
 

@@ -2,14 +2,15 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as validated_dataclass
 from torch import Tensor, nn
 
@@ -20,11 +21,19 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
+from eagleray.protocols.detection.detectron_parts import Parts
 from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own
 from eagleray.storage.ordered_map import ordered_map
 
 FOLDER = "pipelines/detection"
 THREADS = 8  # that read and decode images
+
+# The keys that came later are left out of the settings where they have their default, so that a training which was
+# begun without them continues: its folder is named after the settings.
+Optimizer = Annotated[Literal["adamw", "sgd"], Field(exclude_if=lambda name: name == "adamw")]
+Head = Annotated[Literal["fpn", "c4"], Field(exclude_if=lambda name: name == "fpn")]
+PartsKey = Annotated[Parts, Field(exclude_if=lambda name: name == "torchvision")]
+Switch = Annotated[bool, Field(exclude_if=lambda on: not on)]
 
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,17 +41,30 @@ class DetectionSchedule:
     """The settings of a detector's training, as in the files of pipelines/detection."""
 
     cascade: bool = False  # three stages of heads instead of one
-    epochs: PositiveInt = 12
+    head: Head = "fpn"  # on a pyramid of maps; c4: the last stage of a ResNet, on the stage before it
+    parts: PartsKey = "torchvision"  # whose regions and box losses; detectron2's are mmdetection's too
+    frozen: Switch = False  # a ResNet's stem, first stage and batch norm stay as they are
+    epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16
     lr: Schedule = Schedule(value=1e-4, warmup_from=1e-7, warmup=0.14, drops=(8, 11))
+    optimizer: Optimizer = "adamw"  # sgd: with momentum 0.9
     weight_decay: float = 0.05
     drop_path: Share = 0.05
     sizes: tuple[PositiveInt, ...] = (800,)  # pixels of the short side: drawn in training, the last one to test
     longest: PositiveInt = 1333  # pixels of the long side at most
+    crop: Switch = False  # half of the training images are cropped before, as in DETR
     channels: PositiveInt = 256  # of the pyramid's maps
     regions: PositiveInt = 512  # of an image in the loss
     anchor: PositiveFloat = 8.0  # width of an anchor in cells
     seed: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        if self.cascade and self.head == "c4":
+            raise ValueError("cascade=true: expected head=fpn, as a cascade has no C4 head here")
+
+    def steps(self, per_epoch: int) -> int:
+        """Return the number of steps of a training with `per_epoch` steps in each epoch."""
+        return int(per_epoch * self.epochs)
 
 
 def load_schedule(name: str) -> DetectionSchedule:
@@ -96,13 +118,15 @@ def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: str, sc
     """Train the detector in place, continuing from the newest checkpoint in the folder if there is one. `scratch` is
     that of `fine_tune`."""
     images = data.trainable()
-    batch, data = min(settings.batch, len(images)), dataclasses.replace(data, flip=True)
+    batch = min(settings.batch, len(images))
+    data = dataclasses.replace(data, flip=True, crop=settings.seed if settings.crop else None)
     rows = divide(batch)
     fine_tune(
         "detection",
         Learner(net, settings.seed),
         lambda start: batches(data, images, settings, rows, start),
-        steps=len(images) // batch * settings.epochs,
+        algorithm=settings.optimizer,
+        steps=settings.steps(len(images) // batch),
         batch=batch,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
@@ -125,11 +149,11 @@ def batches(
     steps = len(images) // batch
 
     def order() -> Iterator[tuple[int, int]]:
-        for epoch in range(start // steps, settings.epochs):
+        for epoch in range(start // steps, math.ceil(settings.epochs)):
             each = np.random.default_rng((settings.seed, epoch)).permutation(images)[: steps * batch]
             first = start % steps if epoch == start // steps else 0
             yield from ((int(i), epoch) for i in each.reshape(-1, batch)[first:, mine.start : mine.stop].flat)
 
     examples = ordered_map(data.__getitem__, order(), width=max(THREADS, 2 * len(mine)))
-    for step in range(start, settings.epochs * steps):
+    for step in range(start, settings.steps(steps)):
         yield Progress(step, steps, settings.epochs), Batch(list(itertools.islice(examples, len(mine))), rows)

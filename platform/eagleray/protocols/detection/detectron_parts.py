@@ -1,0 +1,68 @@
+"""The parts of Detectron2's and mmdetection's detectors that differ from torchvision's: where regions lie on the cells
+of a map, the losses of boxes, and how many proposals remain in training.
+
+There are R regions and C classes, of which class 0 is the background."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.detection.rpn import RegionProposalNetwork
+from torchvision.ops import MultiScaleRoIAlign, roi_align
+from torchvision.ops.poolers import LevelMapper
+
+Parts = Literal["torchvision", "detectron2"]
+
+
+def region_pool(names: Sequence[str], strides: Sequence[int], side: int, parts: Parts) -> nn.Module:
+    """Build the module that cuts regions (R, channels, side, side) from named maps with these strides in pixels."""
+    if parts == "detectron2":
+        return AlignedRegions(names, strides, side)
+    return MultiScaleRoIAlign(list(names), side, sampling_ratio=0)
+
+
+class AlignedRegions(nn.Module):
+    """Cut each region from the map that suits its size, as MultiScaleRoIAlign does, but with the centre of a cell at
+    the middle of its pixels. torchvision takes the cell's corner, which moves regions by half a cell."""
+
+    def __init__(self, names: Sequence[str], strides: Sequence[int], side: int) -> None:
+        super().__init__()
+        self.maps, self.side = list(zip(names, strides, strict=True)), side
+        self.level = LevelMapper(strides[0].bit_length() - 1, strides[-1].bit_length() - 1)
+
+    def forward(self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the regions (R, channels, side, side) of the boxes of all images."""
+        rois = torch.cat([F.pad(b, (1, 0), value=i) for i, b in enumerate(boxes)])  # (R, 5), the image first
+        levels = self.level(boxes)
+        rows = [torch.where(levels == i)[0] for i in range(len(self.maps))]
+        cut = [
+            roi_align(features[name], rois[r].contiguous(), self.side, 1 / stride, 0, aligned=True)
+            for r, (name, stride) in zip(rows, self.maps, strict=True)
+        ]
+        return torch.cat(cut)[torch.cat(rows).argsort()]
+
+
+class L1Proposals(RegionProposalNetwork):
+    """A region proposal network whose loss of boxes is L1, not smooth at its minimum."""
+
+    def compute_loss(
+        self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses of the scores and of the boxes, for anchors drawn from those of all images."""
+        objects, others = (torch.where(torch.cat(chosen))[0] for chosen in self.fg_bg_sampler(labels))
+        anchors = torch.cat([objects, others])
+        score_loss = F.binary_cross_entropy_with_logits(objectness.flatten()[anchors], torch.cat(labels)[anchors])
+        box_loss = F.l1_loss(pred_bbox_deltas[objects], torch.cat(regression_targets)[objects], reduction="sum")
+        return score_loss, box_loss / len(anchors)
+
+
+def l1_losses(
+    scores: Tensor, offsets: Tensor, labels: list[Tensor], box_targets: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of class scores (R, C) and of the box offsets (R, 4 C), whose sum is divided by R."""
+    y, goals = torch.cat(labels), torch.cat(box_targets)
+    objects = torch.where(y > 0)[0]
+    own = offsets.unflatten(1, (-1, 4))[objects, y[objects]]
+    return F.cross_entropy(scores, y), F.l1_loss(own, goals[objects], reduction="sum") / len(y)
