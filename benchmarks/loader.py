@@ -35,6 +35,7 @@ from eagleray.data.decode import decode
 from eagleray.data.index import open_index
 from eagleray.data.reader import StepPart, Stream
 from eagleray.views import photometric, photometric_cpu, sampling
+from eagleray.views.colours import MEAN, STD
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
@@ -145,7 +146,7 @@ def opened(data: memoryview) -> Image.Image:
 def official() -> list[Callable[[Image.Image], Tensor]]:
     """Ten views as in DINO's main_dino.py."""
     colour = [T.RandomApply([T.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8), T.RandomGrayscale(p=0.2)]
-    last = [T.ToTensor(), T.Normalize(photometric.MEAN, photometric.STD)]
+    last = [T.ToTensor(), T.Normalize(MEAN, STD)]
     out = []
     for view, resized in zip(Views.of(common.DINO).views, official_crops(), strict=True):
         late = [chance(blurred, view.blur)] + [chance(solarized, view.solarize)] * (view.solarize > 0)

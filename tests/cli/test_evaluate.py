@@ -39,7 +39,7 @@ from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import mlflow_requests, pretrain, recipe
 from eagleray.runs.tracking import Tracking
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 
 APPEND = mlflow_requests.append
 STAGES = {"dims": (8, 16, 24), "depths": (1, 2, 2), "heads": (1, 1, 2)}

@@ -29,7 +29,7 @@ from eagleray.data.loader import Loader, rows
 from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import Stream
 from eagleray.storage.store import LocalStore
-from eagleray.views import photometric
+from eagleray.views import colours, photometric
 from eagleray.views.sampling import Views
 
 LANES, BATCH, SAMPLES = 6, 12, 45  # 3 steps in an epoch
@@ -111,7 +111,7 @@ def test_a_batch_holds_what_the_stream_gives(folder: Path) -> None:
     assert [tuple(v.shape) for v in batch.views] == [(BATCH, 3, 16, 16)] * 2 + [(BATCH, 3, 8, 8)]
     pixels = [view for group in part.pixels for view in group]
     for view, raw, params in zip(batch.views, pixels, part.params, strict=True):
-        away = (view - photometric.apply(raw, params)).abs() * torch.tensor(photometric.STD).view(3, 1, 1)
+        away = (view - photometric.apply(raw, params)).abs() * torch.tensor(colours.STD).view(3, 1, 1)
         assert away.max() < 0.51 / 255  # one rounding
     assert torch.equal(batch.index, part.index)
 

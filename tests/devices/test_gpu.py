@@ -34,7 +34,7 @@ without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 on_both = pytest.mark.parametrize(
     "device", [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=[pytest.mark.gpu, without_gpu])]
 )
-ROUNDING = 0.51 / 255 / 0.224  # of a pixel to uint8 on a CPU, over the smallest deviation of `photometric.STD`
+ROUNDING = 0.51 / 255 / 0.224  # of a pixel to uint8 on a CPU, over the smallest deviation of `colours.STD`
 VIEWS = Views.of([View(size=48, blur=0.5, solarize=0.3), View(size=32, count=2, gray=0.5, scale=(0.1, 0.5))])
 MIB = 2**20
 

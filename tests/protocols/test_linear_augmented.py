@@ -24,7 +24,7 @@ from eagleray.protocols.linear import linear
 from eagleray.protocols.linear_augmented import linear_augmented
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets, renumber
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 
 CPU = torch.device("cpu")
 TRAIN, TEST, SIZE, RESIZE = 180, 600, 16, 20

@@ -11,8 +11,9 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from eagleray.config.view import View
+from eagleray.views.colours import MEAN, STD
 from eagleray.views.crop import centre_crop, crop
-from eagleray.views.photometric import MEAN, STD, apply
+from eagleray.views.photometric import apply
 from eagleray.views.sampling import COLUMNS, Views, crops, photometrics, uniforms
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.runs import recipe
 from eagleray.views import photometric, photometric_cpu, sampling
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 from eagleray.views.sampling import COLUMNS, Views
 
 torch.set_num_threads(1)

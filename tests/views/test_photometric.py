@@ -11,7 +11,8 @@ from torchvision.transforms.v2 import functional as F
 
 from eagleray.config.view import APPLIED, View
 from eagleray.views import photometric
-from eagleray.views.photometric import MEAN, STD, apply
+from eagleray.views.colours import MEAN, STD
+from eagleray.views.photometric import apply
 from eagleray.views.sampling import COLUMNS, Views, photometrics, uniforms
 
 torch.set_num_threads(1)

@@ -5,7 +5,7 @@ import torch
 from timm.data import create_transform
 from torchvision.transforms import Resize
 
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 from eagleray.views.preprocessing import Preprocessing
 
 

@@ -68,6 +68,7 @@ def prepare(
     max_side: int = 0,
     min_side: int = 0,
     dedup: bool = False,
+    channels: int = 0,
     seed: int = 0,
     workers: int | None = None,
     labels: str | Path = "",
@@ -84,11 +85,11 @@ def prepare(
     `source` is `folder`, `webdataset`, `parquet` or the name of a public dataset, as `eagleray list datasets` prints
     them; `origin` is its file, folder or s3:// URL, and `destination` a folder or s3:// URL for the shards. `size` is
     MiB of source bytes per shard. Images with a longer side above `max_side` pixels become JPEGs of that size, and
-    those with a shorter side below `min_side` are left out, as are exact copies with `dedup`. `seed` shuffles.
-    `workers` are Ray tasks at once, by default as many as there are CPUs; 0 means this process. `split`, `labels`,
-    `images`, `column`, `where` and `columns` are for some sources only: docs/prepare.md. `plugins` are files and
-    modules to load, such as one with a source of your own. `command` is kept in the card, by default the equal command
-    of the command line.
+    those with a shorter side below `min_side` are left out, as are exact copies with `dedup`. `channels` is the number
+    of those of images that are not in red, green and blue. `seed` shuffles. `workers` are Ray tasks at once, by
+    default as many as there are CPUs; 0 means this process. `split`, `labels`, `images`, `column`, `where` and
+    `columns` are for some sources only: docs/prepare.md. `plugins` are files and modules to load, such as one with a
+    source of your own. `command` is kept in the card, by default the equal command of the command line.
 
     Raises UserError and Outage.
 
@@ -112,6 +113,7 @@ def prepare(
         max_side=max_side,
         min_side=min_side,
         dedup=dedup,
+        channels=channels,
         seed=seed,
     ).resolved()
     with PhaseProgress() as ticks:

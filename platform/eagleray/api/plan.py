@@ -81,8 +81,11 @@ def plan(
     ranks = max(recipes.span(loaded.workers)[1], 1)
     known, files = _data(loaded, str(recipe), images)
     views, scaled = Views.of(loaded.views), loaded.data.decode == "scaled"
-    rate = input_rate or calibrate.input_rate(views, files, scaled=scaled)
-    scaled_rate = calibrate.input_rate(views, files, scaled=True) if files and not (scaled or input_rate) else None
+    channels = loaded.data.channels
+    rate = input_rate or calibrate.input_rate(views, files, scaled=scaled, channels=channels if files else ())
+    scaled_rate = (
+        calibrate.input_rate(views, files, scaled=True) if files and not (scaled or input_rate or channels) else None
+    )
     data = replace(known, core_rate=rate, scaled_rate=scaled_rate, store_rate=store_rate and 1e6 * store_rate)
     target = target_of(gpu or "", accelerator, ranks) if accelerator else _here(loaded)
     result = forecast(loaded, target, data)

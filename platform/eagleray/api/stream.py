@@ -13,6 +13,7 @@ from eagleray.base import dist, files
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT
 from eagleray.config import plugins as loading
+from eagleray.config.channels import Channel, Channels, check_operations
 from eagleray.config.source import Sources
 from eagleray.config.view import View
 from eagleray.data import loader as stream_loader
@@ -34,6 +35,7 @@ class _Given:
 
     data: Sources
     decode: Literal["full", "scaled"]
+    channels: Channels = ()
 
 
 class Loader:
@@ -50,9 +52,10 @@ class Loader:
     batch has `views` (tensors of (B, 3, H, W), normalised, on `device`), `label` (B,), -1 where there is none, and
     `index` (B,), the position in the data. `len(loader)` is the steps of an epoch, `state_dict()` and
     `load_state_dict()` keep the position. With `decode="scaled"` a large JPEG is decoded at a half, a quarter or an
-    eighth of its size where every crop is reduced further. Broken images are replaced and listed in `bad`, up to a
-    share of `bad_limit`. `cache` is a folder on this machine's disk that keeps what was fetched, up to `cache_size`
-    bytes. `plugins` are Python files and modules that register operations of the views.
+    eighth of its size where every crop is reduced further. `channels` lists mean and std of each channel of images that
+    are not in red, green and blue, as `data.channels` of a recipe does. Broken images are replaced and listed in `bad`,
+    up to a share of `bad_limit`. `cache` is a folder on this machine's disk that keeps what was fetched, up to
+    `cache_size` bytes. `plugins` are Python files and modules that register operations of the views.
 
     Raises UserError for wrong settings or data, and Outage when a store stays away.
 
@@ -77,6 +80,7 @@ class Loader:
         lanes: int | None = None,
         device: str | torch.device = "cpu",
         decode: Literal["full", "scaled"] = "full",
+        channels: Sequence[Channel | Mapping[str, float]] = (),
         bad_limit: float = 0.01,
         cache: str | Path | None = None,
         cache_size: int = 100 * 2**30,
@@ -92,8 +96,11 @@ class Loader:
         rank, ranks = rank_of()
         lanes = lanes or next(n for n in range(min(LANES, batch), 0, -1) if batch % n == 0)
         workers = min(WORKERS, max(batch // ranks, 1)) if workers is None else workers
-        given = config.check(_Given, {"data": str(data) if isinstance(data, Path) else data, "decode": decode}, "")
-        index = open_index(given.data, files.cache_folder("index"), note=lambda _: None)
+        plain = [vars(c) if isinstance(c, Channel) else c for c in channels]
+        named = {"data": str(data) if isinstance(data, Path) else data, "decode": decode, "channels": plain}
+        given = config.check(_Given, named, "")
+        check_operations(described, given.channels)
+        index = open_index(given.data, files.cache_folder("index"), note=lambda _: None, channels=given.channels)
         disk = Cache(Path(cache), cache_size) if cache else None
         chosen, scaled = Views.of(described), given.decode == "scaled"
         self._stream = Stream(index, chosen, seed, lanes, batch, disk, selection=select(index), scaled=scaled)

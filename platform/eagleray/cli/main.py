@@ -122,6 +122,10 @@ def prepare(
     dedup: Annotated[
         bool, typer.Option("--dedup", help="Leave out images whose file is the same, byte for byte, as an earlier one.")
     ] = False,
+    channels: Annotated[
+        int,
+        typer.Option(help="Channels of images such as satellites take; others are left out. 0: photographs.", min=0),
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the order in which the samples are written.", min=0)] = 0,
     workers: Annotated[
         int | None,
@@ -159,6 +163,7 @@ def prepare(
         max_side=max_side,
         min_side=min_side,
         dedup=dedup,
+        channels=channels,
         seed=seed,
         workers=workers,
         plugins=plugin or (),
@@ -174,12 +179,21 @@ def stats(
     destination: Annotated[
         Path, typer.Option("--out", help="Folder that contact.png and sizes.png are written to.")
     ] = Path("stats"),
+    channels: Annotated[
+        bool, typer.Option("--channels", help="Print the mean and deviation of each channel as lines of a recipe only.")
+    ] = False,
 ) -> None:
     """Print how many images, classes and formats a set of shards has; draw a contact sheet and the image sizes."""
     from eagleray.datasets import card, contact_sheet
 
     with writing(f"--out {destination}"):  # before the images are read, which may take long
         destination.mkdir(parents=True, exist_ok=True)
+    if channels:
+        from eagleray.datasets.channel_stats import measure_channels
+
+        for line in measure_channels(url, destination, lambda line: out.print(f"# {line}", markup=False)).lines():
+            out.print(line, markup=False)
+        return
     found, images = card.describe(url, destination)
     for line in card.lines(found):
         out.print(line, markup=False)

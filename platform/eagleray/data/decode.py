@@ -1,13 +1,18 @@
 """Decodes image files, JPEG with torchvision and all other formats with PIL, by content and not by file name."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from eagleray.data.channels import decode_channels
 from eagleray.data.pixels import BadImage, open_upright, reason
+
+if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which has no other files of eagleray
+    from eagleray.config.channels import Channel
 
 MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
 # Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
@@ -15,9 +20,12 @@ MAX_SCANS = 100
 JPEG = b"\xff\xd8"  # the first bytes of such a file
 
 
-def decode(data: bytes | memoryview) -> Tensor:
-    """Decode an image file into an upright uint8 RGB tensor (3, H, W). Raises BadImage."""
+def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tensor:
+    """Decode an image file into an upright uint8 RGB tensor (3, H, W), or with N `channels` into their levels
+    (N, H, W). Raises BadImage."""
     try:
+        if channels:
+            return torch.from_numpy(decode_channels(data, channels))
         return _jpeg(data) if data[:2] == JPEG else _other(data)
     except BadImage:
         raise

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from eagleray.base.errors import UserError
+from eagleray.config.channels import Channel
 from eagleray.data.decode import JPEG, check_jpeg, decode, is_frame, jpeg_segments, jpeg_size
 from eagleray.views import sampling
 from eagleray.views.crop import crop
@@ -32,9 +33,16 @@ def check_scaled() -> None:
 
 
 def decode_crops(
-    data: bytes | memoryview, views: Views, u: NDArray[np.float64], out: Sequence[Tensor], *, scaled: bool = False
+    data: bytes | memoryview,
+    views: Views,
+    u: NDArray[np.float64],
+    out: Sequence[Tensor],
+    *,
+    scaled: bool = False,
+    channels: Sequence[Channel] = (),
 ) -> None:
-    """Decode an image and write each view's crop, which the numbers `u` (V, WIDTH) place, into `out`, V x (3, S, S).
+    """Decode an image and write each view's crop, which the numbers `u` (V, WIDTH) place, into `out`, V x (3, S, S), or
+    V x (N, S, S) with N `channels`.
 
     With `scaled` a JPEG is decoded at a half, a quarter or an eighth of its size where all its crops are at least so
     many times as large as their views. Raises BadImage."""
@@ -44,7 +52,7 @@ def decode_crops(
 
     found = _reduced(data, boxes, views.size) if scaled and data[:2] == JPEG else None
     if found is None:
-        image = decode(data)
+        image = decode(data, channels)
         found = image, boxes(*image.shape[1:])
     crop(found[0], found[1], views.views, out)
 

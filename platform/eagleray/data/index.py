@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
+from eagleray.config.channels import Channels
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
@@ -79,6 +80,7 @@ class Index:
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
     bad: list[BadSample]
     labelled: bool
+    channels: Channels = ()  # as which its images are decoded; without any: red, green and blue
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -185,8 +187,9 @@ def open_index(
     note: Note = print,
     patience: float = PATIENCE,
     scan_all: ScanAll = scan_here,
+    channels: Channels = (),
 ) -> Index:
-    """Open the index of some shards or of local folders of images.
+    """Open the index of some shards or of local folders of images, which are decoded as these `channels`.
 
     Shards and folders without an index are indexed first, which `note` is called to report. The index file is stored
     beside the shards or, where nothing can be written there, in the folder `spare`. `scan_all` reads the tars. Raises
@@ -211,6 +214,7 @@ def open_index(
         starts=np.r_[0, np.cumsum(sizes)].astype(np.int64),
         bad=bad,
         labelled=any(s.labelled for s in shards),
+        channels=channels,
     )
 
 
@@ -284,13 +288,7 @@ ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
-    listed: Listing,
-    spare: Path | None,
-    *,
-    note: Note,
-    again: bool = False,
-    tick: Tick | None = None,
-    scan_all: ScanAll,
+    listed: Listing, spare: Path | None, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
 ) -> Iterator[ShardFiles]:
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""

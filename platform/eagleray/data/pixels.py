@@ -20,7 +20,7 @@ class BadImage(ValueError):
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
 HEIC_EXTENSIONS = frozenset({"heic", "heics", "heif", "heifs", "hif"})
 NO_HEIC = "HEIC, which needs the package pillow-heif"
-NOT_READ = "a TIFF that Pillow does not read, such as one of five channels or more"
+NOT_READ = "a TIFF that Pillow does not read, such as one of five channels or more, for which there is data.channels"
 
 
 @functools.cache
@@ -68,6 +68,8 @@ def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large images and palettes with transparency
         with open_image(data) as image:
+            if getattr(image, "tag_v2", {}).get(277, 1) > 2 and len(image.getbands()) == 1:  # one of several planes
+                raise BadImage(NOT_READ)
             image.load()  # the first frame of an animation
             upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more, which PIL would clip to white

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from eagleray.base.errors import Outage, UserError
+from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage
 from eagleray.data.decode_crops import check_scaled, decode_crops
@@ -60,9 +61,9 @@ def size_groups(views: Views) -> list[tuple[int, int]]:
     return out
 
 
-def _empty(views: Views, rows: int) -> StepPart:
+def _empty(views: Views, rows: int, channels: int) -> StepPart:
     return StepPart(
-        pixels=[pixel_buffer(n, rows, 3, size, size) for n, size in size_groups(views)],
+        pixels=[pixel_buffer(n, rows, channels, size, size) for n, size in size_groups(views)],
         params=torch.empty(len(views.views), rows, len(sampling.COLUMNS)),
         index=torch.empty(rows, dtype=torch.long),
         label=torch.empty(rows, dtype=torch.long),
@@ -149,7 +150,7 @@ class Stream:
         steps = self._steps(share, start, stop, ends or {})
         for step in itertools.count(start) if stop is None else range(start, stop):
             views = self.views_at(step)
-            part = _empty(views, len(share.at(step)))
+            part = _empty(views, len(share.at(step)), planes(self.index.channels))
             try:
                 numbers = [self._fill(part, row, item, views) for row, item in enumerate(next(steps))]
                 if numbers:
@@ -258,7 +259,7 @@ class Stream:
         """
         for sample, block in self._candidates(item):
             try:
-                decode_crops(block.bytes(sample), views, u, crops, scaled=self.scaled)
+                decode_crops(block.bytes(sample), views, u, crops, scaled=self.scaled, channels=self.index.channels)
                 return sample, block
             except BadImage as e:
                 part.bad.append(self.index.bad_sample(sample, str(e)))

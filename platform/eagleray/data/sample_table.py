@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import writing
+from eagleray.config.channels import Channels
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.storage.blob import Blob
@@ -121,10 +122,10 @@ def file_name(number: int) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def index_of(url: str, data: str) -> Index:
-    """Open the index of the data of a table, once for tasks that follow each other. Raises UserError when the data has
-    another digest."""
-    index = open_index(url, note=lambda _: None)
+def index_of(url: str, data: str, channels: Channels = ()) -> Index:
+    """Open the index of the data of a table, whose images have these channels, once for tasks that follow each other.
+    Raises UserError when the data has another digest."""
+    index = open_index(url, note=lambda _: None, channels=channels)
     if data_digest(index, np.arange(len(index))) != data:
         raise UserError(f"{url}: the data changed meanwhile; the same command begins anew in another folder")
     return index

@@ -187,7 +187,8 @@ def _sample(
         if len(images) < SHEET:
             images.append(image)
     if not images:
-        raise UserError(f"{index.shards[0].url}: none of {len(samples)} images can be decoded")
+        why = max(stats.dropped, key=lambda reason: stats.dropped[reason].count)
+        raise UserError(f"{index.shards[0].url}: none of {len(samples)} images can be decoded: {why}")
     return stats, images, shapes
 
 

@@ -32,7 +32,7 @@ from eagleray.datasets.sources import (
     webdataset,
     webvision,
 )
-from eagleray.datasets.sources.options import LATER, PrepareOptions
+from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import OWN, Dataset, Source, SourceFiles
 
 MODULES = (
@@ -109,7 +109,7 @@ def find(options: PrepareOptions) -> SourceFiles:
         raise UserError(
             f"--split {options.split}: {f'expected {names}' if names else f'{options.source} has no splits'}"
         )
-    for option in ("labels", "images", "column", *LATER):
+    for option in ("labels", "images", "column", "where", "columns"):
         if getattr(options, option) and option not in source.options:
             raise UserError(f"--{option} {getattr(options, option)}: {options.source} does not take this option")
     return source.find(options)

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from eagleray.base.errors import UserError
+from eagleray.data.channels import read_channels
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.file_names import to_text
 from eagleray.data.index_schema import SCHEMA
@@ -49,6 +50,7 @@ class PackTask:
     max_side: int
     min_side: int
     plan: str  # digest of the plan that the shard belongs to
+    channels: int = 0  # of images that are not in red, green and blue
 
     def __call__(self, task: tuple[int, bytes]) -> int:
         """Run one task, given as the shard's number and its serialized items; return the number of items."""
@@ -102,8 +104,10 @@ class PackTask:
         """Return the image file to write and its extension. Raises BadImage for an image that is to be left out."""
         if not len(data):
             raise BadImage("the image has no bytes")
-        pixels = decode(data)
-        height, width = pixels.shape[1:]
+        if self.channels:
+            height, width, _ = read_channels(data, self.channels).shape
+        else:
+            height, width = (pixels := decode(data)).shape[1:]
         if min(height, width) < self.min_side:
             raise BadImage(f"shorter side below {self.min_side} pixels")
         extension = item.extension

@@ -59,6 +59,8 @@ def prepare(
     Raises UserError when the source cannot be read, or when the destination holds other shards.
     """
     store.check_writable(options.destination)
+    if options.channels and options.max_side:
+        raise UserError(f"--max-side {options.max_side}: makes JPEGs, which have no {options.channels} --channels")
     source = find(options)
     identity = options.identity() | {FILES: _fingerprint(source)}
     _read_plan(options, identity)  # refuses before anything is written
@@ -150,7 +152,14 @@ class TaskPasses:
         assignment = ShardAssignment.shuffle(items, size=self.options.size * MIB, seed=self.options.seed)
         pieces = [assignment.rows(n) for n in range(len(assignment))]
         self.note(f"{len(items):,} images, {len(pieces):,} shard(s)")
-        pack = PackTask(self.options.destination, self.read, self.options.max_side, self.options.min_side, self.plan)
+        pack = PackTask(
+            self.options.destination,
+            self.read,
+            self.options.max_side,
+            self.options.min_side,
+            self.plan,
+            self.options.channels,
+        )
         sizes = {b.url: b.size for b in files.list_folder(self.options.destination + "/")}
         noted = {b.url.rpartition("/")[2] for b in files.list_folder(self.notes + "/")}
         finished = ordered_map(lambda n: note_name(n) in noted and pack.is_done(n, sizes), range(len(pieces)))

@@ -9,6 +9,7 @@ import numpy as np
 
 from eagleray.data.file_names import readable
 from eagleray.data.pixels import open_image
+from eagleray.data.tiff import MAGIC
 
 EXAMPLES = 20  # dropped images that are named, per reason
 REASONS = 50  # reasons that are listed; all further ones are counted under OTHER
@@ -82,6 +83,8 @@ class ImageStats:
 
 def image_format(data: Data) -> str:
     """Return the format of an image by its name in PIL, detected from the bytes of the file."""
+    if bytes(data[:4]) in MAGIC:  # of any number of channels
+        return "TIFF"
     with open_image(data) as image:
         return str(image.format)
 

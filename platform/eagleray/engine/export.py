@@ -159,7 +159,7 @@ def read_export(path: Path) -> Export:
 def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> float:
     """Return the largest difference of a new process's outputs from ours, relative to the largest output."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
-    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, backbone.channels, *size, generator=torch.Generator().manual_seed(0))
     call = load_call(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
         # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.

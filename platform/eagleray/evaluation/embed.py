@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from eagleray.base import devices
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
+from eagleray.config.channels import Channels
 from eagleray.config.types import Format
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
@@ -37,6 +38,7 @@ class Part:
     backbone: str  # its name, see `load_target`
     architecture: str | None  # timm's name, for a file of tensors
     gpus: bool  # each worker has a GPU
+    channels: Channels = ()  # as which the images are decoded
 
 
 def embed(
@@ -56,7 +58,7 @@ def embed(
 
     Raises UserError when `out` has the features of other images or of another backbone, and when the backbone lacks
     this type of features; Outage when a store does not answer."""
-    index = open_index(url, note=note)
+    index = open_index(url, note=note, channels=target.channels)
     where = devices.CPU if workers else world.local().device
     backbone = target.backbone.to(where)
     size, resize = size or target.settings.size, resize or target.settings.resize
@@ -73,7 +75,7 @@ def embed(
     about = About(WHAT, settings, data, len(index), note=f"features of {target.name}")
     table = SampleTable.create(out or default_folder(index, target), about)
     missing = table.missing()
-    tasks = [Part(number, table, url, target.name, architecture, gpus) for number in missing]
+    tasks = [Part(number, table, url, target.name, architecture, gpus, target.channels) for number in missing]
     if workers:
         finished = ray_map(embed_in_worker, tasks, workers=workers, gpus=gpus)
     else:
@@ -96,7 +98,7 @@ def default_folder(index: Index, target: Target) -> str:
 @torch.inference_mode()
 def width(backbone: Backbone, kind: str, size: int) -> int:
     """Return the width of a type of features."""
-    x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
+    x = torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
     return int(feature_types.read(backbone, x, [kind])[kind].shape[1])
 
 
@@ -126,5 +128,5 @@ def embed_in_worker(part: Part) -> int:
     """Compute a part in a Ray task."""
     about = part.table.about
     backbone = load_in_worker(part.backbone, part.architecture, about.settings["digest"], part.gpus)
-    index = index_of(part.url, about.data)
+    index = index_of(part.url, about.data, part.channels)
     return embed_part(index, backbone, part, precision="bf16" if part.gpus else "auto")

@@ -40,6 +40,8 @@ from eagleray.storage import store
 from eagleray.storage.folder_copy import local_folder
 from eagleray.storage.store import is_remote
 
+RGB_ONLY = ("images", "suite", "coco", "masks", "davis")  # kinds of data that are read or drawn as photographs
+
 
 @dataclass(frozen=True)
 class Request:
@@ -213,6 +215,8 @@ class Evaluation:
         available |= {"patches": "any", **r.folders}
         if not available.get(need):
             raise UserError(f"needs {DATA_OPTIONS[need]}")
+        if self.target.channels and need in RGB_ONLY:
+            raise UserError(f"reads red, green and blue, not the backbone's {len(self.target.channels)} data.channels")
 
     def settings(self, name: str, protocol: Protocol) -> dict[str, Any]:
         """Return the settings of a protocol.
@@ -267,11 +271,10 @@ class Evaluation:
             extra["checkpoints"] = f"{self.report.folder}/{pictures.relative_to(remote.view_dir(self.report.folder))}"
         run: Any = protocol.run
         if workers := self.request.workers:
-            architecture, urls = self.request.architecture, tuple(copies.values())
+            architecture, gpus, urls = self.request.architecture, self.request.gpus, tuple(copies.values())
             shards = self.request.data(protocol) if "labelled" in protocol.needs else {}
-            job = Job(
-                self.target.name, architecture, self.target.digest, name, urls, arguments, self.request.gpus, shards
-            )
+            one = self.target
+            job = Job(one.name, architecture, one.digest, name, urls, arguments, gpus, shards, one.channels)
             extra["elsewhere"] = partial(measure_videos, job, workers)
             if protocol.ranks:
                 run = partial(run_on_ranks, job, workers)
@@ -299,7 +302,7 @@ class Evaluation:
         extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
         common: dict[str, Any] = {"size": size, "resize": resize, "gpus": self.request.gpus}
         common |= {"backbone": self.target.name, "digest": self.target.digest}
-        common |= {"architecture": self.request.architecture}
+        common |= {"architecture": self.request.architecture, "channels": self.target.channels}
         if "suite" in protocol.needs:
             root = self.request.folders["suite"]
             digests: list[str] = []
@@ -371,7 +374,7 @@ class Evaluation:
         """Open the index of the shards at a URL.
 
         If the index cannot be written beside the shards, it is written to the folder of results."""
-        return open_index(url, remote.view_dir(self.report.folder), note=self.note)
+        return open_index(url, remote.view_dir(self.report.folder), note=self.note, channels=self.target.channels)
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:

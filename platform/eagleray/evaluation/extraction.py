@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from eagleray.base import devices
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
+from eagleray.config.channels import Channels
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.data.index_of_ranks import open_on_all
@@ -39,6 +40,7 @@ class Task:
     number: int = 0  # of the share, in the order of the samples
     digest: str = ""  # of the backbone
     gpus: bool = False  # each worker has a GPU, and computes in bfloat16
+    channels: Channels = ()  # as which the images are decoded
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
         """Yield one task for each worker, each with an equal share of the samples."""
@@ -111,7 +113,7 @@ def embedded(
 def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
     """Return the task's types of features of this rank's share of its images, from the cache of this machine or
     extracted now. Called by all ranks together."""
-    index = open_on_all(lambda: open_index(task.url, note=lambda _: None))
+    index = open_on_all(lambda: open_index(task.url, note=lambda _: None, channels=task.channels))
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {task.backbone}: {', '.join(missing)} features")
@@ -123,7 +125,7 @@ def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledF
 
 def share(task: Task) -> Share:
     """Extract the features of one worker's share of the images, in a Ray task."""
-    return task.number, _extract(task, open_index(task.url, note=lambda _: None))
+    return task.number, _extract(task, open_index(task.url, note=lambda _: None, channels=task.channels))
 
 
 def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:

@@ -12,6 +12,7 @@ from eagleray.base import dist
 from eagleray.base.progress import progress_over
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.ray_ranks import Note, ray_ranks
+from eagleray.config.channels import Channels
 from eagleray.data.index import Index, open_index
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.engine import world
@@ -42,6 +43,7 @@ class Job:
     arguments: Mapping[str, Any]
     gpus: bool  # each worker has a GPU
     shards: Mapping[str, str] = field(default_factory=dict)  # URLs of labelled shards: train, and perhaps test
+    channels: Channels = ()  # as which their images are decoded
 
     def load(self, note: Note = lambda _: None) -> tuple[Backbone, list[Any]]:
         """Return the backbone on this worker's device, and the data: the folders of this machine, and the labelled
@@ -51,15 +53,15 @@ class Job:
         backbone = load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
         data: list[Any] = [local_folder(url, note) for url in self.folders]
         if self.shards:
-            train, test = (_open(self.shards.get(name)) for name in ("train", "test"))
+            train, test = (_open(self.shards.get(name), self.channels) for name in ("train", "test"))
             assert train
             data.append(ProbeSets.of(train, test, None))
         return backbone, data
 
 
-def _open(url: str | None) -> Index | None:
+def _open(url: str | None, channels: Channels) -> Index | None:
     """Open the index of the shards at a URL on all ranks together."""
-    return open_on_all(lambda: open_index(url, note=lambda _: None)) if url else None
+    return open_on_all(lambda: open_index(url, note=lambda _: None, channels=channels)) if url else None
 
 
 def measure_videos(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
+from eagleray.config.channels import Channels
 from eagleray.engine import world
 from eagleray.engine.export import export_in, read_export
 from eagleray.evaluation import results
@@ -30,7 +31,7 @@ from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
 from eagleray.storage.store import is_remote
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Target:
     recipe: Recipe | None = None  # of a run
     run: str | None = None  # folder or s3:// URL
     pixels: tuple[Any, Any] = (MEAN, STD)  # mean and standard deviation that the weights were trained with
+    channels: Channels = ()  # of its images; none: red, green and blue
 
     @property
     def untrained(self) -> bool:
@@ -59,7 +61,7 @@ class Target:
     @cached_property
     def digest(self) -> str:
         """The digest of the architecture, the weights, and the mean and standard deviation of its training pixels."""
-        return weights_digest(self.backbone, self.architecture, self.pixels)
+        return weights_digest(self.backbone, self.architecture, self.pixels, *self.channels)
 
     @property
     def published(self) -> dict[str, float]:
@@ -118,7 +120,8 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     if file := export_in(source):
         backbone, network, images = read_export(file)
         settings = Evaluate(size=images.size, resize=images.resize) if images else Evaluate()
-        return Target(source, _build(network) if fresh else backbone, network, settings)
+        channels = images.channels if images else ()
+        return Target(source, _build(network) if fresh else backbone, network, settings, channels=channels)
     try:
         recipe, method, folder = restore(source)
     except UserError as e:
@@ -133,7 +136,7 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     run = source if is_remote(source) or Path(source).is_dir() else str(folder)
     if is_remote(run):
         remote.Copy(run, folder).fetch()
-    return Target(source, backbone, recipe.backbone, recipe.evaluate, recipe, run)
+    return Target(source, backbone, recipe.backbone, recipe.evaluate, recipe, run, channels=recipe.data.channels)
 
 
 def _build(network: Network) -> Backbone:

@@ -22,6 +22,7 @@ from eagleray.exports.source import Source
 from eagleray.runs import layout, recipe
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 from eagleray.runs.origin import DIGESTS
+from eagleray.views.preprocessing import Preprocessing
 
 LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
 
@@ -40,7 +41,7 @@ def card(source: Source, to: str, program: str, difference: Difference) -> str:
         f'## Use\n\n```python\nfolder = "."  # this one\n\n{program}```\n',
         "## Preprocessing\n\n"
         f"The short side becomes {images.resize} pixels ({images.interpolation}, antialiased), then the centre "
-        f"{images.size} x {images.size} pixels are cut out. Colours are scaled to 0 to 1, then the mean "
+        f"{images.size} x {images.size} pixels are cut out. {colours(images)} the mean "
         f"{list(images.mean)} is taken off and they are divided by {list(images.std)}.\n",
         "## Numbers\n\n" + ("\n".join(table(numbers)) if numbers else "None were measured of these weights.") + "\n",
         f"## Data\n\n{data}\n",
@@ -50,6 +51,18 @@ def card(source: Source, to: str, program: str, difference: Difference) -> str:
         f"## Recipe\n\n```yaml\n{hide_secrets(config.dump(source.recipe))}```\n",
     ]
     return "\n".join(sections)
+
+
+def colours(images: Preprocessing) -> str:
+    """Return how the values of image files become pixels from 0 to 1, as the beginning of a sentence."""
+    if not images.channels:
+        return "Colours are scaled to 0 to 1, then"
+    mean, std = ([getattr(channel, name) for channel in images.channels] for name in ("mean", "std"))
+    return (
+        f"Files have {len(mean)} channels, whose values are decoded first: the means {mean} become {list(images.mean)} "
+        f"and the deviations {std} become {list(images.std)}, in 256 levels from 0 to 1, which cut off what is beyond. "
+        "Of these levels"
+    )
 
 
 def origin(source: Source) -> Iterator[str]:
@@ -124,7 +137,7 @@ def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:
             yield METRICS[key].label, results.format_number(summary[key]), untrained, f"at the end of the run: {how}"
     with contextlib.suppress(UserError, Outage):
         known = results.load(source.out)
-        digest = Target("", source.backbone, source.network, e).digest
+        digest = Target("", source.backbone, source.network, e, channels=source.preprocessing.channels).digest
         own = [r for r in known if r.backbone_digest == digest]
         for row in results.rows(own, known, {}):
             yield f"{row.protocol} {row.number}", row.value, row.untrained, row.settings

@@ -18,7 +18,9 @@ from torchvision.transforms.v2 import functional as F
 
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
+from eagleray.config.channels import RGB, Channel
 from eagleray.data.decode import decode
+from eagleray.data.tiff import write_pages
 from eagleray.engine.export import TOLERANCE
 from eagleray.exports.source import Source
 from eagleray.views.photometric import normalise
@@ -73,8 +75,8 @@ class Difference(NamedTuple):
         )
 
 
-def photographs(folder: Path) -> list[Path]:
-    """Write ten photographs as PNG files into a folder, and return them."""
+def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
+    """Write ten photographs into a folder, as PNG files or as TIFF files of these `channels`, and return them."""
     images: list[Image.Image] = []
     for package, path in PHOTOGRAPHS:
         spec = importlib.util.find_spec(package)
@@ -85,10 +87,21 @@ def photographs(folder: Path) -> list[Path]:
     for image in images[:3]:
         w, h = image.size
         images += [image.crop((int(l * w), int(t * h), int(r * w), int(b * h))) for l, t, r, b in CUTS]
-    files = [folder / f"{n}.png" for n in range(10)]
+    files = [folder / f"{n}.{'tiff' if channels else 'png'}" for n in range(10)]
+    if channels:
+        for target, image in zip(files, images, strict=False):
+            write_pages(target, values_of(np.asarray(image), channels))
+        return files
     for target, image in zip(files, images, strict=False):
         image.save(target, icc_profile=None)  # no library applies it, and one complains
     return files
+
+
+def values_of(rgb: NDArray[np.uint8], channels: Sequence[Channel]) -> NDArray[np.float32]:
+    """Return values (H, W, N) of some channels, made of the colours of a photograph (H, W, 3)."""
+    mean, std = (np.array([getattr(c, name) for c in channels]) for name in ("mean", "std"))
+    grey = rgb[..., np.arange(len(channels)) % RGB] / 255
+    return (mean + std * (grey - 0.5) / 0.25).astype(np.float32)
 
 
 def compare(
@@ -105,10 +118,10 @@ def compare(
     The process cannot import eagleray, unless the program is `ours`. Raises UserError when the program fails, or the
     preprocessing or the features differ."""
     generator = torch.Generator().manual_seed(0)
-    noise = [torch.randn(b, 3, h, w, generator=generator) for b, h, w in sizes]
+    noise = [torch.randn(b, source.backbone.channels, h, w, generator=generator) for b, h, w in sizes]
     with tempfile.TemporaryDirectory() as scratch:
         inputs, outputs = Path(scratch) / "inputs.npz", Path(scratch) / "outputs.npz"
-        files = photographs(Path(scratch))
+        files = photographs(Path(scratch), source.preprocessing.channels)
         np.savez(inputs, **{f"{n:03d}": x.numpy() for n, x in enumerate(noise)})  # type: ignore[arg-type]
         job: dict[str, Any] = {
             "program": program,
@@ -126,7 +139,7 @@ def compare(
             raise UserError(f"{folder}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
         with np.load(outputs) as results:
             theirs, *features = (results[name] for name in results.files)
-        images = [decode(f.read_bytes()) for f in files]
+        images = [decode(f.read_bytes(), source.preprocessing.channels) for f in files]
     return difference(source, folder, images, noise, theirs, features)
 
 
@@ -138,12 +151,12 @@ def difference(
     pixels: NDArray[np.float32],
     features: Sequence[NDArray[np.float32]],
 ) -> Difference:
-    """Return how far features and pixels of an export are from those of the backbone, of decoded photographs (3, H, W)
+    """Return how far features and pixels of an export are from those of the backbone, of decoded photographs (N, H, W)
     and of noise. Raises UserError when it is too far."""
     images = torch.stack([source.preprocessing(photo) for photo in photographs])
     if pixels.shape != tuple(images.shape):
         raise UserError(f"{folder}: its preprocessing makes {pixels.shape[2:]} pixels, not {tuple(images.shape[2:])}")
-    std = torch.tensor(source.preprocessing.std).view(3, 1, 1)
+    std = torch.tensor(source.preprocessing.std).view(-1, 1, 1)
     rounded = torch.stack([cut_down(photo, source.preprocessing) for photo in photographs])
     greys = [((torch.from_numpy(pixels) - x) * std * 255).abs().amax((1, 2, 3)) for x in (images, rounded)]
     alike = greys[0] <= greys[1]

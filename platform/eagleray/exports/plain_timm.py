@@ -29,9 +29,31 @@ def embed(images):  # (B, 3, H, W)
 """
 
 
+CHANNELS = """\
+from pathlib import Path
+
+import torch
+from eagleray.data.decode import decode
+from eagleray.engine.export import read_export
+
+model, _, transform = read_export(Path(folder) / "backbone.safetensors")
+
+
+def preprocess(files):
+    return torch.stack([transform(decode(open(file, "rb").read(), transform.channels)) for file in files])
+
+
+def embed(images):  # (B, N, H, W)
+    with torch.inference_mode():
+        return model.pooled(images)  # (B, D)
+"""
+
+
 def write(source: Source, folder: Path) -> Program:
     """Write `backbone.safetensors` and `backbone.json`, and return the program that loads them."""
     to_timm(source.backbone, source.network, folder, source.preprocessing)
+    if source.preprocessing.channels:
+        return Program(CHANNELS)
     if "timm" not in describe(source.network):
         images = source.preprocessing
         return Program(OURS.format(settings=f"size={images.size}, resize={images.resize}"))
@@ -45,8 +67,13 @@ def write(source: Source, folder: Path) -> Program:
 
 
 def needs_ours(source: Source) -> bool:
-    """Return whether the export is loaded by eagleray, or by timm after eagleray has loaded a plug-in."""
-    return "timm" not in describe(source.network) or plugins.plugin_of(source.network.name, "backbone") is not None
+    """Return whether the export is loaded by eagleray, or by timm after eagleray has loaded a plug-in, or its images
+    are read by eagleray."""
+    return (
+        bool(source.preprocessing.channels)
+        or "timm" not in describe(source.network)
+        or plugins.plugin_of(source.network.name, "backbone") is not None
+    )
 
 
 def line(folder: Path) -> str:

@@ -57,7 +57,7 @@ def load_source(path: str, what: str | None = None) -> Source:
     recipe, method, folder = restore(path)
     trained = method.export() if what is None else encoder(method, what, recipe).backbone
     backbone = fresh(recipe.backbone, trained)
-    images = Preprocessing(size=recipe.evaluate.size, resize=recipe.evaluate.resize)
+    images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
     step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
     if is_remote(path):
         remote.Copy(path, folder).fetch()  # what the card reads

@@ -57,6 +57,10 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) ->
     """Write an export into a folder, after a new process has loaded it. Files of an earlier one are replaced. Raises
     UserError, and leaves the folder as it was."""
     target = TARGETS[to]
+    if source.preprocessing.channels and to != "timm":
+        raise UserError(
+            f"--to {to}: is for images in red, green and blue; expected --to timm for a run with data.channels"
+        )
     with staged(folder) as stage:
         program = target.write(source, stage)
         ours = to == "timm" and plain_timm.needs_ours(source)

@@ -1,7 +1,7 @@
 """MAE predicts the pixels of three quarters of an image's patches from the other quarter (He et al. 2021).
 
-arXiv:2111.06377, section 3. B images, N patches of 3 p p numbers, n of them visible, P prefix tokens of the encoder,
-such as the class token, D channels of the encoder, d of the decoder.
+arXiv:2111.06377, section 3. B images, N patches of 3 p p numbers (or of another number of channels than 3), n of them
+visible, P prefix tokens of the encoder, such as the class token, D channels of the encoder, d of the decoder.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class _Decoder(nn.Module):
         self.pos_embed = vit.sincos(model.patch_embed.grid_size, dim, prefix=self.prefix)
         self.blocks = nn.Sequential(*(Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)))
         self.norm = norm(dim)
-        self.pred = nn.Linear(dim, 3 * patch[0] * patch[1])
+        self.pred = nn.Linear(dim, backbone.channels * patch[0] * patch[1])
         vit.init_mae(self)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Backbone(nn.Module):
         keys = {"init": init, "position": position, "pool": pool, "norm": norm, "stem": stem, "patch_norm": patch_norm}
         self.model = create(name, keys, {"drop_path_rate": drop_path}, options or {})
         self.dim: int = self.model.num_features
+        self.channels: int = (options or {}).get("in_chans", 3)  # of images
         if stem == "wide":
             widen_stem(self.model, name)
         if position in ("sincos", "dino"):

@@ -61,7 +61,9 @@ def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
 def check_images(backbone: Backbone, size: int) -> None:
     """Raise UserError when the backbone cannot process square images of `size` pixels."""
     with explain_failure(backbone, f"cannot take images of --size {size}"):
-        pooled = backbone.pooled(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        pooled = backbone.pooled(
+            torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
+        )
         if not pooled.isfinite().all():
             raise ValueError(NOT_FINITE)
 
@@ -70,7 +72,7 @@ def check_images(backbone: Backbone, size: int) -> None:
 def check_patches(backbone: Backbone, size: int) -> None:
     """Raise UserError when the backbone does not return a grid of patch tokens for square images of `size` pixels."""
     with explain_failure(backbone, f"has no patch tokens for images of --size {size}, which this protocol needs"):
-        features = backbone(torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device))
+        features = backbone(torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device))
         if features.patches.shape[1] != features.grid[0] * features.grid[1]:
             raise ValueError("the number of patch tokens differs from the number of cells of the grid")
         if not features.patches.isfinite().all():

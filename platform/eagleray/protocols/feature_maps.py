@@ -66,7 +66,9 @@ def probe(backbone: Backbone) -> list[Tensor]:
 
     Raises UserError when the backbone has no feature maps, or fewer than two."""
     with explain_failure(backbone, f"gives no feature maps for an image of {SIZE} x {SIZE} pixels"):
-        maps = backbone.grids(torch.zeros(1, 3, SIZE, SIZE, device=next(backbone.parameters()).device), "stages")[1]
+        maps = backbone.grids(
+            torch.zeros(1, backbone.channels, SIZE, SIZE, device=next(backbone.parameters()).device), "stages"
+        )[1]
         if len(maps) < 2 or any(x.ndim != 4 for x in maps):
             raise ValueError(f"expected two or more feature maps (B, C, h, w), found {len(maps)} outputs")
     return maps

@@ -41,7 +41,7 @@ def check(backbone: Backbone, kind: str, size: int) -> None:
     """Raise UserError when the backbone has no features of type `kind` for square images of `size` pixels."""
     if kind not in KINDS:
         raise UserError(f"--features {kind}: unknown{config.nearest(kind, list(KINDS))}")
-    x = torch.zeros(1, 3, size, size, device=next(backbone.parameters()).device)
+    x = torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
     try:
         with torch.inference_mode(), explain_failure(backbone, f"gives no {kind} features of images of --size {size}"):
             if not all(value.isfinite().all() for value in read(backbone, x, [kind]).values()):

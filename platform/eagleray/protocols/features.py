@@ -119,7 +119,7 @@ def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
     """Read the centre crop (3, size, size), uint8, of a sample; return None if the image does not decode."""
     data = index.read(sample, sample + 1)
     try:
-        return centre_crop(decode(data), resize=resize, size=size)
+        return centre_crop(decode(data, index.channels), resize=resize, size=size)
     except BadImage:
         return None
 

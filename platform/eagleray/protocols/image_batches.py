@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from eagleray.base import devices
 from eagleray.base.errors import Outage, UserError
+from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
@@ -114,7 +115,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
     def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
         """Request the blocks of a batch now; its images are decoded when the pool comes to them."""
         with torch.inference_mode(False):  # the threads that write to the tensor are not in that mode
-            batch = _Batch(chunk, pixel_buffer(len(chunk), 3, self.size, self.size), [])
+            batch = _Batch(chunk, pixel_buffer(len(chunk), planes(self.index.channels), self.size, self.size), [])
         row = 0
         for block, samples in self._blocks(fetcher, chunk):
             for i in range(0, len(samples), PIECE):
@@ -139,7 +140,8 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         good = []
         for sample, pixels in zip(samples.tolist(), out, strict=True):
             try:
-                pixels.copy_(centre_crop(decode(block.bytes(sample)), resize=self.resize, size=self.size))
+                image = decode(block.bytes(sample), self.index.channels)
+                pixels.copy_(centre_crop(image, resize=self.resize, size=self.size))
             except BadImage:
                 good.append(False)
             else:

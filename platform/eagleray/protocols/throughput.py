@@ -51,7 +51,7 @@ def throughput(
     batch = batch or (128 if devices.is_accelerator(device) else 4)
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
     net = copy.deepcopy(backbone).requires_grad_(True)  # a training step changes running statistics
-    images = torch.randn(batch, 3, size, size, device=device)
+    images = torch.randn(batch, backbone.channels, size, size, device=device)
     check_images(net, size)
     try:
         numbers = {

@@ -103,7 +103,7 @@ def backbones(method: Method) -> list[Backbone]:
 def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> Batch:
     """Return a batch of gray images with the sizes of the recipe's views, as many as this rank has in a step."""
     images = rows[dist.rank()]
-    views = [torch.zeros(images, 3, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
+    views = [torch.zeros(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     index = torch.arange(images, device=device)
     return Batch(views, index, torch.zeros_like(index), rows)
 

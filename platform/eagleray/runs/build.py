@@ -72,7 +72,7 @@ def check_method(recipe: Recipe) -> Method:
         stated = {v.size for v in recipe.views} | {recipe.evaluate.size}
         for size in sorted(stated | {size for phase in recipe.curriculum for size in phase.sizes}):
             try:
-                found = backbone(torch.empty(2, 3, size, size)).pooled.shape[1]
+                found = backbone(torch.empty(2, recipe.planes, size, size)).pooled.shape[1]
             except Exception as e:
                 given = f"backbone.name={recipe.backbone.name}: cannot take {size} pixel images"
                 raise UserError(f"{'' if size in stated else 'curriculum: '}{given}: {e}") from None
@@ -82,17 +82,17 @@ def check_method(recipe: Recipe) -> Method:
                     f"channels, but the model states {backbone.dim}"
                 )
         *early, (_, full) = recipe.phases
-        method.check_views(_empty(full))
+        method.check_views(_empty(full, recipe.planes))
         for i, (_, smaller) in enumerate(early):
             try:
-                method.check_views(_empty(smaller))
+                method.check_views(_empty(smaller, recipe.planes))
             except UserError as e:
                 raise UserError(f"curriculum.{i}.sizes={[v.size for v in smaller]}: {e}") from None
     return method
 
 
-def _empty(views: Sequence[View]) -> list[torch.Tensor]:
-    return [torch.empty(2, 3, v.size, v.size) for v in views for _ in range(v.count)]
+def _empty(views: Sequence[View], planes: int) -> list[torch.Tensor]:
+    return [torch.empty(2, planes, v.size, v.size) for v in views for _ in range(v.count)]
 
 
 def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from eagleray.base import devices
 from eagleray.base.allocator import keep_freed_memory
+from eagleray.config.channels import Channel, planes
 from eagleray.data.decode_crops import decode_crops
 from eagleray.engine.precision import Precision
 from eagleray.models.token_linear import on_device
@@ -62,20 +63,28 @@ def calibrated(
     return rates.slowed(min(times[1:]) / rates.seconds(trace))
 
 
-def input_rate(views: Views, files: Sequence[bytes] = (), seconds: float = SECONDS, *, scaled: bool = False) -> float:
+def input_rate(
+    views: Views,
+    files: Sequence[bytes] = (),
+    seconds: float = SECONDS,
+    *,
+    scaled: bool = False,
+    channels: Sequence[Channel] = (),
+) -> float:
     """Return how many images a second one core of this machine decodes and crops into the views.
 
-    `files` are image files; without any, one of ImageNet's usual size is made. `scaled` is as in a Stream.
+    `files` are image files, of these `channels`; without any, one of ImageNet's usual size is made. `scaled` is as in a
+    Stream.
     """
     files = files or [photograph()]
-    out = [torch.empty(3, v.size, v.size, dtype=torch.uint8) for v in views.views]
+    out = [torch.empty(planes(channels), v.size, v.size, dtype=torch.uint8) for v in views.views]
     threads, images = torch.get_num_threads(), 0
     torch.set_num_threads(1)
     try:
         began = time.perf_counter()
         while time.perf_counter() < began + seconds:
             u = sampling.uniforms(len(views.views), seed=0, epoch=0, sample=images)
-            decode_crops(files[images % len(files)], views, u, out, scaled=scaled)
+            decode_crops(files[images % len(files)], views, u, out, scaled=scaled, channels=channels)
             images += 1
         return images / (time.perf_counter() - began)
     finally:

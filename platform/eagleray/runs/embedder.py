@@ -6,6 +6,7 @@ without this package; MLflow then needs timm and torchvision alone.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ class Embedder:
     """A frozen backbone with the preprocessing of the run's own evaluation."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """`folder` holds backbone.safetensors and backbone.json; `settings` are `size` and `resize` in pixels, and
-        the `mean` and `std` of each channel."""
+        """`folder` holds backbone.safetensors and backbone.json; `settings` are `size` and `resize` in pixels, the
+        `mean` and `std` of each channel and, for images that are not in red, green and blue, their `channels`."""
         self.settings = settings
+        self.channels = [SimpleNamespace(**channel) for channel in settings.get("channels", ())]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         weights = folder / "backbone.safetensors"
         description = json.loads((folder / "backbone.json").read_text())
@@ -47,7 +49,7 @@ class Embedder:
 
     def _embed(self, files: list[bytes]) -> NDArray[np.float32]:
         images = torch.stack([self._crop(i, data) for i, data in enumerate(files)])
-        mean, std = (torch.tensor(self.settings[k]).view(3, 1, 1) for k in ("mean", "std"))
+        mean, std = (torch.tensor(self.settings[k]).view(-1, 1, 1) for k in ("mean", "std"))
         images = (images.float().div_(255) - mean) / std
         with torch.inference_mode():
             out = self.model(images.to(self.device))
@@ -55,9 +57,9 @@ class Embedder:
         return features
 
     def _crop(self, row: int, data: bytes) -> torch.Tensor:
-        """Return an image's centre crop (3, S, S), uint8."""
+        """Return an image's centre crop (N, S, S), uint8."""
         try:
-            image = decode(data)
+            image = decode(data, self.channels)  # type: ignore[arg-type]  # what has a mean and a std
         except BadImage as e:
             raise ValueError(f"row {row}: {e}") from None
         return centre_crop(image, resize=self.settings["resize"], size=self.settings["size"])

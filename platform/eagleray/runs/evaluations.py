@@ -197,7 +197,8 @@ def baseline_digest(run: RankRun, backbone: Backbone, sets: ProbeSets) -> str:
     """Return the digest of all that the scores of an untrained backbone depend on."""
     e = {name: value for name, value in asdict(run.plan.recipe.evaluate).items() if name not in ("every", "limit")}
     data = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
-    weights = weights_digest(backbone, run.plan.recipe.backbone)
+    recipe = run.plan.recipe
+    weights = weights_digest(backbone, recipe.backbone, *recipe.data.channels)
     return digest(BASELINE_FORMAT, weights, data, e, run.plan.recipe.precision, run.world.device.type)
 
 

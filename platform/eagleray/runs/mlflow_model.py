@@ -17,9 +17,10 @@ import numpy as np
 from PIL import Image
 
 from eagleray.base.errors import UserError, one_line
+from eagleray.data.tiff import write_pages
 from eagleray.runs import layout
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 
 log = logging.getLogger(__name__)
 NAME = "backbone"  # of the model in its run
@@ -31,7 +32,8 @@ COLUMN = "image"  # of the table that the model takes
 ROOT = Path(__file__).parents[1]
 # The files of the model's code, under names that no other package has.
 CODE = {"runs/embedder.py": "eagleray_embedder", "data/decode.py": "eagleray_decode"}
-CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop"}
+CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop", "data/tiff.py": "eagleray_tiff"}
+CODE |= {"data/channels.py": "eagleray_channels", "views/colours.py": "eagleray_colours"}
 
 
 class Backbone(NamedTuple):
@@ -94,6 +96,10 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
     export = backbone.out / layout.EXPORT
     description = json.loads((export / "backbone.json").read_text())
     needs = [*PACKAGES, *(["eagleray"] if "timm" not in description else [])]
+    known = description.get("preprocessing", {})
+    settings: dict[str, Any] = {"size": backbone.size, "resize": backbone.resize}
+    settings |= {key: known.get(key, default) for key, default in (("mean", [*MEAN]), ("std", [*STD]))}
+    settings |= {"channels": known["channels"]} if "channels" in known else {}
     output = TensorSpec(np.dtype("float32"), (-1, description["features"]), "features")
     with tempfile.TemporaryDirectory() as scratch:
         (data := Path(scratch) / NAME).mkdir()  # without what else was exported
@@ -105,9 +111,9 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
             loader_module=CODE["runs/embedder.py"],
             data_path=str(data),
             code_paths=write_code(Path(scratch)),
-            model_config={"size": backbone.size, "resize": backbone.resize, "mean": [*MEAN], "std": [*STD]},
+            model_config=settings,
             signature=ModelSignature(Schema([ColSpec(DataType.binary, COLUMN)]), Schema([output])),
-            input_example=pd.DataFrame({COLUMN: [example_image()]}),
+            input_example=pd.DataFrame({COLUMN: [example_image(len(settings.get("channels", ())))]}),
             pip_requirements=[f"{p}=={importlib.metadata.version(p).partition('+')[0]}" for p in needs],
         )
 
@@ -123,9 +129,12 @@ def write_code(folder: Path) -> list[str]:
     return [str(folder / f"{name}.py") for name in CODE.values()]
 
 
-def example_image() -> bytes:
-    """Return a small PNG, the model's example of an input."""
+def example_image(channels: int = 0) -> bytes:
+    """Return a small PNG, the model's example of an input, or a TIFF of so many channels."""
     ramp = np.linspace(0, 255, 32, dtype=np.uint8)
+    if channels:
+        write_pages(file := io.BytesIO(), np.broadcast_to(ramp[:, None, None], (32, 32, channels)).astype(np.float32))
+        return file.getvalue()
     picture = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None], ramp[::-1, None]), axis=-1)
     Image.fromarray(picture).save(file := io.BytesIO(), "PNG")
     return file.getvalue()

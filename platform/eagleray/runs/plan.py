@@ -165,7 +165,7 @@ def open_plan(
     data, folder = recipe.data, remote.work_dir(recipe.out)
     if any(source.selects for source in data.test or ()):
         raise UserError("data.test: where, weight, exclude and share are for data.train")
-    opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all)
+    opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all, channels=data.channels)
     index = open_on_all(partial(opening, data.sources()))
     try:
         test = open_on_all(partial(opening, data.test)) if data.test else None

@@ -316,8 +316,9 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     plan, folder = run.plan, run.folder
     backbone = run.export()
     if run.world.rank == 0:
-        images = Preprocessing(size=plan.recipe.evaluate.size, resize=plan.recipe.evaluate.resize)
-        to_timm(backbone, plan.recipe.backbone, folder.path / layout.EXPORT, images)
+        recipe = plan.recipe
+        images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
+        to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images)
     summary = {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
     scores = evaluations.final(run, backbone, step, starts)

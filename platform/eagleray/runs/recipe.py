@@ -16,6 +16,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, Part, bundled, part_of, register
 from eagleray.config import plugins as loading
+from eagleray.config.channels import RGB, Channels, check_operations, planes
 from eagleray.config.curriculum import Phase, phases
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
@@ -73,6 +74,8 @@ class Data:
     workers: NonNegativeInt | Literal["auto"] = 4
     # scaled: a large JPEG is decoded at a half, a quarter or an eighth of its size where every crop is reduced further
     decode: Annotated[Literal["full", "scaled"], Field(exclude_if=lambda name: name == "full")] = "full"
+    # The channels of the images, of which `eagleray data stats --channels` prints these lines; none: red, green, blue
+    channels: Annotated[Channels, Field(exclude_if=lambda channels: not channels)] = ()
     bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
     cache: str | None = None  # folder on each node's own disk that keeps what was fetched
     cache_size: Bytes = 100 * 2**30  # bytes, or such as 200GiB
@@ -198,6 +201,11 @@ class Recipe:
     plugins: Annotated[tuple[Plugin, ...], Field(exclude_if=lambda plugins: not plugins)] = ()
 
     @property
+    def planes(self) -> int:
+        """Return the number of channels of the images."""
+        return planes(self.data.channels)
+
+    @property
     def teacher(self) -> Network | None:
         """Return the network of the method's frozen teacher; None for a method that has none."""
         teacher = self.method.args.get("teacher")
@@ -287,8 +295,30 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None) -> R
         from eagleray.runs.contract import check_method_class  # it imports PyTorch, as the plug-in has done
 
         check_method_class(entry)
-    recipe: Recipe = config.check(Recipe, tree | {"plugins": listed}, source)
+    recipe: Recipe = _with_channels(config.check(Recipe, tree | {"plugins": listed}, source))
     parts = [loading.plugin_of(recipe.method.name), loading.plugin_of(recipe.backbone.name, "backbone")]
     parts += [loading.plugin_of(name, "view") for view in recipe.views for name in view.operations]
     extra = {p for p in parts if p} - set(recipe.plugins)  # of installed packages
     return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))
+
+
+def _with_channels(recipe: Recipe) -> Recipe:
+    """Return the recipe with a backbone for the channels of its images. Raises UserError when other keys do not fit
+    them."""
+    channels, options = recipe.data.channels, recipe.backbone.options
+    given = options.get("in_chans", recipe.planes)
+    if given != recipe.planes:
+        raise UserError(
+            f"backbone.options.in_chans={given}: expected {recipe.planes}, as data.channels has "
+            f"{len(channels) or 'no'} entries; `eagleray data stats --channels` prints them"
+        )
+    if channels and recipe.data.decode == "scaled":
+        raise UserError("data.decode=scaled: is for JPEGs in red, green and blue; expected full with data.channels")
+    if channels and recipe.teacher:
+        raise UserError(
+            f"data.channels: {recipe.method.name} has a teacher that sees red, green and blue; leave them out"
+        )
+    check_operations(recipe.views, channels)
+    if len(channels) in (0, RGB):
+        return recipe
+    return replace(recipe, backbone=replace(recipe.backbone, options=options | {"in_chans": len(channels)}))

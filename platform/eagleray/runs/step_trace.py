@@ -268,7 +268,7 @@ def _monitor(
 
 def made_up(recipe: Recipe, images: int, ranks: int = 1, device: torch.device = CPU) -> Batch:
     """Return a batch of random pixels in the recipe's views, for one of the ranks."""
-    views = [torch.randn(images, 3, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
+    views = [torch.randn(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     label = torch.zeros(images, dtype=torch.long, device=device)
     return Batch(views, torch.arange(images, device=device), label, (images,) * ranks)
 

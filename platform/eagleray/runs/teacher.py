@@ -11,7 +11,7 @@ from eagleray.models.network import TIMM
 from eagleray.models.weights import Report
 from eagleray.runs import start
 from eagleray.runs.recipe import TEACHER, Recipe
-from eagleray.views.photometric import MEAN, STD
+from eagleray.views.colours import MEAN, STD
 
 
 def teach(recipe: Recipe, method: Method) -> None:

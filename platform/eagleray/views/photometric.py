@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from eagleray.config.view import APPLIED
+from eagleray.views.colours import colours
 from eagleray.views.sampling import COLUMNS
 
 TAPS = 13  # of the blur, 3 standard deviations of the widest
 LUMA = (0.2989, 0.587, 0.114)
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 FLIP, FIRST, BRIGHTNESS, SIGMA, TOP = (COLUMNS.index(c) for c in ("flip", "first", "brightness", "sigma", "erase_top"))
 RECROP, NOISE_STD, NOISE_SEED, QUARTERS, CUT, TURN = (
     COLUMNS.index(c) for c in ("recrop_top", "noise_std", "noise_seed", "quarters", "cut_top", "turn0")
@@ -42,7 +42,7 @@ def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tens
     and on the device."""
     if name == "jitter":
         for turn in range(4):
-            for op, function in enumerate((brightness, contrast, saturation, hue)):
+            for op, function in enumerate(JITTERS if x.shape[1] == len(LUMA) else JITTERS[:2]):
                 now = on & (params[:, FIRST + turn] == op)
                 apply_where(x, now, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
     elif name == "rotate":
@@ -80,7 +80,7 @@ def brightness(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend each image with its mean luminance; factor 1 (B,) changes nothing."""
+    """Blend each image with the mean of its `gray`; factor 1 (B,) changes nothing."""
     return torch.lerp(gray(x).mean((1, 2, 3), keepdim=True), x, per_image(factor)).clamp_(0, 1)
 
 
@@ -102,7 +102,9 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def gray(x: Tensor) -> Tensor:
-    """Return the luminance (B, 1, S, S) of images (B, 3, S, S)."""
+    """Return the luminance (B, 1, S, S) of images (B, 3, S, S), or the mean of any other number of channels."""
+    if x.shape[1] != len(LUMA):
+        return x.mean(1, keepdim=True)
     r, g, b = x.split(1, 1)
     return LUMA[0] * r + LUMA[1] * g + LUMA[2] * b
 
@@ -164,9 +166,10 @@ def cutout(x: Tensor, squares: Tensor) -> Tensor:
     pixels = torch.arange(x.shape[-1], device=x.device)
     rows, columns = ((pixels >= first) & (pixels < first + side) for first in (top, left))  # (B, S)
     inside = rows[:, None, :, None] & columns[:, None, None]
-    return torch.where(inside, per_channel(MEAN, x.device), x)
+    return torch.where(inside, per_channel(colours(x.shape[1])[0], x.device), x)
 
 
+JITTERS = (brightness, contrast, saturation, hue)  # the last two only for red, green and blue
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, 38)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
@@ -179,12 +182,14 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and th
 
 
 def normalise_(x: Tensor) -> Tensor:
-    """Normalise images (B, 3, S, S) in [0, 1] in place, to zero mean and unit deviation over ImageNet."""
-    return x.sub_(per_channel(MEAN, x.device)).div_(per_channel(STD, x.device))
+    """Normalise images (..., N, S, S) in [0, 1] in place: to zero mean and unit deviation over ImageNet, or over the
+    data whose channels they have."""
+    mean, std = colours(x.shape[-3])
+    return x.sub_(per_channel(mean, x.device)).div_(per_channel(std, x.device))
 
 
 def normalise(images: Tensor, device: torch.device) -> Tensor:
-    """Copy uint8 images (B, 3, S, S) to the device and normalise them for a backbone."""
+    """Copy uint8 images (B, N, S, S) to the device and normalise them for a backbone."""
     if device.type != "cpu":
         return normalise_(images.to(device, non_blocking=True).float().div_(255))
     x = torch.empty(images.shape)
@@ -207,9 +212,9 @@ def erase_(x: Tensor, boxes: Tensor) -> Tensor:
 
 
 @functools.cache
-def per_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
-    """Return a constant (3, 1, 1) on the device, cached, because copying it in every step would make the host wait."""
-    return torch.tensor(values, device=device).view(3, 1, 1)
+def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a constant (N, 1, 1) on the device, cached, because copying it in every step would make the host wait."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def per_image(factor: Tensor) -> Tensor:

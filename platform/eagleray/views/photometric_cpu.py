@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagleray.config.view import APPLIED
+from eagleray.views.colours import colours
 from eagleray.views.photometric import (
     BRIGHTNESS,
     CUT,
     FIRST,
     LUMA,
-    MEAN,
     NOISE_STD,
     QUARTERS,
     RECROP,
@@ -45,7 +45,7 @@ def apply_(crops: Tensor, params: Tensor) -> None:
         names = [name for name in order if row[SWITCHES[name]]]
         mirrored = bool(names) and names[-1] == "flip"  # by far faster in uint8
         if names := names[: len(names) - mirrored]:
-            x = cv2.merge(list(planes)).astype(np.float32)  # (S, S, 3) in [0, 255]
+            x = cv2.merge(list(planes)).reshape(*planes.shape[1:], -1).astype(np.float32)  # (S, S, 3) in [0, 255]
             for name in names:
                 x = change(x, name, row)
             cv2.split(cv2.convertScaleAbs(x), list(planes))  # rounds
@@ -59,7 +59,8 @@ def change(x: Floats, name: str, row: Floats) -> Floats:
     match name:
         case "jitter":
             for op in row[FIRST : FIRST + 4].astype(int):
-                JITTERS[op](x, float(row[BRIGHTNESS + op]))
+                if op < EVERY or x.shape[2] == len(LUMA):
+                    JITTERS[op](x, float(row[BRIGHTNESS + op]))
         case "gray":
             cv2.transform(x, LUMINANCE, dst=x)
         case "blur":
@@ -76,13 +77,13 @@ def change(x: Floats, name: str, row: Floats) -> Floats:
             return np.asarray(cv2.resize(box, x.shape[:2], interpolation=cv2.INTER_LINEAR), x.dtype).reshape(x.shape)
         case "sobel":
             edges = sobel(torch.from_numpy(x).permute(2, 0, 1)[None] / 255)[0] * 255
-            return np.ascontiguousarray(edges.expand(3, -1, -1).permute(1, 2, 0).numpy())
+            return np.ascontiguousarray(edges.expand(x.shape[2], -1, -1).permute(1, 2, 0).numpy())
         case "noise":
-            drawn = grain(torch.empty(3, *x.shape[:2]), torch.from_numpy(row)).permute(1, 2, 0).numpy()
+            drawn = grain(torch.empty(x.shape[2], *x.shape[:2]), torch.from_numpy(row)).permute(1, 2, 0).numpy()
             np.clip(x + 255 * row[NOISE_STD] * drawn, 0, 255, out=x)
         case "cutout":
             top, left, side = row[CUT : CUT + 3].astype(int)
-            x[top : top + side, left : left + side] = 255 * np.array(MEAN, np.float32)
+            x[top : top + side, left : left + side] = 255 * np.array(colours(x.shape[2])[0], np.float32)
     return x
 
 
@@ -93,8 +94,9 @@ def brightness_(x: Floats, factor: float) -> None:
 
 
 def contrast_(x: Floats, factor: float) -> None:
-    """Blend an image with its mean luminance; factor 1 changes nothing."""
-    mean = float(np.dot(cv2.mean(x)[:3], LUMA))
+    """Blend an image with its mean luminance, or with the mean of any other number of channels; factor 1 changes
+    nothing."""
+    mean = float(np.dot(cv2.mean(x)[:3], LUMA)) if x.shape[2] == len(LUMA) else float(x.mean())
     np.multiply(x, np.float32(factor), out=x)
     np.add(x, np.float32((1 - factor) * mean), out=x)
     np.clip(x, 0, 255, out=x)
@@ -122,3 +124,4 @@ def blur_(x: Floats, sigma: float) -> None:
 
 
 JITTERS = (brightness_, contrast_, saturation_, hue_)  # in the order of COLUMNS
+EVERY = 2  # of them are for any number of channels

@@ -9,8 +9,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from eagleray.config import STRICT
+from eagleray.config.channels import Channels, planes
+from eagleray.views.colours import MEAN, STD, colours
 from eagleray.views.crop import centre_crop
-from eagleray.views.photometric import MEAN, STD, normalise
+from eagleray.views.photometric import normalise
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -19,12 +21,19 @@ class Preprocessing:
 
     size: PositiveInt  # pixels of the crop
     resize: PositiveInt  # pixels of the short side before the crop
-    mean: tuple[float, float, float] = MEAN  # by colour, of pixels in [0, 1]
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = STD
+    mean: tuple[float, ...] = MEAN  # by colour, of pixels in [0, 1]
+    std: tuple[PositiveFloat, ...] = STD
     interpolation: Literal["bicubic"] = "bicubic"  # that of `centre_crop`
+    channels: Channels = ()  # as which image files are decoded; without any: red, green and blue
+
+    @classmethod
+    def of(cls, size: int, resize: int, channels: Channels = ()) -> "Preprocessing":
+        """Return the settings for images of these channels."""
+        mean, std = colours(planes(channels))
+        return cls(size=size, resize=resize, mean=mean, std=std, channels=channels)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Return what the backbone is given, float (3, S, S), of a decoded image, uint8 (3, H, W)."""
+        """Return what the backbone is given, float (N, S, S), of a decoded image, uint8 (N, H, W)."""
         crop = centre_crop(image, resize=self.resize, size=self.size)
         return normalise(crop.unsqueeze(0), torch.device("cpu"))[0]
 
@@ -34,8 +43,14 @@ class Preprocessing:
         if int(self.size / share) != self.resize:  # timm divides, and rounds down
             share = self.size / (self.resize + 0.5)
         crop = {"crop_pct": share, "crop_mode": "center", "interpolation": self.interpolation}
-        return {"input_size": [3, self.size, self.size], **crop, "mean": list(self.mean), "std": list(self.std)}
+        return {
+            "input_size": [len(self.mean), self.size, self.size],
+            **crop,
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as values that JSON holds."""
-        return asdict(self)
+        plain = asdict(self)
+        return plain if self.channels else {k: v for k, v in plain.items() if k != "channels"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagleray.base.rng import seed_global_generators
 from eagleray.config.view import View
-from eagleray.views.photometric import MEAN
+from eagleray.views.colours import MEAN
 
 
 @functools.cache

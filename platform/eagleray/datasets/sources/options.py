@@ -5,7 +5,7 @@ from typing import Any
 
 from eagleray.storage import store
 
-LATER = ("where", "columns")  # options that preparations begun before them lack
+LATER = ("where", "columns", "channels")  # options that preparations begun before them lack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class PrepareOptions:
     size: int = 128  # MiB of source bytes per shard
     max_side: int = 0  # pixels; 0: no limit
     min_side: int = 0  # pixels
+    channels: int = 0  # of images that are not in red, green and blue
     dedup: bool = False
     seed: int = 0
 

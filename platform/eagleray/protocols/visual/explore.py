@@ -27,6 +27,7 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual import draw
 from eagleray.views import photometric
 from eagleray.views import sampling as drawing
+from eagleray.views.colours import MEAN, STD
 from eagleray.views.crop import centre_crop, crop
 
 BATCH = 32
@@ -314,7 +315,7 @@ def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], T
 
 def denormalised(x: Tensor) -> Tensor:
     """Undo the normalisation of a view (3, S, S), and return its pixels as uint8."""
-    mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (photometric.MEAN, photometric.STD))
+    mean, std = (photometric.per_channel(v, torch.device("cpu")) for v in (MEAN, STD))
     return ((x.cpu() * std + mean).clamp(0, 1) * 255).byte()
 
 
