@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagleray.config.view import APPLIED, View
 from eagleray.views import photometric, photometric_cpu
-from eagleray.views.photometric import STD
+from eagleray.views.colours import STD
 from eagleray.views.sampling import COLUMNS, Views, photometrics, uniforms
 
 ROUNDING = 0.5 + 0.01  # levels; the hundredth is for float32

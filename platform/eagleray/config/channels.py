@@ -43,7 +43,7 @@ def check_operations(views: Sequence[View], channels: Sequence[Channel]) -> None
         return
     for i, view in enumerate(views):
         if view.randaugment:
-            raise UserError(f"views.{i}.randaugment={view.randaugment}: is for {RGB} channels, got {len(channels)}")
+            raise UserError(f"views.{i}.randaugment={view.randaugment}: needs {RGB} channels, got {len(channels)}")
     keys = []
     for i, view in enumerate(views):
         if view.gray:
