@@ -134,6 +134,8 @@ def test_a_loop_of_ones_own_reads_channels(tmp_path: Path):
     assert abs(float(torch.cat([b.views[0] for b in batches]).mean())) < 0.3
     with pytest.raises(UserError, match=r"expected views.0.gray=0 views.0.strength=\[0.4,0.4,0,0\]"):
         eagleray.loader(folder, views=[{"size": 16}], batch=8, workers=0, channels=CHANNELS)
+    with pytest.raises(UserError, match="decode=scaled: is for JPEGs in red, green and blue; use decode=full"):
+        eagleray.loader(folder, views=[View(size=16, **PLAIN)], batch=8, channels=CHANNELS, decode="scaled")
     with pytest.raises(UserError, match="channels"):
         eagleray.loader(folder, views=[{"size": 16}], batch=8, workers=0, channels=[{"mean": 1, "std": 0}])
 

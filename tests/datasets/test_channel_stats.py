@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import yaml
 from helpers.tiffs import BANDS, scene, tiff, write_scenes
+from typer.testing import CliRunner
 
 import eagleray
 from eagleray.base.errors import UserError
+from eagleray.cli import main
 from eagleray.datasets.channel_stats import measure_channels
 
 
@@ -63,3 +65,13 @@ def test_shards_of_five_channels_are_prepared_and_measured(tmp_path: Path):
         eagleray.prepare("folder", folder, tmp_path / "shards", workers=0)
     with pytest.raises(UserError, match="--max-side 20: makes JPEGs, which have no 5 --channels"):
         eagleray.prepare("folder", folder, tmp_path / "more", channels=BANDS, max_side=20, workers=0)
+
+
+def test_the_card_of_such_shards_is_printed_without_a_contact_sheet(tmp_path: Path):
+    eagleray.prepare("folder", folder_of(tmp_path / "images", 12), tmp_path / "shards", channels=BANDS, workers=0)
+    words = ["data", "stats", str(tmp_path / "shards"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(main.app, words)
+    assert "12 images" in done.output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sizes.png"]
+    done = CliRunner().invoke(main.app, [*words, "--channels"])
+    assert len(yaml.safe_load(done.output)["data"]["channels"]) == BANDS

@@ -125,7 +125,6 @@ def files(values: np.ndarray, number: int) -> list[tuple[str, bytes]]:
         (["views.0.gray=0.2"], "got 5; expected views.0.gray=0"),
         (["views.1.strength=[0.4,0.4,0.2,0.1]"], "expected views.1.strength=[0.4,0.4,0,0]"),
         (["views.0.jitter=0", "views.0.randaugment=rand-m9"], "views.0.randaugment=rand-m9: needs 3 channels, got 5"),
-        (["data.decode=scaled"], "data.decode=scaled: is for JPEGs in red, green and blue"),
         (["backbone.options.in_chans=4"], "in_chans=4: expected 5, as data.channels has 5 entries"),
         (
             ["data.channels=[]", "backbone.options.in_chans=5"],

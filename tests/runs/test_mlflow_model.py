@@ -18,10 +18,12 @@ import pytest
 import torch
 from helpers import mlflow_server
 from helpers.processes import free_port
+from helpers.tiffs import BANDS, CHANNELS, scene, tiff
 from mlflow import MlflowClient, pyfunc
 from PIL import Image
 
 import eagleray
+from eagleray.config.channels import Channel
 from eagleray.data.decode import decode
 from eagleray.engine.export import to_timm
 from eagleray.models.backbone import Backbone
@@ -32,6 +34,7 @@ from eagleray.runs.mlflow_thread import MLflow
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise
+from eagleray.views.preprocessing import Preprocessing
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SETTINGS = {"evaluate.size": 16, "evaluate.resize": 20}
@@ -93,6 +96,18 @@ def test_the_model_embeds_as_our_evaluation_and_loads_without_this_package(finis
     )
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), ours(finished), atol=1e-5)
+
+
+def test_a_model_of_five_channels_embeds_as_our_evaluation(tmp_path: Path):
+    channels = tuple(Channel(**c) for c in CHANNELS)
+    used, images = Network(options=TINY | {"in_chans": BANDS}), Preprocessing.of(16, 20, channels)
+    to_timm(Backbone(used.name, options=used.options), used, tmp_path / "export", images)
+    mlflow_model.save_model(tmp_path / "model", mlflow_model.Backbone(tmp_path, 16, 20))
+    model, files = pyfunc.load_model(str(tmp_path / "model")), [tiff(scene(n)) for n in range(3)]
+    with torch.inference_mode():
+        wanted = eagleray.load(tmp_path / "export").pooled(torch.stack([images(decode(f, channels)) for f in files]))
+    np.testing.assert_allclose(model.predict(pd.DataFrame({"image": files})), wanted.numpy(), atol=1e-5)
+    assert model.predict(model.input_example).shape == (1, wanted.shape[1])
 
 
 def test_the_model_says_what_it_takes_gives_and_needs(finished: Path, tmp_path: Path):

@@ -198,9 +198,10 @@ def stats(
     for line in card.lines(found):
         out.print(line, markup=False)
     with writing(f"--out {destination}"):
-        contact_sheet.contact(images, destination / "contact.png")
+        if images:
+            contact_sheet.contact(images, destination / "contact.png")
         contact_sheet.sizes(card.image_stats(found), destination / "sizes.png")
-    out.print(f"{destination / 'contact.png'}, {destination / 'sizes.png'}", markup=False)
+    out.print(f"{destination / 'contact.png'}, " * bool(images) + f"{destination / 'sizes.png'}", markup=False)
 
 
 @data.command("bench")

@@ -26,8 +26,11 @@ FACTORS = (8, 4, 2)
 EXIF, ORIENTATION = b"Exif\0\0", 0x112
 
 
-def check_scaled() -> None:
-    """Raises UserError when the package is missing that decodes JPEGs at a part of their size."""
+def check_scaled(channels: Sequence[Channel]) -> None:
+    """Raises UserError when the package is missing that decodes JPEGs at a part of their size, and for images of other
+    channels than red, green and blue."""
+    if channels:
+        raise UserError("decode=scaled: is for JPEGs in red, green and blue; use decode=full with channels")
     if find_spec("simplejpeg") is None:
         raise UserError("decode=scaled: needs the package simplejpeg, which is not installed; use decode=full")
 

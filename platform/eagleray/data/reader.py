@@ -100,7 +100,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         if self.scaled:
-            check_scaled()
+            check_scaled(self.index.channels)
 
     @property
     def steps_per_epoch(self) -> int:

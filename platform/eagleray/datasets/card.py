@@ -141,12 +141,15 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     """Return the card of some shards, and images (H, W, 3) for a contact sheet; every call returns the same images.
 
     If the folder has no card, its entries are estimated from the index and a sample of the images. If no index can be
-    written beside the shards, it is written to the folder `spare`.
+    written beside the shards, it is written to the folder `spare`. No images are returned of channels other than red,
+    green and blue.
     """
     index = open_index(url, spare)
     order = np.random.default_rng(0).permutation(len(index))
     folder = store.absolute(url)
     card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or folder.endswith(".tar") else find(folder)
+    if card and "--channels" in (card.get("options") or {}):
+        return card, []
     if card:
         return card, _sample(index, order[:SHEET], read_pixels)[1]
     from eagleray.data.decode import decode  # counts what training would: a second and a half of importing PyTorch

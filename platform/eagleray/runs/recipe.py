@@ -312,8 +312,6 @@ def _with_channels(recipe: Recipe) -> Recipe:
             f"backbone.options.in_chans={given}: expected {recipe.planes}, as data.channels has "
             f"{len(channels) or 'no'} entries; `eagleray data stats --channels` prints them"
         )
-    if channels and recipe.data.decode == "scaled":
-        raise UserError("data.decode=scaled: is for JPEGs in red, green and blue; expected full with data.channels")
     if channels and recipe.teacher:
         raise UserError(
             f"data.channels: {recipe.method.name} has a teacher that sees red, green and blue; leave them out"
