@@ -16,7 +16,17 @@ from eagleray.base.files import writing
 from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import replay as replay_cli
 from eagleray.cli import report as report_cli
-from eagleray.cli.options import Insist, Json, Overrides, Plugins, Profile, RecipeName, WhereColumns
+from eagleray.cli.options import (
+    ImageChannels,
+    Insist,
+    Json,
+    MaxSide,
+    Overrides,
+    Plugins,
+    Profile,
+    RecipeName,
+    WhereColumns,
+)
 from eagleray.cli.outcome import show_card, show_run
 
 app = typer.Typer(
@@ -110,22 +120,14 @@ def prepare(
         str, typer.Option(help="Split to read, such as val. By default the first one, which is for training.")
     ] = "",
     size: Annotated[int, typer.Option(help="Size of a shard, in MiB of source files.", min=1)] = 128,
-    max_side: Annotated[
-        int,
-        typer.Option(
-            help="Longest side in pixels. Larger images are shrunk to it and stored as JPEG. 0: never.", min=0
-        ),
-    ] = 0,
+    max_side: MaxSide = 0,
     min_side: Annotated[
         int, typer.Option(help="Shortest side in pixels. Images with a shorter one are left out. 0: none is.", min=0)
     ] = 0,
     dedup: Annotated[
         bool, typer.Option("--dedup", help="Leave out images whose file is the same, byte for byte, as an earlier one.")
     ] = False,
-    channels: Annotated[
-        int,
-        typer.Option(help="Channels of images such as satellites take; others are left out. 0: photographs.", min=0),
-    ] = 0,
+    channels: ImageChannels = 0,
     seed: Annotated[int, typer.Option(help="Seed of the order in which the samples are written.", min=0)] = 0,
     workers: Annotated[
         int | None,

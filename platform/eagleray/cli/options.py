@@ -56,3 +56,10 @@ Profile = Annotated[
 WhereColumns = Annotated[
     str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that the expression may name.")
 ]
+MaxSide = Annotated[
+    int,
+    typer.Option(help="Longest side in pixels. Larger images are shrunk to it and stored as JPEG. 0: never.", min=0),
+]
+ImageChannels = Annotated[
+    int, typer.Option(help="Channels of images such as satellites take; others are left out. 0: photographs.", min=0)
+]

@@ -117,7 +117,7 @@ def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
     # Of seeds 0 to 3 one image puts a hidden unit of byol_regions within rounding of ReLU's kink, where gradients part.
     generator = torch.Generator().manual_seed(10 + step)
     sizes = [v.size for v in recipe.views for _ in range(v.count)]
-    return [torch.randn(images, 3, s, s, generator=generator) for s in sizes]
+    return [torch.randn(images, recipe.planes, s, s, generator=generator) for s in sizes]
 
 
 def rank_batch(recipe: Recipe, step: int, rows: tuple[int, ...], rank: int, classes: int | None) -> Batch:
