@@ -33,14 +33,12 @@ from eagleray.protocols.eval_mode import check_images, check_patches
 from eagleray.protocols.features import LabelledFeatures, labelled_samples
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets
-from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, Protocol
+from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, RGB_ONLY, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
 from eagleray.runs import layout, mlflow_requests, remote, tracking
 from eagleray.storage import store
 from eagleray.storage.folder_copy import local_folder
 from eagleray.storage.store import is_remote
-
-RGB_ONLY = ("images", "suite", "coco", "masks", "davis")  # kinds of data that are read or drawn as photographs
 
 
 @dataclass(frozen=True)

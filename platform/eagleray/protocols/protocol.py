@@ -24,6 +24,7 @@ DATA_OPTIONS = {
     "davis": "--davis DIR",
     "suite": "--suite ROOT",
 }
+RGB_ONLY = ("images", "suite", "coco", "masks", "davis")  # of them, those that are read or drawn as photographs
 PASSED = ("out", "note", "model", "checkpoints", "elsewhere")  # arguments that are no settings
 # Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
 EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}
