@@ -52,6 +52,19 @@ def test_an_operation_takes_the_time_of_its_flops_or_its_bytes():
     assert rates.slowed(2.0).seconds(replace(traced(), work=work)) == 2 * 32
 
 
+def test_rates_that_are_fitted_to_two_steps_find_the_speed_of_work_and_the_time_of_an_operation():
+    rates = Rates({(MATMUL, False): 100.0}, {MATMUL: 10.0}, launch=1.0)
+    few, many = ({Work(MATMUL, False, n, 0): 7.0} for n in (100, 400))
+    short, long, other = (replace(traced(), work=w) for w in (few, many, {Work(MATMUL, False, 50, 0): 30.0}))
+    truth = replace(rates.slowed(2.0), launch=0.25)
+    fitted = rates.fitted(short, truth.seconds(short), long, truth.seconds(long))
+    assert fitted.seconds(other) == pytest.approx(truth.seconds(other))
+    alike = rates.fitted(short, 28.0, short, 28.0)
+    assert alike.seconds(other) == pytest.approx(2 * rates.seconds(other))
+    faster = rates.fitted(short, 28.0, long, 14.0)  # no rates explain that more work takes less time
+    assert faster.seconds(long) == pytest.approx(14.0)
+
+
 def test_auto_takes_parts_of_the_batch_only_where_the_whole_does_not_fit(small: Recipe):
     auto = replace(small, optim=replace(small.optim, batch=8192, micro_batch="auto"))
     whole = forecast(replace(auto, optim=replace(auto.optim, micro_batch=None)), target_of("h100", H100, 1), DATA)

@@ -1,6 +1,6 @@
 """The accelerators that a plan knows, with the numbers of their makers' data sheets and a cloud's usual network."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from eagleray.base.errors import UserError
@@ -85,6 +85,21 @@ class Rates:
             self.launch * factor,
             self.dispatch * factor,
         )
+
+    def fitted(self, short: StepTrace, short_seconds: float, long: StepTrace, long_seconds: float) -> "Rates":
+        """Return rates with which two steps take their seconds: the speed of all work, and the time of an operation.
+
+        Where no such rates exist, as the two steps are too alike, everything is slowed until the long step fits.
+        """
+        free = replace(self, launch=0.0)
+        (a, b), (c, d) = ((free.seconds(t), sum(t.work.values())) for t in (short, long))
+        area = a * d - b * c
+        if area:
+            factor = (short_seconds * d - long_seconds * b) / area
+            launch = (long_seconds * a - short_seconds * c) / area
+            if factor > 0 and launch > 0:
+                return replace(self.slowed(factor), launch=launch)
+        return self.slowed(long_seconds / self.seconds(long))
 
 
 def find(name: str) -> Accelerator:

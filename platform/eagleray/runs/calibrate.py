@@ -20,7 +20,7 @@ from eagleray.models.token_linear import on_device
 from eagleray.runs.accelerators import Rates
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.step_trace import made_up, steps, trace_images
+from eagleray.runs.step_trace import StepTrace, made_up, steps, trace_images
 from eagleray.views import sampling
 from eagleray.views.sampling import Views
 
@@ -37,30 +37,38 @@ def calibrated(
     images: int = IMAGES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
-    """Return rates with which a short step of the recipe takes as long as it does on this machine's device.
+    """Return rates with which two short steps of the recipe take as long as they do on this machine's device.
 
-    The step has few `images`, or as many as the method normalises together, in one piece and with nothing computed
-    twice. Raises UserError as `build_method` does.
+    One has few `images`, the other a quarter of them, or both as many as the method normalises together, in one piece
+    and with nothing computed twice. The two tell the time that each operation takes from that of its work, which
+    matters where a step is divided. Raises UserError as `build_method` does.
     """
-    precision = Precision.of(recipe.precision, device)
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     whole = replace(recipe, optim=replace(recipe.optim, micro_batch=None, checkpointing=False))
-    method = build_method(whole)
-    images = max(images, method.norm_group or 0)
+    group = build_method(whole).norm_group or 2
+    few, many = max(images // 4, group), max(images, group)
+    long = _measured(whole, many, device, clock)
+    short = long if few == many else _measured(whole, few, device, clock)
+    return rates.fitted(*short, *long)
+
+
+def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable[[], float]) -> tuple[StepTrace, float]:
+    """Return what a step of so many images does, and the seconds that it takes on the device."""
+    precision = Precision.of(recipe.precision, device)
+    method = build_method(recipe)
     method.allocate(images)
     on_device(method, device)
-    optimizer = build_optimizer(whole, method)
-    batch, times = made_up(whole, images, device=device), []
+    optimizer = build_optimizer(recipe, method)
+    batch, times = made_up(recipe, images, device=device), []
     began = clock()
-    for _ in steps(whole, method, optimizer, itertools.repeat(batch), precision):
+    for _ in steps(recipe, method, optimizer, itertools.repeat(batch), precision):
         devices.synchronize(device)
         times.append(clock() - began)
         if len(times) > 2 and sum(times[1:]) > LEAST:
             break
         began = clock()
-    trace = trace_images(whole, images, ranks=1, dataset=images, dtype=precision.dtype)
-    return rates.slowed(min(times[1:]) / rates.seconds(trace))
+    return trace_images(recipe, images, ranks=1, dataset=images, dtype=precision.dtype), min(times[1:])
 
 
 def input_rate(
