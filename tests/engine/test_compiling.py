@@ -71,3 +71,24 @@ def test_the_same_loss_without_a_graph_break_or_a_second_compilation() -> None:
     assert graphs == [2, 2, 2]  # the student's two sizes together, the teacher's one
     assert not counters["graph_break"]
     assert list(student.state_dict()) == keys
+
+
+@pytest.mark.slow
+def test_dropped_patches_compile_once_for_any_mask() -> None:
+    torch.manual_seed(0)
+    encoder, images = network(options=VIT), torch.randn(3, 3, 16, 16)
+    masks = [torch.rand(3, 4).argsort(1)[:, :2] for _ in range(3)]
+
+    def step(kept: torch.Tensor) -> list[torch.Tensor]:
+        encoder.zero_grad()
+        pooled, tokens = encoder.visible(images, kept)
+        (pooled.square().mean() + tokens.square().mean()).backward()
+        return [pooled.detach(), tokens.detach(), *(p.grad.clone() for p in encoder.parameters() if p.grad is not None)]
+
+    want = [step(kept) for kept in masks]
+    counters.clear()
+    compile_backbones(nn.ModuleList([encoder]))
+    for kept, expected in zip(masks, want, strict=True):
+        torch.testing.assert_close(step(kept), expected, atol=1e-5, rtol=1e-4)
+        assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
