@@ -1,6 +1,7 @@
 """Images per second of the photometric operations, each alone on every image, and of DINO's views as they are drawn.
 
 `plain` is what every image goes through: to float, and normalise. `first`, `second` and `small` are DINO's views.
+Those that end in `_compiled` have a compiled colour jitter, where there is a compiler.
 On the GPU where there is one, from uint8 that is on the device already.
 """
 
@@ -12,6 +13,7 @@ import torch
 
 from eagleray.base import devices
 from eagleray.config.view import View
+from eagleray.engine.compiling import missing_compiler
 from eagleray.views import photometric, sampling
 from eagleray.views.sampling import Views
 
@@ -34,6 +36,9 @@ def main() -> None:
     args = parser.parse_args()
     device = common.device()
     candidates = {name: operation(view, args.images, device) for name, view in VIEWS.items()}
+    if missing_compiler(device) is None:
+        compiled = {name: operation(VIEWS[name], args.images, device, compiled=True) for name in ("jitter", "first")}
+        candidates |= {f"{name}_compiled": run for name, run in compiled.items()}
     times = common.alternate(candidates, range(args.rounds + 1))
     result: dict[str, object] = {f"{name}_images_per_s": args.images / s.wall for name, s in times.items()}
     if devices.is_accelerator(device):
@@ -41,14 +46,14 @@ def main() -> None:
     common.show(result | {"device": device.type, "images": args.images, "rounds": args.rounds}, as_json=args.json)
 
 
-def operation(view: View, images: int, device: torch.device) -> Callable[[object], None]:
+def operation(view: View, images: int, device: torch.device, *, compiled: bool = False) -> Callable[[object], None]:
     pixels = torch.randint(0, 256, (images, 3, view.size, view.size), dtype=torch.uint8, device=device)
     one = Views.of([replace(view, count=1)])
     drawn = [sampling.photometrics(one, sampling.uniforms(1, seed=0, epoch=0, sample=i)) for i in range(images)]
     params = torch.cat([torch.from_numpy(p) for p in drawn])
 
     def run(_: object) -> None:
-        photometric.apply(pixels, params)
+        photometric.apply(pixels, params, compiled=compiled)
         common.wait(device)
 
     return run

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torchvision.transforms.v2 import functional as F
 
 from eagleray.config.view import APPLIED, View
@@ -193,3 +194,15 @@ def test_noise_does_not_depend_on_the_batch() -> None:
     assert torch.equal(whole[2:], apply(x[2:], p[2:]))
     assert torch.equal(whole[0, :, 1:9, 1:9], whole[2, :, 1:9, 1:9])
     assert not torch.equal(whole[0, :, 1:9, 1:9], whole[1, :, 1:9, 1:9])
+
+
+@pytest.mark.slow
+def test_compiled_jitter_is_the_same_and_compiles_once_for_any_order() -> None:
+    counters.clear()
+    for seed in range(3):
+        pixels, view = images(24, 32, seed), View(size=32, jitter=0.8)
+        drawn = [photometrics(Views.of([view]), uniforms(1, seed=seed, epoch=0, sample=i)) for i in range(24)]
+        rows = torch.cat([torch.from_numpy(p) for p in drawn])
+        torch.testing.assert_close(apply(pixels, rows, compiled=True), apply(pixels, rows), atol=1e-5, rtol=1e-5)
+        assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -43,11 +44,14 @@ def processes(asked: int | Literal["auto"], cpus: float) -> int:
 class Loader:
     """Loads one rank's rows of every global batch, with any number of loader processes.
 
-    Raises UserError when there are more ranks than images in a step.
+    With `compiled`, an accelerator's colour jitter is compiled. Raises UserError when there are more ranks than images
+    in a step.
     """
 
-    def __init__(self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device) -> None:
-        self.stream = replace(stream, colours=device.type == "cpu")
+    def __init__(
+        self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device, compiled: bool = False
+    ) -> None:
+        self.stream, self.compiled = replace(stream, colours=device.type == "cpu"), compiled
         self.rank, self.workers, self.device = rank, workers, device
         self.waited = 0.0  # seconds that `batches` has waited for readers
         self.rows = rows(stream.lanes, stream.batch, ranks=ranks)
@@ -117,7 +121,7 @@ class Loader:
                 raise part.error
         params = torch.cat([p.params for p in parts], 1)  # (V, B, 18), stays on the CPU
         views: list[Tensor] = []
-        finish = photometric.finish if self.stream.colours else photometric.apply
+        finish = photometric.finish if self.stream.colours else partial(photometric.apply, compiled=self.compiled)
         for group in zip(*[p.pixels for p in parts], strict=True):
             pixels = torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)  # (views, B, 3, S, S)
             here = params[len(views) : len(views) + len(pixels)]

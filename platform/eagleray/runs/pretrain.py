@@ -148,7 +148,10 @@ def train(run: RankRun, start: int) -> int:
     """
     plan, world, folder, stateful, clock = run
     workers = processes(plan.recipe.data.workers, world.cpus)
-    loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
+    compiled = compiles(plan.recipe.compile, world.device)
+    loader = Loader(
+        plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device, compiled=compiled
+    )
     fit_micro_batch(plan, stateful, start, loader.rows)
     stateful.monitor.step = step = start
     step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)

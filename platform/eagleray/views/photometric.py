@@ -25,15 +25,23 @@ NAMES = {"recrop": "recrop_height", "blur": "sigma", "noise": "noise_std", "rota
 SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 
 
-def apply(images: Tensor, params: Tensor) -> Tensor:
-    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, 38) stay on the CPU."""
+def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
+    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, 38) stay on the CPU.
+
+    With `compiled`, colour jitter reads and writes the batch a few times, instead of some eighty times in parts."""
     x = images.float() / 255
     on_device = params.to(x.device, non_blocking=True)
     turns = params[:, TURN : TURN + len(APPLIED)]
     for order in turns.unique(dim=0):
         mine = (turns == order).all(1)
         for number in order.int().tolist():
-            apply_one_(x, APPLIED[number], mine & (params[:, SWITCHES[APPLIED[number]]] > 0), params, on_device)
+            name = APPLIED[number]
+            on = mine & (params[:, SWITCHES[name]] > 0)
+            if name == "jitter" and compiled:
+                turns_of = params[:, FIRST : FIRST + 4].where(on.unsqueeze(1), -1.0).to(x.device, non_blocking=True)
+                x = compiled_jitter(x, turns_of, on_device[:, BRIGHTNESS : BRIGHTNESS + 4])
+            else:
+                apply_one_(x, name, on, params, on_device)
     return erase_(normalise_(x), params[:, TOP:])
 
 
@@ -42,7 +50,7 @@ def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tens
     and on the device."""
     if name == "jitter":
         for turn in range(4):
-            for op, function in enumerate(JITTERS if x.shape[1] == len(LUMA) else JITTERS[:2]):
+            for op, function in enumerate(jitters(x)):
                 now = on & (params[:, FIRST + turn] == op)
                 apply_where(x, now, lambda part, rows, f=function, op=op: f(part, on_device[rows, BRIGHTNESS + op]))  # type: ignore[misc]
     elif name == "rotate":
@@ -97,7 +105,7 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
     safe = torch.where(chroma > 0, chroma, 1.0)
     sector = torch.where(top == 0, (g - b) / safe, torch.where(top == 1, 2 + (b - r) / safe, 4 + (r - g) / safe))
     turned = sector + 6 * shift.view(-1, 1, 1)
-    k = (turned.unsqueeze(1) + per_channel((5.0, 3.0, 1.0), x.device)) % 6
+    k = (turned.unsqueeze(1) + torch.arange(5, 0, -2, device=x.device).view(-1, 1, 1)) % 6
     return value.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp_(0, 1)
 
 
@@ -169,7 +177,29 @@ def cutout(x: Tensor, squares: Tensor) -> Tensor:
     return torch.where(inside, per_channel(colours(x.shape[1])[0], x.device), x)
 
 
-JITTERS = (brightness, contrast, saturation, hue)  # the last two only for red, green and blue
+JITTERS = (brightness, contrast, saturation, hue)
+
+
+def jitters(x: Tensor) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
+    """Return the operations of colour jitter on images (B, N, S, S): the last two are only for red, green and blue."""
+    return JITTERS if x.shape[1] == len(LUMA) else JITTERS[:2]
+
+
+def jitter(x: Tensor, order: Tensor, strengths: Tensor) -> Tensor:
+    """Apply to each image (B, 3, S, S) in four turns the operations that `order` (B, 4) names by their numbers, -1 for
+    none, with its strengths (B, 4) by operation.
+
+    All is computed for all images, and selected. Compiled, a turn is one kernel and the mean that contrast needs.
+    """
+    for turn in range(4):
+        op, changed = per_image(order[:, turn]), x
+        for number, function in enumerate(jitters(x)):
+            changed = torch.where(op == number, function(x, strengths[:, number]), changed)
+        x = changed
+    return x
+
+
+compiled_jitter = torch.compile(jitter)
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, 38)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
