@@ -1,7 +1,7 @@
 """What `eagleray plan` predicts beside what a step takes: memory and time on this machine's CPU.
 
 Six networks, each as its recipe has it, in micro-batches (where it has no batch norm) and with its activations computed
-again. The time is predicted from one short step of each network, of half the batch or less.
+again. The time is predicted from two short steps, of half the batch or less, which compute nothing again.
 
 memory, memory_predicted      MiB of tensors at the peak of a step, as PyTorch's allocator counts them
 seconds, seconds_predicted    of a step, CPU time of one thread, so that other work on the machine matters little
@@ -77,11 +77,11 @@ def main() -> None:
         case = CASES[name]
         loaded = recipe.load(case.name, [*case.keys, *args.keys])
         half = max(case.images // 2, 2)
-        rates = calibrate.calibrated(cpu_rates(), loaded, CPU, half, time.process_time)
         variants: dict[str, dict[str, Any]] = {"": {}, "_checkpointing": {"checkpointing": True}}
         variants |= {"_micro_batch": {"micro_batch": case.micro}} if case.micro else {}
         for variant, keys in variants.items():
             chosen = replace(loaded, optim=replace(loaded.optim, batch=case.images, **keys))
+            rates = calibrate.calibrated(cpu_rates(), chosen, CPU, half, time.process_time)
             rows[name + variant] = compare(chosen, case.images, rates)
             common.note(f"{name + variant}: {rows[name + variant]}")
     worst = {f"worst_{what}": max(abs(r[f"{what}_error"]) for r in rows.values()) for what in ("memory", "seconds")}

@@ -39,17 +39,18 @@ def calibrated(
 ) -> Rates:
     """Return rates with which two short steps of the recipe take as long as they do on this machine's device.
 
-    One has few `images`, the other a quarter of them, or both as many as the method normalises together, in one piece
-    and with nothing computed twice. The two tell the time that each operation takes from that of its work, which
-    matters where a step is divided. Raises UserError as `build_method` does.
+    One has few `images`, the other a quarter of them, or both as many as the method normalises together, in the
+    micro-batches of the recipe and with no activations computed twice. The two tell the time that each operation takes
+    from that of its work. Raises UserError as `build_method` does.
     """
     if device.type == "cpu":
         keep_freed_memory()  # as training does
-    whole = replace(recipe, optim=replace(recipe.optim, micro_batch=None, checkpointing=False))
-    group = build_method(whole).norm_group or 2
+    parts = None if recipe.optim.micro_batch == "auto" else recipe.optim.micro_batch
+    plain = replace(recipe, optim=replace(recipe.optim, micro_batch=parts, checkpointing=False))
+    group = build_method(plain).norm_group or 2
     few, many = max(images // 4, group), max(images, group)
-    long = _measured(whole, many, device, clock)
-    short = long if few == many else _measured(whole, few, device, clock)
+    long = _measured(plain, many, device, clock)
+    short = long if few == many else _measured(plain, few, device, clock)
     return rates.fitted(*short, *long)
 
 
