@@ -112,7 +112,7 @@ class Ranks(Backbone):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.weight, self.seen = nn.Parameter(torch.zeros(1)), 0
+        self.weight, self.seen, self.channels = nn.Parameter(torch.zeros(1)), 0, 3
 
     def forward(self, images: Tensor) -> Features:
         self.seen += len(images)

@@ -5,15 +5,16 @@ arXiv:2104.02057, algorithm 1. B images, C channels.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Switch
 from eagleray.data.batch import Batch
 from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
@@ -39,7 +40,7 @@ class MoCoV3(Method):
         heads: Literal["vit", "r50"] = "vit",
         norm: bool = True,  # batch norm in both heads
         # Batch norm, a backbone's too, sees both crops of the images together (SimCLR's code), not each apart (BYOL's).
-        joint_norm: Annotated[bool, Field(exclude_if=lambda on: not on)] = False,
+        joint_norm: Switch = False,
         predictor: bool = True,
         temperature: PositiveFloat = 0.2,
         momentum: Schedule = Schedule(value=0.99, end=1.0),  # the paper has 0.99, the ViT recipe of the code raises it

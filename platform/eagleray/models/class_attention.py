@@ -78,7 +78,8 @@ class AggregationBackbone(Backbone):
 
     def __init__(self, backbone: Backbone, heads: int) -> None:
         nn.Module.__init__(self)  # not Backbone's, which would create another timm model
-        self.model, self.dim, self.micro_batch = backbone.model, backbone.dim, backbone.micro_batch
+        self.model, self.micro_batch = backbone.model, backbone.micro_batch
+        self.dim, self.channels = backbone.dim, backbone.channels
         self.aggregation = Aggregation(backbone.dim, heads)
 
     def _split(self, out: Tensor, images: Tensor) -> Features:

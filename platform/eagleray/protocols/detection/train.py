@@ -18,7 +18,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Switch
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
 from eagleray.protocols.detection.detectron_parts import Parts
@@ -33,7 +33,6 @@ THREADS = 8  # that read and decode images
 Optimizer = Annotated[Literal["adamw", "sgd"], Field(exclude_if=lambda name: name == "adamw")]
 Head = Annotated[Literal["fpn", "c4"], Field(exclude_if=lambda name: name == "fpn")]
 PartsKey = Annotated[Parts, Field(exclude_if=lambda name: name == "torchvision")]
-Switch = Annotated[bool, Field(exclude_if=lambda on: not on)]
 
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
