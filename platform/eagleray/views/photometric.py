@@ -39,7 +39,7 @@ def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
             on = mine & (params[:, SWITCHES[name]] > 0)
             if name == "jitter" and compiled:
                 turns_of = params[:, FIRST : FIRST + 4].where(on.unsqueeze(1), -1.0).to(x.device, non_blocking=True)
-                x = compiled_jitter(x, turns_of, on_device[:, BRIGHTNESS : BRIGHTNESS + 4])
+                x = compiled_jitter()(x, turns_of, on_device[:, BRIGHTNESS : BRIGHTNESS + 4])
             else:
                 apply_one_(x, name, on, params, on_device)
     return erase_(normalise_(x), params[:, TOP:])
@@ -199,7 +199,12 @@ def jitter(x: Tensor, order: Tensor, strengths: Tensor) -> Tensor:
     return x
 
 
-compiled_jitter = torch.compile(jitter)
+@functools.cache
+def compiled_jitter() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return `jitter` compiled. It is made when asked for, as the compiler takes two seconds to import."""
+    return torch.compile(jitter)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, 38)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
