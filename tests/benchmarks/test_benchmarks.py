@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.recipes import METHODS
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -272,6 +273,11 @@ def test_dispatch_counts_a_step_that_never_waits(environment: dict[str, str]) ->
     [(name, counted)] = json.loads(lines[-1])["methods"].items()
     assert (name, counted["waits"]) == ("mocov3", 0)
     assert 1000 < counted["operations"] < 2280  # 3,257 before views shared a forward
+
+
+def test_dispatch_leaves_no_method_out() -> None:
+    text = (BENCHMARKS / "dispatch.py").read_text()
+    assert [name for name in METHODS if f'    "{name}": "' not in text] == []
 
 
 @pytest.mark.slow
