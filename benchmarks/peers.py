@@ -39,7 +39,7 @@ from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
 from eagleray.runs.plan import make_plan
 from eagleray.runs.pretrain import place
 from eagleray.runs.recipe import Recipe
-from eagleray.views import photometric
+from eagleray.views import colours, photometric
 
 RIVAL = "lightly-train==0.18.0"
 RECIPES = {
@@ -139,7 +139,7 @@ class Ours:
         plain = next(self.stream.parts(lanes, start=0))
         done = self.loader.assemble((next(self.loader.stream.parts(lanes, start=0)),))[0].views
         pixels = [view for group in plain.pixels for view in group]
-        deviation = torch.tensor(photometric.STD).view(3, 1, 1)
+        deviation = torch.tensor(colours.STD).view(3, 1, 1)
         distances = (
             (photometric.apply(crops, params) - views) * deviation
             for crops, params, views in zip(pixels, plain.params, done, strict=True)

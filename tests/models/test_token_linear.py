@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from eagleray.models import token_linear
+from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import IMAGES, PIXELS, ROWS, TokenLinear, divided, on_device
 
 CPU = torch.device("cpu")
@@ -22,11 +23,14 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     "shape", [(64, 17, 24), (1088, 24), (4, 16, 16, 24), (521, 24), (4, 197, 24), (3, 24), (2, 5, 24), (24,)]
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_are_those_of_a_linear_layer(shape: tuple[int, ...], bias: bool, faster: None):
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_and_gradients_are_those_of_a_linear_layer(
+    shape: tuple[int, ...], bias: bool, training: bool, faster: None
+):
     torch.manual_seed(0)
     plain = nn.Linear(24, 40, bias=bias)
     other = copy.deepcopy(plain)
-    on_device(other, CPU)
+    on_device(other, CPU).train(training)
     assert type(other) is TokenLinear
     x, y = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 40)
     found = []
@@ -37,6 +41,24 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(shape: tuple[int, ...
         assert a.shape == b.shape
         assert a.is_contiguous() == b.is_contiguous()
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("channels", [(64, 192), (192, 768), (768, 192), (48, 30)])
+def test_a_row_is_the_same_beside_any_others_in_evaluation(channels: tuple[int, int], faster: None):
+    layer = on_device(nn.Linear(*channels), CPU).eval()
+    x = torch.randn(2600, channels[0])
+    whole = layer(x)
+    for first, rows in ((0, 1), (7, 65), (300, 256), (20, 257), (1500, 1040), (11, 521), (96, 2080)):
+        assert torch.equal(layer(x[first : first + rows]), whole[first : first + rows]), (first, rows)
+
+
+@torch.inference_mode()
+def test_features_do_not_depend_on_the_batch(faster: None):
+    backbone = on_device(Backbone("test_vit", options={"img_size": 32}), CPU).eval()
+    images = torch.randn(40, 3, 32, 32)
+    whole = backbone.pooled(images)
+    assert torch.equal(torch.cat([backbone.pooled(part) for part in images.split([1, 3, 36])]), whole)
 
 
 def test_tokens_that_are_not_in_order_in_memory(faster: None):

@@ -52,6 +52,7 @@ def evaluate(
     coco: str | Path | None = None,
     masks: str | Path | None = None,
     davis: str | Path | None = None,
+    frames: str | Path | None = None,
     suite: str | Path | None = None,
     architecture: str | None = None,
     untrained: bool = False,
@@ -65,12 +66,12 @@ def evaluate(
 
     `backbone` is a run or its checkpoint, `timm:NAME`, a file of tensors with timm's name of its `architecture`, or
     `untrained:NAME`. `train` is labelled data to learn from and `test` data to test on; without `test` a tenth of
-    `train` is held out. `coco`, `masks`, `davis` and `suite` are the folders or s3:// URLs that other `protocols` need.
-    `untrained=True` evaluates the same architecture without training, too. `workers` Ray workers extract features,
-    measure videos and fine-tune networks, 0 means this process; with `gpus=True` each worker has a GPU. Further
-    keywords are settings of the protocols, such as `k=10`, or of one of them: `**{"linear.epochs": 10}`. `plugins` are
-    files and modules to load, which the run of a plug-in's method needs. Every result is kept in results.json in `out`,
-    by default the run's folder.
+    `train` is held out. `coco`, `masks`, `davis`, `frames` and `suite` are the folders or s3:// URLs that other
+    `protocols` need. `untrained=True` evaluates the same architecture without training, too. `workers` Ray workers
+    extract features, measure videos and fine-tune networks, 0 means this process; with `gpus=True` each worker has a
+    GPU. Further keywords are settings of the protocols, such as `k=10`, or of one of them: `**{"linear.epochs": 10}`.
+    `plugins` are files and modules to load, which the run of a plug-in's method needs. Every result is kept in
+    results.json in `out`, by default the run's folder.
 
     Raises UserError when the backbone, the data or a setting is wrong, and its subclass Refused, after the other
     protocols are done, when some could not be run.
@@ -81,7 +82,7 @@ def evaluate(
         scores["knn/top1"]
         print(scores)
     """
-    folders = {"coco": coco, "masks": masks, "davis": davis, "suite": suite}
+    folders = {"coco": coco, "masks": masks, "davis": davis, "frames": frames, "suite": suite}
     loading.use(plugins)
     request = evaluation.Request(
         backbone=backbone.out if isinstance(backbone, Run) else str(backbone),

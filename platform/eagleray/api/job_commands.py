@@ -11,7 +11,7 @@ from eagleray.cluster.job_package import JobPackage, check_place
 RUNS = ("pretrain", "finetune")
 COMMANDS = (*RUNS, "tune", "evaluate", "prepare", "index")
 FLAGS = ("--resume", "--json", "--untrained", "--dedup", "--gpus")  # options without a value
-FOLDERS = ("--train", "--test", "--coco", "--masks", "--davis", "--suite", "--out", "--labels", "--images")
+FOLDERS = ("--train", "--test", "--coco", "--masks", "--davis", "--frames", "--suite", "--out", "--labels", "--images")
 SWEEP = "sweep.yaml"
 
 

@@ -56,6 +56,7 @@ def evaluate(
     coco: Annotated[str | None, typer.Option(help="Folder or s3:// URL in COCO's layout, for detection.")] = None,
     masks: Annotated[str | None, typer.Option(help="Folder or s3:// URL of images with masks.")] = None,
     davis: Annotated[str | None, typer.Option(help="Folder or s3:// URL in DAVIS's layout, for davis.")] = None,
+    frames: Annotated[str | None, typer.Option(help="Folder or s3:// URL of a video's frames, for video.")] = None,
     suite: Suite = None,
     architecture: Architecture = None,
     untrained: Annotated[
@@ -84,6 +85,7 @@ def evaluate(
         "coco": coco,
         "masks": masks,
         "davis": davis,
+        "frames": frames,
         "suite": suite,
         "architecture": architecture,
         "untrained": untrained,

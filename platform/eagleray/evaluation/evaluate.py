@@ -49,7 +49,7 @@ class Request:
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # by option: coco, masks, davis, suite
+    folders: Mapping[str, str] = field(default_factory=dict)  # by option: coco, masks, davis, frames, suite
     # SETTING, for all protocols that have it, or PROTOCOL.SETTING
     settings: Mapping[str, str] = field(default_factory=dict)
     architecture: str | None = None  # timm's name, for a file of tensors
@@ -62,7 +62,7 @@ class Request:
         """Return the URLs and folders that a protocol reads, by the name of their option; paths are absolute."""
         urls = {"train": self.train, "test": self.test} if {"labels", "labelled"} & {*protocol.needs} else {}
         urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
-        folders = {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "suite")}
+        folders = {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "frames", "suite")}
         return {k: store.absolute(v) for k, v in (urls | folders).items() if v}
 
     def settings_of(self, name: str) -> dict[str, str]:

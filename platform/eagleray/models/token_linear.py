@@ -22,12 +22,18 @@ PIXELS = 256  # of an image at most; the gradients of weights are slow with more
 
 
 class TokenLinear(nn.Linear):
-    """A linear layer that convolves where its input has many rows."""
+    """A linear layer that convolves where its input has many rows.
+
+    In eval mode it always does, over rows of zeros where its input has too few: the output of a row then does not
+    depend, by a single bit, on the rows beside it, which that of a matrix product does. So features are equal however
+    images are divided into batches and workers."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # which choose kernels themselves
             return super().forward(input)
         rows = input.shape[:-1].numel()
+        if not self.training:
+            return self.convolve_padded(input.reshape(rows, -1)).view(*input.shape[:-1], -1)
         if rows < ROWS:
             return super().forward(input)
         images = divided(rows)
@@ -36,6 +42,13 @@ class TokenLinear(nn.Linear):
         if left:
             y = torch.cat([y, super().forward(x[-left:])])
         return y.view(*input.shape[:-1], -1)
+
+    def convolve_padded(self, x: Tensor) -> Tensor:
+        """Return the outputs (R, D) for any number of rows (R, C), with rows of zeros after them as far as needed."""
+        least = max(len(x), ROWS)
+        images = divided(least)
+        missing = least + -least % images - len(x)
+        return self.convolve(functional.pad(x, (0, 0, 0, missing)) if missing else x, images)[: len(x)]
 
     def convolve(self, x: Tensor, images: int) -> Tensor:
         """Return the outputs (R, D) for rows (R, C), R a multiple of `images`."""

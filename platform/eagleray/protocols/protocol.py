@@ -22,9 +22,17 @@ DATA_OPTIONS = {
     "coco": "--coco DIR",
     "masks": "--masks DIR",
     "davis": "--davis DIR",
+    "frames": "--frames DIR",
     "suite": "--suite ROOT",
 }
-RGB_ONLY = ("images", "suite", "coco", "masks", "davis")  # of them, those that are read or drawn as photographs
+RGB_ONLY = (
+    "images",
+    "suite",
+    "coco",
+    "masks",
+    "davis",
+    "frames",
+)  # of them, those that are read or drawn as photographs
 PASSED = ("out", "note", "model", "checkpoints", "elsewhere")  # arguments that are no settings
 # Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
 EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}

@@ -101,6 +101,11 @@ SHIPPED = {
     "pairs": Protocol(
         "most similar patches of two views and of two images", f"{HERE}.visual.explore:pairs", ("images", "patches")
     ),
+    "video": Protocol(
+        "attention and principal components of the frames of a video, as a strip and an animation",
+        f"{HERE}.visual.video:video",
+        ("frames",),
+    ),
     "detection": Protocol(
         "Mask R-CNN or Cascade Mask R-CNN, fine-tuned on a dataset in COCO's layout",
         f"{HERE}.detection.detection:detection",

@@ -163,6 +163,26 @@ def test_heads_and_points_are_the_user_s(index: Index, tmp_path: Path, monkeypat
         attention(small(), index, out=tmp_path, size=32, points=(0.3,))
 
 
+def test_heads_of_a_vit_at_a_point(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The map of a head is that of the class token, or that of the patch at the point that is asked for."""
+    seen: dict[str, list[torch.Tensor]] = {"token": [], "point": []}
+    sheets: dict[str, list[draw.Tile]] = {}
+    whole = draw.heat_overlay
+
+    for which, query in (("token", ()), ("point", (0.1, 0.9))):
+        monkeypatch.setattr(draw, "heat_overlay", lambda x, m, w=which: seen[w].append(m) or whole(x, m))
+        monkeypatch.setattr(draw, "sheet", lambda rows, path, _: sheets.update({path.stem: rows["image 0"]}) or path)
+        attention(small(), index, out=tmp_path, size=32, limit=1, heads=3, query=query, points=(0.1, 0.9))
+        assert [tile.points for tile in sheets["attention-heads"]] == [[query] if query else ()] * 4
+    at_token, at_point = (torch.stack(seen[which][:3]) for which in seen)
+    mean_at_point = seen["point"][3]  # of the picture of queries, which shows the mean over heads
+    torch.testing.assert_close(at_point.mean(0), mean_at_point)
+    assert not torch.allclose(at_token.mean(0), mean_at_point)
+    for wrong in ((0.3,), (0.3, 0.1, 0.2, 0.2)):
+        with pytest.raises(UserError, match=r"query=.*: expected x and y of"):
+            attention(small(), index, out=tmp_path, size=32, query=wrong)
+
+
 def test_components_of_a_field_of_rank_three():
     """Up to signs, of which the axes' largest weights have the plus."""
     draw = torch.Generator().manual_seed(0)

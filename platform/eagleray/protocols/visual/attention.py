@@ -57,6 +57,7 @@ def attention(
     limit: PositiveInt = IMAGES,
     mass: Share = MASS,
     heads: PositiveInt = 6,
+    query: tuple[Share, ...] = (),
     points: tuple[Share, ...] = QUERIES,
 ) -> Outcome:
     """Measure and draw the attention of each head in the last block.
@@ -65,18 +66,20 @@ def attention(
     in bits, and the percentage of patches that together hold `mass` of it. Four pictures are drawn: the maps of `heads`
     heads, evenly spread from the highest entropy to the lowest, the fewest patches that hold `mass` of each map, the
     attention of the patches at `points`, x and y of each, and the entropies of all heads (EsViT, figures 6 and 10
-    to 12).
+    to 12). A map is what the patch at `query`, x and y, attends to; by default, that is the class token, or the patch
+    in the middle of a model without one.
 
     Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
     check_attention(backbone)
-    queries = points_of(points)
+    queries = points_of("points", points)
+    asked = points_of("query", query)[0] if query else None
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
     samples: list[Any] = []
     for _, crops in batches(index, subset(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
         attended = maps(backbone, normalise(crops, device))
         entropies.append(entropy(attended.patches).mean(-1)[0].cpu())  # (heads,)
-        shares.append(fewest_patches(head_maps(attended)[0], mass).float().mean().item())
+        shares.append(fewest_patches(head_maps(attended, asked)[0], mass).float().mean().item())
         if len(samples) < PICTURES:
             samples.append((crops[0], attended))
     if not samples:
@@ -91,15 +94,17 @@ def attention(
     out.mkdir(parents=True, exist_ok=True)
     order = bits.argsort(descending=True)
     picked = order[torch.linspace(0, len(order) - 1, min(heads, len(order))).round().long()].tolist()
-    drawn = *pictures(samples, bits, picked, queries, mass, out), draw_entropies(each, order.tolist(), out)
+    drawn = *pictures(samples, bits, picked, asked, queries, mass, out), draw_entropies(each, order.tolist(), out)
     return Outcome(numbers, settings, drawn)
 
 
-def points_of(points: Sequence[float]) -> tuple[Point, ...]:
+def points_of(setting: str, points: Sequence[float]) -> tuple[Point, ...]:
     """Return x and y of each point from a list of all of them. Raises UserError when there is no point, or half of
-    one."""
+    one, or more than one where the setting `query` takes one."""
     if not points or len(points) % 2:
-        raise UserError(f"attention: points={list(points)}: expected x and y of each point, as shares of the sides")
+        raise UserError(f"attention: {setting}={list(points)}: expected x and y of each point, as shares of the sides")
+    if setting == "query" and len(points) > 2:
+        raise UserError(f"attention: query={list(points)}: expected x and y of one point; `points` takes several")
     return tuple(zip(points[::2], points[1::2], strict=True))
 
 
@@ -107,6 +112,7 @@ def pictures(
     samples: list[tuple[Tensor, Maps]],
     bits: Tensor,
     picked: Sequence[int],
+    asked: Point | None,
     queries: Sequence[Point],
     mass: float,
     out: Path,
@@ -117,7 +123,7 @@ def pictures(
     masked: dict[str, list[draw.Tile]] = {}
     points: dict[str, list[draw.Tile]] = {}
     for i, (image, attended) in enumerate(samples):
-        row, point = head_maps(attended)[0], () if attended.token is not None else [MIDDLE]
+        row, point = head_maps(attended, asked)[0], () if (at := query_point(attended, asked)) is None else [at]
         start = draw.Tile(draw.pixels(image), "", point)
         each = [(name, row[h].view(attended.grid)) for name, h in zip(names, picked, strict=True)]
         heads[f"image {i}"] = [start, *(draw.Tile(draw.heat_overlay(image, m), n, point) for n, m in each)]
@@ -128,7 +134,7 @@ def pictures(
             draw.Tile(draw.pixels(image), "query points", queries),
             *(draw.Tile(draw.heat_overlay(image, m), f"query {x:g}, {y:g}", [(x, y)]) for (x, y), m in tiles),
         ]
-    who = "the class token" if samples[0][1].token is not None else "the patch under the cross"
+    who = "the class token" if query_point(samples[0][1], asked) is None else "the patch under the cross"
     title = f"Last block: attention of {who}, by head, with the entropy of all patches' attention"
     return (
         draw.sheet(heads, out / "attention-heads.png", title),
@@ -177,19 +183,32 @@ def maps(backbone: Backbone, images: Tensor) -> Maps:
     return Maps(rows[:, :, -rows.shape[-1] :], rows[:, :, 0] if has_token else None, grid)
 
 
+def has_attention(backbone: Backbone) -> bool:
+    """Return whether the attention of a model can be read."""
+    return isinstance(backbone.model, VisionTransformer | SwinTransformer)
+
+
 def check_attention(backbone: Backbone) -> None:
     """Raise UserError for a model whose attention cannot be read."""
-    if not isinstance(backbone.model, VisionTransformer | SwinTransformer):
+    if not has_attention(backbone):
         name = type(backbone.model).__name__
         raise UserError(f"attention: {name} has no attention that can be read; expected a ViT or a Swin transformer")
 
 
-def head_maps(attended: Maps) -> Tensor:
-    """Return the map of each head (B, heads, N): the attention of the class token, or of the central patch if the model
-    has no class token."""
-    if attended.token is not None:
+def head_maps(attended: Maps, asked: Point | None = None) -> Tensor:
+    """Return the map of each head (B, heads, N): the attention of the patch at a point, or by default of the class
+    token."""
+    point = query_point(attended, asked)
+    if point is None:
+        assert attended.token is not None
         return attended.token
-    return attended.patches[:, :, patch_at(MIDDLE, attended.grid)]
+    return attended.patches[:, :, patch_at(point, attended.grid)]
+
+
+def query_point(attended: Maps, asked: Point | None) -> Point | None:
+    """Return the point whose patch is the query, by default the middle for a model without a class token; None if the
+    class token is."""
+    return asked if asked is not None or attended.token is not None else MIDDLE
 
 
 def patch_at(point: Point, grid: tuple[int, int]) -> int:

@@ -56,11 +56,7 @@ def components(
 
     Raises UserError when no image decodes."""
     crops, (_, patches, grid) = patch_features(backbone, index, images, size)
-    scores, variance = principal(patches.flatten(0, 1), 3)
-    first = oriented(scores[:, 0].view(len(patches), *grid))
-    front = first > 0
-    colours = torch.zeros(*front.shape, 3)
-    colours[front] = spread(principal(patches.view(*front.shape, -1)[front], 3)[0])
+    first, front, colours, variance = coloured(patches, grid)
     rows: dict[str, list[draw.Tile]] = {}
     for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
         tiles = [
@@ -78,6 +74,19 @@ def components(
         f"components: three hold {numbers['components/variance']:.1f} % of the variance of {len(crops)} images' patches"
     )
     return Outcome(numbers, {"size": size, "images": len(crops), "grid": f"{grid[0]} x {grid[1]}"}, (path,))
+
+
+def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return what the components of the patch tokens (B, N, D) of B images together show of them.
+
+    These are the first component (B, h, w), a mask of the foreground (B, h, w), a colour for each patch (B, h, w, 3),
+    which is black in the background, and the share of the variance that three components explain."""
+    scores, variance = principal(patches.flatten(0, 1), 3)
+    first = oriented(scores[:, 0].view(len(patches), *grid))
+    front = first > 0
+    colours = torch.zeros(*front.shape, 3)
+    colours[front] = spread(principal(patches.view(*front.shape, -1)[front], 3)[0])
+    return first, front, colours, variance
 
 
 def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
