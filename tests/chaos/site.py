@@ -70,13 +70,16 @@ def uninterrupted(run: Run, last: int, keys: Sequence[str]) -> Steps:
     from eagleray.engine import world
     from eagleray.runs import recipe
     from eagleray.runs.plan import make_plan, resolve_paths
+    from eagleray.storage import store
+    from eagleray.storage.s3 import S3Store
 
     given = [*keys, f"data.train={run.data}", f"out={run.out}", "workers=0"]
     r = resolve_paths(recipe.load(str(run.recipe), given))
     alone = Run(run.recipe, run.data, run.out.with_name("alone"))
     alone.tracing.mkdir()
-    loader = Loader(make_plan(r).stream, rank=0, ranks=1, workers=0, device=world.local().device)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(store.STORES, "s3", S3Store())  # that of an earlier test has the address of a server that is gone
+        loader = Loader(make_plan(r).stream, rank=0, ranks=1, workers=0, device=world.local().device)
         patch.setenv("EAGLERAY_PACE", "0")
         patch.setenv("EAGLERAY_TRACE", str(alone.tracing))
         for _ in traced(Loader.batches)(loader, 0, last):
