@@ -149,6 +149,26 @@ def test_plugins_are_sent_to_another_process(tmp_path: Path):
     plugins.install(packed)  # again, which changes nothing
 
 
+def test_processes_that_are_sent_the_same_plugins_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(Path(), "mine.py")
+    plugins.load("mine.py")
+    packed = plugins.pack()
+    Path("mine.py").unlink()
+    for damage in (None, "half a fi"):  # as of a process that was killed, or a cache that somebody has changed
+        plugins.unload()
+        if damage:
+            next((tmp_path / "cache").rglob("mine.py")).write_text(damage)
+        plugins.install(packed)
+        assert "mine" in register.entries("view")
+    [folder] = (tmp_path / "cache" / "eagleray" / "plugins").iterdir()
+    assert (folder / "mine.py").read_bytes() == packed["mine.py"]["mine.py"]
+    plugins.unload()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "mine.py"))
+    with pytest.raises(PluginError, match=r"plugins: .*: cannot be written: Not a directory"):
+        plugins.install(packed)
+
+
 def test_what_cannot_be_imported(tmp_path: Path):
     assert "missing.py: no such file in" in refused("missing.py")
     assert refused("mypackage.missing") == ("plugins: mypackage.missing: no such file and no module of this name")

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked
 
 from eagleray.base.errors import PluginError
+from eagleray.base.files import atomic_path, cache_folder
 from eagleray.config import register, signature
 from eagleray.config.tree import STRICT
 
@@ -171,24 +171,30 @@ def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
 
 
 def install(packed: Mapping[str, Sources]) -> None:
-    """Import plug-ins whose sources another process has packed; they are written into a temporary folder first.
+    """Import plug-ins whose sources another process has packed; they are first written into a folder of the user's
+    cache, once for all processes that are sent the same sources.
 
     Raises PluginError."""
     missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
     if missing:
-        folder = Path(tempfile.mkdtemp(prefix="eagleray-plugins-"))
-        for sources in missing.values():
-            write(folder, sources)
+        together = Copy(Path(), {path: data for sources in missing.values() for path, data in sources.items()})
+        folder = cache_folder("plugins") / together.sha256
+        try:
+            write(folder, together.sources)
+        except OSError as e:
+            raise PluginError(f"plugins: {folder}: cannot be written: {e.strerror or e}") from None
         for name, sources in missing.items():
             load(name, folder, sha256=Copy(folder, sources).sha256 if sources else None)
 
 
 def write(folder: Path, sources: Sources) -> None:
-    """Write a plug-in's files below a folder."""
+    """Write a plug-in's files below a folder, but for those that are there already; readers never see half a file."""
     for relative, data in sources.items():
         path = folder / relative
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        if not (path.is_file() and path.read_bytes() == data):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as part:
+                part.write_bytes(data)
 
 
 def _files(name: str, folders: Iterable[Path]) -> list[Copy]:
