@@ -10,6 +10,7 @@ from torch import nn
 from eagleray.models import token_linear
 from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import IMAGES, PIXELS, ROWS, TokenLinear, divided, on_device
+from eagleray.protocols.throughput import multiplications
 
 CPU = torch.device("cpu")
 
@@ -59,6 +60,14 @@ def test_features_do_not_depend_on_the_batch(faster: None):
     images = torch.randn(40, 3, 32, 32)
     whole = backbone.pooled(images)
     assert torch.equal(torch.cat([backbone.pooled(part) for part in images.split([1, 3, 36])]), whole)
+
+
+def test_multiply_adds_are_those_of_matrix_products(faster: None):
+    network = nn.Sequential(nn.Linear(24, 8), nn.GELU()).eval()
+    other = on_device(copy.deepcopy(network), CPU)
+    x = torch.randn(5, 24)
+    assert multiplications(other, x) == multiplications(network, x) == 5 * 24 * 8
+    assert type(other[0]) is TokenLinear
 
 
 def test_tokens_that_are_not_in_order_in_memory(faster: None):

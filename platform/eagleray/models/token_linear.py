@@ -5,6 +5,8 @@ AVX-512 there, too. Decision 45 has the figures.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +69,19 @@ def on_device(network: Network, device: torch.device) -> Network:
             if type(part) is nn.Linear:  # others may compute something else
                 part.__class__ = TokenLinear
     return network
+
+
+@contextmanager
+def plain(network: nn.Module) -> Iterator[None]:
+    """A context in which all linear layers of a network are matrix products, as on any other device."""
+    parts: list[nn.Module] = [part for part in network.modules() if type(part) is TokenLinear]
+    for part in parts:
+        part.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.__class__ = TokenLinear
 
 
 @functools.cache

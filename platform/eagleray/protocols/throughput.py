@@ -20,6 +20,7 @@ from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.engine.precision import autocast, format_name
 from eagleray.models.backbone import Backbone
+from eagleray.models.token_linear import plain
 from eagleray.protocols.eval_mode import check_images
 from eagleray.protocols.outcome import Outcome
 
@@ -85,8 +86,10 @@ def step(net: Backbone, images: Tensor) -> None:
 
 def multiplications(net: nn.Module, images: Tensor) -> float:
     """Count the multiply-adds of a forward pass on images (B, 3, H, W)."""
-    # Attention runs as matrix products here, as not every fused kernel is counted.
-    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    # Attention runs as matrix products here, as not every fused kernel is counted, and so do linear layers, which on
+    # some CPUs add rows of zeros.
+    counter = FlopCounterMode(display=False)
+    with plain(net), torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
         net(images)
     return counter.get_total_flops() / 2
 
