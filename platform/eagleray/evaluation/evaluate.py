@@ -62,7 +62,7 @@ class Request:
         """Return the URLs and folders that a protocol reads, by the name of their option; paths are absolute."""
         urls = {"train": self.train, "test": self.test} if {"labels", "labelled"} & {*protocol.needs} else {}
         urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
-        folders = {n: self.folders.get(n) for n in protocol.needs if n in ("coco", "masks", "davis", "frames", "suite")}
+        folders = {n: self.folders.get(n) for n in protocol.needs if n in self.folders}
         return {k: store.absolute(v) for k, v in (urls | folders).items() if v}
 
     def settings_of(self, name: str) -> dict[str, str]:

@@ -25,14 +25,8 @@ DATA_OPTIONS = {
     "frames": "--frames DIR",
     "suite": "--suite ROOT",
 }
-RGB_ONLY = (
-    "images",
-    "suite",
-    "coco",
-    "masks",
-    "davis",
-    "frames",
-)  # of them, those that are read or drawn as photographs
+# Of them, those that are read or drawn as photographs.
+RGB_ONLY = ("images", "suite", "coco", "masks", "davis", "frames")
 PASSED = ("out", "note", "model", "checkpoints", "elsewhere")  # arguments that are no settings
 # Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
 EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}

@@ -289,14 +289,20 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
 
     Raises UserError when the backbone cannot process frames of this size."""
     device = next(backbone.parameters()).device
-    step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
-    h, w = frame.shape[1:]
-    resized = F.interpolate(frame[None].float(), frame_shape(h, w, size, step), mode="bilinear", antialias=True)
+    resized = resize(backbone, frame, size)
     lacks = f"cannot take frames of {resized.shape[3]} x {resized.shape[2]} pixels"
     with explain_failure(backbone, lacks), stage_outputs(stages(backbone.model)[-1:]) as seen:
         features = backbone(normalise_(resized.clamp_(0, 255).div_(255).to(device)))
     n = features.patches.shape[1]
     return (seen[-1][0, -n:] if seen[-1].ndim == 3 else features.patches[0]).float(), features.grid
+
+
+def resize(backbone: Backbone, frame: Tensor, size: int) -> Tensor:
+    """Return a frame (3, H, W), uint8, as an image (1, 3, h, w) whose short side is about `size`, not rounded."""
+    step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
+    height, width = frame.shape[1:]
+    shape = frame_shape(height, width, size, step)
+    return F.interpolate(frame[None].float(), shape, mode="bilinear", antialias=True)
 
 
 def frame_shape(height: int, width: int, size: int, step: int) -> tuple[int, int]:

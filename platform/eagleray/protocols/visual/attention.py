@@ -72,7 +72,7 @@ def attention(
     Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
     check_attention(backbone)
     queries = points_of("points", points)
-    asked = points_of("query", query)[0] if query else None
+    asked = query_of(query)
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
     samples: list[Any] = []
@@ -100,12 +100,17 @@ def attention(
 
 def points_of(setting: str, points: Sequence[float]) -> tuple[Point, ...]:
     """Return x and y of each point from a list of all of them. Raises UserError when there is no point, or half of
-    one, or more than one where the setting `query` takes one."""
+    one."""
     if not points or len(points) % 2:
         raise UserError(f"attention: {setting}={list(points)}: expected x and y of each point, as shares of the sides")
-    if setting == "query" and len(points) > 2:
-        raise UserError(f"attention: query={list(points)}: expected x and y of one point; `points` takes several")
     return tuple(zip(points[::2], points[1::2], strict=True))
+
+
+def query_of(query: Sequence[float]) -> Point | None:
+    """Return the point of the setting `query`, None where it is not set. Raises UserError when it is not one point."""
+    if len(query) > 2:
+        raise UserError(f"attention: query={list(query)}: expected x and y of one point; `points` takes several")
+    return points_of("query", query)[0] if query else None
 
 
 def pictures(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from pydantic import PositiveInt
 from torch import Tensor
@@ -17,7 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 from eagleray.protocols.outcome import Outcome
-from eagleray.protocols.video.davis import frame_shape, read_frame
+from eagleray.protocols.video.davis import read_frame, resize
 from eagleray.protocols.visual import draw
 from eagleray.protocols.visual.attention import has_attention, head_maps, maps
 from eagleray.protocols.visual.explore import coloured
@@ -87,15 +86,12 @@ def described(
     """Return the resized frames (3, H, W), uint8, the attention (h, w) of each, or none where it cannot be read, the
     patch tokens (T, N, D) of all T frames, and their grid (h, w)."""
     device = next(backbone.parameters()).device
-    step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     frames, heats, patches, grid = list[Tensor](), list[Tensor](), list[Tensor](), (0, 0)
     for path in paths:
-        frame = read_frame(path)
-        height, width = frame.shape[1:]
-        shape = frame_shape(height, width, size, step)
+        resized = resize(backbone, read_frame(path), size)
+        shape = resized.shape[2:]
         if frames and shape != frames[0].shape[1:]:
             raise UserError(f"{path}: differs in size from the first frame, {paths[0].name}")
-        resized = F.interpolate(frame[None].float(), shape, mode="bilinear", antialias=True)
         frames.append(resized.round().clamp(0, 255).byte()[0])
         x = normalise(frames[-1][None], device)
         with explain_failure(backbone, f"cannot take frames of {shape[1]} x {shape[0]} pixels"):
