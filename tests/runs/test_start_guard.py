@@ -109,6 +109,13 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is saved when it is due, however long the one before it takes."""
+    monkeypatch.setattr(checkpoint.Writer, "busy", False)
+
+
+@pytest.mark.usefixtures("every_save")
 def test_a_start_that_is_lost_is_found_and_ends_the_run(
     source: Path, colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -121,15 +128,13 @@ def test_a_start_that_is_lost_is_found_and_ends_the_run(
     line = refused(capsys, "pretrain", str(name), *overrides)
     found = [f for f in read_lines(out / layout.HEALTH) if f["kind"] == "start lost"]
     assert len(found) == 1, line
-    step = found[0]["step"]
-    assert step <= 16
+    assert found[0]["step"] <= 16
     assert (
         f"start.stop_below=0.5: {found[0]['text']}" in line
         or "start.stop_below=0.5: kNN of 320 training images fell" in line
     )
     assert "the checkpoint of step 0 is the best, and is kept" in line
-    assert states(out)[0] == 0
-    assert len(states(out)) == 2
+    assert states(out) == [0, int(line.partition("step ")[2].partition(":")[0]) - 1]
     best = checkpoint.read(next((out / "checkpoints").glob("step-000000000*.pt")))
     theirs = checkpoint.newest(source / "checkpoints")
     assert theirs is not None
@@ -160,6 +165,7 @@ def test_without_labels_the_likeness_decides(source: Path, shards: Path, tmp_pat
     assert not watched().lost()
 
 
+@pytest.mark.usefixtures("every_save")
 def test_a_frozen_backbone_stays_while_heads_are_warmed(source: Path, shards: Path, tmp_path: Path):
     """Ten steps are an epoch."""
     keys = ("start.freeze=0.5", "checkpoint.steps=1", "checkpoint.keep=99", "max_steps=7", "method.freeze_last=0")
