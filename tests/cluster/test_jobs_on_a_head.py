@@ -1,101 +1,24 @@
 """Runs sent to a real head of Ray, with token authentication."""
 
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from helpers.pictures import jpeg
+from helpers.ray_head import Head, running
 from helpers.runs import arguments
-from helpers.s3.server import free_block
 
-from eagleray.cli import main
 from eagleray.cluster import job_package
-
-TOKEN = "test-0123456789abcdef"
-
-
-class Head:
-    def __init__(self, folder: Path) -> None:
-        port = free_block(64)
-        self.address = f"http://127.0.0.1:{port + 1}"
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
-        self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-        self.env |= {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        self.env["RAY_memory_monitor_refresh_ms"] = "0"  # what others use of this machine shall end no job
-        self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.folder = folder
-        options = {"port": port, "dashboard-port": port + 1, "dashboard-agent-listen-port": port + 2}
-        options |= {"min-worker-port": port + 4, "max-worker-port": port + 63, "num-cpus": 2}
-        options |= {"node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "temp-dir": folder}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-        command += [f"--{k}={v}" for k, v in (options | {"object-store-memory": 100_000_000}).items()]
-        with (folder / "head.log").open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=self.env, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
-            )
-
-    def up(self) -> bool:
-        """Wait for it; a head that does not see itself within 30 s gives up, and on a busy machine that happens."""
-        end, log = time.monotonic() + 240, self.folder / "head.log"
-        while "block forever" not in log.read_text():
-            if self.process.poll() is not None and "timed out during startup" in log.read_text():
-                return False
-            assert self.process.poll() is None, log.read_text()
-            assert time.monotonic() < end, "no head within four minutes"
-            time.sleep(0.5)
-        return True
-
-    def start(self, *args: Any, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "eagleray.cli", *map(str, args), "--address", self.address]
-        path = str(Path(main.__file__).parents[2])
-        return subprocess.Popen(
-            command,
-            env=self.env | {"PYTHONPATH": path} | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.folder,
-        )
-
-    def __call__(self, *args: Any, **env: str) -> tuple[int, str]:
-        process = self.start(*args, **env)
-        text = process.communicate(timeout=500)[0]
-        return process.returncode, text
-
-    def jobs(self) -> list[dict[str, Any]]:
-        return json.loads(self("jobs", "--json")[1])
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Head]:
-    for _ in range(4):
-        head = Head(Path(tempfile.mkdtemp(prefix="er")))  # a short path: Ray's sockets are in it
-        try:
-            if head.up():
-                yield head
-                return
-        finally:
-            head.close()
-    raise AssertionError("no head came up")
+    with running() as head:
+        yield head
 
 
 @pytest.mark.slow
