@@ -14,7 +14,7 @@ rate_of_loader  images per second of CPU time of an evaluation's reading, as a s
 The law, for N training images, Q test images and C classes on W ranks, with k neighbours and R learning rates:
     share     (N + Q) / W rows of D numbers, 4 bytes each, or 2 in bf16
     above it  rows of the share: 4 bytes of norm and 8 of label
-              120 MB of PyTorch's own and of freed memory that the allocator keeps, and the larger one of
+              200 MB of PyTorch's own and of freed memory that the allocator keeps, and the larger one of
               tiles of kNN: 1024 x 4096 x 28 bytes, and 1024 x k x 16 x W for the neighbours of all ranks
               the probe: R x D x C x 16 bytes of weights, momenta and gradients, 3 x R x 1024 x C x 4 of logits,
               and 24 bytes for each of the N images of its random order
@@ -49,7 +49,7 @@ from eagleray.views.sampling import Views
 
 NEIGHBOURS = 20
 SPREAD = 4.0  # of the features around the centre of their class, so that not all are classified right
-FIXED = 120e6  # bytes
+FIXED = 200e6  # bytes
 SETS = {"imagenet-1k": (1_281_167, 50_000, 384, 1000), "imagenet-22k": (12_800_000, 50_000, 768, 21_841)}
 RANKS = (1, 8, 64)
 

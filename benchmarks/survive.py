@@ -7,7 +7,7 @@ with --json one object:
 goodput             seconds of steps that count, as a share of the harmed run's time
 goodput_unharmed    the same of the other run: what starting, saving, evaluating and ending cost without a kill
 restarts, steps_repeated, seconds_lost   of the harmed run, from its summary
-restart_seconds     from each kill to the first step after it
+restart_seconds     from each kill to the first line about steps after it, ten of them (`log_steps`)
 interval            steps between checkpoints: no kill costs more of them
 same_weights        whether every tensor of the last checkpoints is the same to the bit
 """
@@ -80,7 +80,6 @@ class Run:
             "checkpoint.steps": args.interval,
             "evaluate.probe_epochs": 0,
             "evaluate.limit": 1000,
-            "log_steps": 1,
         } | ({"max_steps": steps} if steps else {})
         command = [sys.executable, "-m", "eagleray.cli", "pretrain", RECIPE, *(f"{k}={v}" for k, v in keys.items())]
         self.log = out.with_suffix(".log").open("a")
@@ -94,7 +93,7 @@ class Run:
         return len(read_lines(self.out / "starts.jsonl"))
 
     def wait_for(self, start: int) -> int:
-        """The first step of a start, counted from 1."""
+        """The first step that a start writes a line about; starts are counted from 1."""
         while self.starts() < start or self.step() <= read_lines(self.out / "starts.jsonl")[start - 1]["step"]:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the run ended by itself: {self.out.with_suffix('.log').read_text()[-2000:]}")
@@ -102,7 +101,7 @@ class Run:
         return self.step()
 
     def harm(self, every: float, seconds: float) -> list[float]:
-        """Kill a process that trains now and then; returns the seconds from each kill to the first step after it."""
+        """Kill a process that trains now and then; returns the seconds from each kill to the first line after it."""
         self.wait_for(1)
         began, out = time.monotonic(), []
         for number in range(1, int(seconds / every) + 1):
