@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagleray
+from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import sample_table
 from eagleray.data.columns import select
@@ -70,6 +71,30 @@ def test_fields_become_columns_whatever_the_parts_and_shards(
     assert found is not None
     assert np.flatnonzero(found.weight).tolist() == [0, 2, 6, 8]
     assert found.weight[[2, 8]] == pytest.approx([1.1, 1.4])
+
+
+def test_a_name_that_means_two_things_is_one_line(tmp_path: Path) -> None:
+    """JSON says of what size an image was, and what is measured is what it has now."""
+    documents: dict[str, bytes | None] = {f"k{i}": json.dumps({"width": 1000 + i}).encode() for i in range(4)}
+    folder = shards(tmp_path / "x", documents)
+    said = eagleray.measure(folder, "json.width", workers=0)
+
+    def kept(**more: Any) -> int:
+        source = Source(url=str(folder), where="width > 1001", **more)
+        found = select(open_index([source], note=lambda _: None))
+        return 4 if found is None else int((found.weight > 0).sum())
+
+    assert kept() == 2
+    seen = eagleray.measure(folder, "size", workers=0)
+    with pytest.raises(UserError) as e:
+        kept()
+    assert str(e.value).startswith(
+        f"data.train.where: width > 1001: {said} and {seen} both have a column width; name the"
+    )
+    assert kept(columns=(f"{said}/part-*.parquet",)) == 2
+    assert eagleray.measure(folder, "size,luma", workers=0) != seen
+    with pytest.raises(UserError, match="leaves none of 4 samples"):
+        kept(columns=(f"{seen}/part-*.parquet",))
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {

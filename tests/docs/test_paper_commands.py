@@ -9,24 +9,30 @@ from pathlib import Path
 import pytest
 from helpers import reader_home
 from helpers.page_share import FOUND, ON_SMALL, on_small
-from helpers.recipes import SMALL
 from helpers.runs import arguments
 from helpers.s3.server import store_of
 
 from eagleray.cli import main
 from eagleray.config import bundled
+from eagleray.engine.export import to_timm
+from eagleray.runs import pretrain
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory, quick_runs: None) -> Iterator[Path]:
-    """A finished run in every place that a page names."""
+def runs(tmp_path_factory: pytest.TempPathFactory, quick_runs: None) -> Iterator[Path]:
+    """A folder with a finished run of MoCo v3 and one of DINO."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "small.yaml").write_text(SMALL)
-    with store_of(folder / "store", "bucket", "b", "c", "mirror"):
-        run("pretrain", *arguments(folder / "small.yaml", shards, folder / "runs" / "mine", "workers=0"))
-        yield folder / "runs" / "mine"
+    reader_home.labelled(folder / "labelled")
+    for method in ("mocov3", "dino"):
+        (folder / f"{method}.yaml").write_text(reader_home.small(method))
+    with store_of(folder / "store", "bucket", "other", "mirror"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrain, "to_timm", to_timm)  # the only run whose export is read
+            run("pretrain", *arguments(folder / "mocov3.yaml", folder / "labelled", folder / "mine"))
+        run("pretrain", *arguments(folder / "dino.yaml", folder / "labelled", folder / reader_home.DINO_RUN))
+        yield folder
 
 
 @pytest.fixture
@@ -35,8 +41,9 @@ def home(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     reader_home.lay_out(tmp_path)
     reader_home.public_sets(tmp_path)
     reader_home.fill_store(tmp_path)
-    for name in ("mine", *reader_home.RUNS):
-        shutil.copytree(runs, tmp_path / "runs" / name)
+    shutil.copytree(runs / reader_home.DINO_RUN, tmp_path / "runs" / reader_home.DINO_RUN)
+    for name in reader_home.RUNS:
+        shutil.copytree(runs / "mine", tmp_path / "runs" / name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bundled, "tree", reader_home.shipped)
     monkeypatch.chdir(tmp_path)
@@ -59,6 +66,6 @@ def test_commands_on_models_of_papers_run_on_small_ones(page: str, home: Path):
     assert found
     for command in found:
         words = reader_home.adapted(command)
-        if words[0] == "prepare":  # which writes into no folder that holds something else
-            shutil.rmtree(home / words[3], ignore_errors=True)
+        for place in reader_home.written_by(words):
+            reader_home.clear(place)
         run(*words)

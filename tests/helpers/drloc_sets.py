@@ -13,8 +13,8 @@ from eagleray.datasets.sources import domainnet as domainnet_source
 from eagleray.datasets.sources.imagenet_subsets import CLASSES
 
 
-def cifar(folder: Path, split: str, *, fine: bool = False) -> Images:
-    """Both splits of the binary version, five images in each file, whose pixels are all different."""
+def cifar(folder: Path, split: str, *, fine: bool = False, each: int = 5) -> Images:
+    """Both splits of the binary version, `each` images in a file; up to ten, their pixels are all different."""
     place = folder / ("cifar-100-binary" if fine else "cifar-10-batches-bin")
     place.mkdir(parents=True)
     classes = 100 if fine else 10
@@ -25,9 +25,9 @@ def cifar(folder: Path, split: str, *, fine: bool = False) -> Images:
         files = {"train": ["train"], "test": ["test"]}
     expected: Images = {}
     for seed, (name, of) in enumerate((n, split) for split, names in files.items() for n in names):
-        images = [picture(10 * seed + i) for i in range(5)]
-        labels = [(7 * seed + 3 * i + 1) % classes for i in range(5)]
-        coarse = [bytes([19 - i])[: int(fine)] for i in range(5)]
+        images = [picture(10 * seed + i) for i in range(each)]
+        labels = [(7 * seed + 3 * i + 1) % classes for i in range(each)]
+        coarse = [bytes([19 - i % 20])[: int(fine)] for i in range(each)]
         records = zip(coarse, labels, images, strict=True)
         (place / f"{name}.bin").write_bytes(
             b"".join(c + bytes([y]) + x.transpose(2, 0, 1).tobytes() for c, y, x in records)

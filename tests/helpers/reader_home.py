@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import yaml
-from helpers.drloc_sets import cifar_100
+from helpers.drloc_sets import cifar
 from helpers.labelled_images import draw
 from helpers.layouts import fill, tar_bytes, write_parquet
 from helpers.pages import Command
 from helpers.pictures import encode, jpeg, write_tar
 from helpers.public_sets import devkit, imagenet, kaggle, openimages, validation, webvision
 from helpers.recipes import small_recipe
-from helpers.suite_sets import dtd
+from helpers.suite_sets import in_lists
 from helpers.tiffs import scene, tiff
 
+from eagleray.api.data import prepare
 from eagleray.config import bundled, yaml_text
 from eagleray.storage import store
 
@@ -30,7 +31,7 @@ INSTEAD = {
     r" workers=\d+( gpus=true)?": " workers=0",
     r" --workers \d+ --gpus": "",
     r" gpus=true": "",
-    r"(?<=\.\.)\d{5,6}(?=\})": "000001",
+    r"(0+)\.\.(\d+)(?=\})": r"\1..1",  # two shards
     r"\b(index) URL": r"\1 s3://bucket/train",
     r"--(train|test) URL": r"--\1 labelled/\1",
     r"data\.(train|test)=SHARDS": r"data.\1=labelled/\1",
@@ -38,10 +39,19 @@ INSTEAD = {
     r"\b(data stats) DST": r"\1 shards/",
     r"\bROOT\b": "suite",
     r"\bRECIPE\b": "dino_vits16_in1k_ep100",
-    r"--batch 1024": "--batch 32",
+    r"timm:swin_small_patch4_window7_224.ms_in1k": "runs/mine",
+    r"--batch 1024": "--batch 4",
+    r"(--labels 1percent.txt)": r"\1 --batch 4",
+    r"bytes > 20000": "bytes > 200",
+    r"--min-side 64": "--min-side 16",
+    r"--key \d+": "--key 000000012",
+    r"min_side >= 200": "min_side >= 20",
+    r"(linear_augmented@\w+)": r"\1 --batch 32",
+    r"(data cluster \S+ \S+)": r"\1 --similar 1",  # few features of a small model differ by more
 }
 ORIGINAL = bundled.tree
-RUNS = (
+RUNS = (  # of MoCo v3, whatever their names say
+    "mine",
     "a",
     "dino",
     "first",
@@ -50,6 +60,9 @@ RUNS = (
     "esvit_swint_in1k_ep300",
     "esvit_swins_in1k_ep300",
 )
+# What a reader has written: fine-tuning on images of their own.
+TUNED = "base: supervised_vitb16_cifar100_ft100\nmethod: {classes: 6}\ndata: {test: labelled/test}\n"
+DINO_RUN = "dino_swint_in1k_ep300"
 
 
 def adapted(command: Command) -> list[str]:
@@ -60,32 +73,39 @@ def adapted(command: Command) -> list[str]:
     return Command(command.page, text, whole=True).words()
 
 
+def small(method: str) -> str:
+    """The text of a recipe of a method on a ViT of four blocks, as protocols read the last four."""
+    return small_recipe(method).replace("depth: 2, num_heads: 3", "depth: 4, num_heads: 3")
+
+
 @functools.cache
 def shipped(name: str) -> dict[str, Any]:
     """Return the keys of a shipped recipe at the size of a test; data, classes and views of its own channels stay."""
     own = ORIGINAL(name)
-    tree: Any = yaml_text.parse(small_recipe(own["method"]["name"]))
+    tree: Any = yaml_text.parse(small(own["method"]["name"]))
     tree["data"] |= {k: v for k, v in own.get("data", {}).items() if k in ("train", "test")}
     tree["method"] |= {k: v for k, v in own["method"].items() if k == "classes"}
+    if "teacher" in tree["method"]:
+        tree["method"]["teacher"] = dict(tree["backbone"])
     return dict(tree)
 
 
-def labelled(folder: Path, count: int) -> None:
-    """Write images of six classes with what img2dataset says of them, as two shards."""
-    x, y = draw(0, count)
-    for shard in range(2):
-        members = []
-        for i in range(shard, count, 2):
-            said = {"similarity": i / count, "NSFW": "UNLIKELY", "caption": f"image {i}"}
-            parts = {"jpg": encode(x[i]), "cls": b"%d" % y[i], "json": json.dumps(said).encode()}
-            members += [(f"{i:09d}.{kind}", data) for kind, data in parts.items()]
-        write_tar(folder / f"train-{shard:06d}.tar", members)
+def labelled(folder: Path) -> None:
+    """Write images of six classes with what img2dataset says of them: train/ and test/ of two shards each."""
+    for split, count in ("train", 640), ("test", 48):
+        x, y = draw(0, count)
+        for shard in range(2):
+            members = []
+            for i in range(shard, count, 2):
+                said = {"similarity": i / count, "NSFW": "UNLIKELY", "caption": f"image {i}"}
+                parts = {"jpg": encode(x[i]), "cls": b"%d" % y[i], "json": json.dumps(said).encode()}
+                members += [(f"{i:09d}.{kind}", data) for kind, data in parts.items()]
+            write_tar(folder / split / f"train-{shard:06d}.tar", members)
 
 
 def lay_out(home: Path) -> None:
     """Fill a folder with what the commands of the pages read."""
-    for split, count in ("train", 160), ("test", 48):
-        labelled(home / "labelled" / split, count)
+    labelled(home / "labelled")
     for place in ("data/imagenet-1k", "cifar10"):
         shutil.copytree(home / "labelled", home / place)
     (home / "data" / "imagenet-1k" / "test").rename(home / "data" / "imagenet-1k" / "val")
@@ -103,11 +123,18 @@ def lay_out(home: Path) -> None:
     views = [{"count": 2, "size": 16, "gray": 0, "strength": [0.8, 0.8, 0, 0], "blur": 0.5}]
     bands = {"base": "simclr_resnet50_in1k_ep800", "data": {"channels": channels}, "views": views}
     (home / "bands.yaml").write_text(yaml.safe_dump(bands))
-    (home / "1percent.txt").write_text("".join(f"n01440764_{i:09d}.JPEG\n" for i in range(12)))
-    for name in ("my_recipe.yaml", "mine.yaml"):
-        (home / name).write_text("base: supervised_vitb16_cifar100_ft100\nmethod: {classes: 6}\n")
-    dtd(home / "dtd", "train")
-    cifar_100(home, "train")
+    (home / "1percent.txt").write_text("".join(f"{i:09d}.JPEG\n" for i in range(12)))
+    for name in ("my_recipe.yaml", "tuned.yaml"):
+        (home / name).write_text(TUNED)
+    classes = ["banded", "woven", "zigzagged"]
+    dtd = {
+        part: {f"{c}/{part}_{i}.jpg": (f"{c}/{part}_{i}.jpg", n) for n, c in enumerate(classes) for i in range(4)}
+        for part in ("train", "val", "test")
+    }
+    in_lists(home / "dtd", dtd, "images", lambda part: [Path(f"labels/{part}1.txt")], "train")
+    cifar(home, "train", fine=True, each=64)
+    for split in "train", "test":
+        prepare("cifar-100", home / "cifar-100-binary", home / "data" / "cifar-100" / split, split=split, workers=0)
 
 
 def public_sets(home: Path) -> None:
@@ -127,6 +154,7 @@ def public_sets(home: Path) -> None:
     webvision(home / "webvision")
     fill(home / "coco", [f"train2017/{i:012d}.jpg" for i in range(6)])
     (home / "coco" / "annotations").mkdir()
+    (home / "datasets" / "food101").mkdir(parents=True)
     write_parquet(home / "datasets" / "food101" / "data" / "train-0.parquet", 0, 8)
     for i in range(2):
         members = {f"{i}{j}.jpg": jpeg(100 * i + j) for j in range(4)}
@@ -136,12 +164,33 @@ def public_sets(home: Path) -> None:
 def fill_store(home: Path) -> None:
     """Fill the buckets that the pages name."""
     train = sorted((home / "labelled" / "train").glob("*.tar"))
-    for url in ("s3://bucket/train", "s3://c/y"):
+    for url in ("s3://bucket/train", "s3://other/y"):
         upload(url, train)
-    store.store("s3://b").put("s3://b/x-000000.tar", train[0])
-    store.store("s3://b").put("s3://b/x-000001.tar", train[1])
+    for i, path in enumerate(train):
+        for name in (f"x-{i:02d}.tar", path.name):
+            store.store("s3://bucket").put(f"s3://bucket/{name}", path)
     upload("s3://bucket/raw", home.glob("part-*.tar"))
     upload("s3://mirror/openimages", (home / "mirror").iterdir())
+
+
+def clear(place: str) -> None:
+    """Remove what an earlier command has left where one writes: in a folder, or below a URL."""
+    if place.startswith("s3://"):
+        for blob in store.store(place).list(f"{place}/"):
+            store.store(place).delete(blob.url)
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def written_by(words: list[str]) -> list[str]:
+    """Return where a command writes what no earlier one may have left."""
+    if words[0] == "prepare":
+        return [words[3]]
+    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    if given or words[0] not in ("pretrain", "finetune", "tune"):
+        return given
+    recipe = words[2 if words[0] == "finetune" else 1]
+    return [f"runs/{Path(recipe).stem}"]
 
 
 def upload(url: str, files: Iterable[Path]) -> None:

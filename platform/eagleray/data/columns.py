@@ -86,6 +86,7 @@ def weights_of(
     excluded = Table(source.exclude) if source.exclude else None
     known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
     wanted = [name for name in known if name in names]
+    check_meaning([name for name in wanted if not any(name in g.names for g in given)], measured, source, key)
     keyed = wanted + (["key", "shard"] if given or excluded else [])
     for chunk in in_chunks(index, shards):
         rows = [own_columns(index, shard, keyed, measured) for shard in chunk]
@@ -98,6 +99,20 @@ def weights_of(
     for table in (*given, *([excluded] if excluded else [])):
         if not table.found:
             raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
+
+
+def check_meaning(names: Sequence[str], measured: Sequence["Measured"], source: Source, key: str) -> None:
+    """Raises UserError when tables beside the shards mean different things by one of these names, as JSON's and a
+    cluster's `similarity` do."""
+    for name in names:
+        meanings = {table.meaning(name): table.table.folder for table in measured if name in table.names}
+        if len(meanings) > 1:
+            option = next(o for o in ("where", "weight") if name in str(getattr(source, o)))
+            one, *others = meanings.values()
+            raise UserError(
+                f"{key}{option}: {getattr(source, option)}: {' and '.join([one, *others])} both have a column {name}; "
+                f"name the one that counts as columns, such as {one}/part-*.parquet"
+            )
 
 
 def samples_where(
@@ -176,6 +191,13 @@ class Measured:
     def __init__(self, table: SampleTable) -> None:
         self.table, self.names = table, table.columns()
         self.last: tuple[int, Any] = (-1, None)  # the part that was read last
+
+    def meaning(self, name: str) -> str:
+        """Return what one of the columns is, which is the same in all tables of the same measure."""
+        settings = self.table.about.settings
+        return (
+            "json" if name in settings.get("json", {}) else "measure" if "measures" in settings else self.table.folder
+        )
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
