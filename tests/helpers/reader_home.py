@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shutil
-import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from helpers.labelled_images import draw
 from helpers.layouts import fill, tar_bytes, write_parquet
 from helpers.pages import Command
 from helpers.pictures import encode, jpeg, write_tar
-from helpers.public_sets import devkit, imagenet, kaggle, openimages, validation, webvision
+from helpers.public_sets import imagenet, kaggle, openimages, packed_devkit, validation, webvision
 from helpers.recipes import small_recipe
 from helpers.suite_sets import in_lists
 from helpers.tiffs import scene, tiff
@@ -106,26 +105,35 @@ def labelled(folder: Path) -> None:
 def lay_out(home: Path) -> None:
     """Fill a folder with what the commands of the pages read."""
     labelled(home / "labelled")
-    for place in ("data/imagenet-1k", "cifar10"):
-        shutil.copytree(home / "labelled", home / place)
-    (home / "data" / "imagenet-1k" / "test").rename(home / "data" / "imagenet-1k" / "val")
-    for shard in (home / "cifar10" / "test").iterdir():
-        shard.rename(home / "cifar10" / shard.name.replace("train", "test"))
-    for shard in (home / "cifar10" / "train").iterdir():
-        shard.rename(home / "cifar10" / shard.name)
+    for split, name in ("train", "train"), ("test", "val"):
+        shutil.copytree(home / "labelled" / split, home / "data" / "imagenet-1k" / name)
+    (home / "cifar10").mkdir()
+    for split in "train", "test":
+        for shard in (home / "labelled" / split).iterdir():
+            shutil.copy(shard, home / "cifar10" / shard.name.replace("train", split))
     for place in ("shards", "shards/a", "shards/b", "shards/train"):
         shutil.copytree(home / "labelled" / "train", home / place, dirs_exist_ok=True)
     fill(home / "photos", [f"{i}.jpg" for i in range(140)])
+    (home / "1percent.txt").write_text("".join(f"{i:09d}.JPEG\n" for i in range(12)))
+    for name in ("my_recipe.yaml", "tuned.yaml"):
+        (home / name).write_text(TUNED)
+    bands(home)
+    downloads(home)
+
+
+def bands(home: Path) -> None:
+    """Write images of 13 channels, and the recipe of docs/data.md for them."""
     (home / "bands").mkdir()
     for i in range(64):
         (home / "bands" / f"{i}.tif").write_bytes(tiff(np.concatenate([scene(i)] * 3, 2)[..., :13]))
     channels = 13 * [{"mean": 1000.0, "std": 300.0}]
     views = [{"count": 2, "size": 16, "gray": 0, "strength": [0.8, 0.8, 0, 0], "blur": 0.5}]
-    bands = {"base": "simclr_resnet50_in1k_ep800", "data": {"channels": channels}, "views": views}
-    (home / "bands.yaml").write_text(yaml.safe_dump(bands))
-    (home / "1percent.txt").write_text("".join(f"{i:09d}.JPEG\n" for i in range(12)))
-    for name in ("my_recipe.yaml", "tuned.yaml"):
-        (home / name).write_text(TUNED)
+    recipe = {"base": "simclr_resnet50_in1k_ep800", "data": {"channels": channels}, "views": views}
+    (home / "bands.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def downloads(home: Path) -> None:
+    """Lay out DTD and CIFAR-100 as they are downloaded, and the shards of the latter, which recipes read."""
     classes = ["banded", "woven", "zigzagged"]
     dtd = {
         part: {f"{c}/{part}_{i}.jpg": (f"{c}/{part}_{i}.jpg", n) for n, c in enumerate(classes) for i in range(4)}
@@ -142,14 +150,9 @@ def public_sets(home: Path) -> None:
     imagenet(home, "folder of the tar")
     imagenet(home, "tar of tars")
     validation(home)
-    devkit_of = home / "kit"
-    devkit_of.mkdir()
-    with tarfile.open(home / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
-        tar.add(devkit(devkit_of), "ILSVRC2012_devkit_t12")
+    packed_devkit(home)
     kaggle(home)
-    images = home / "ILSVRC" / "Data" / "CLS-LOC"
-    imagenet_val = {f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 7)}
-    fill(images / "val", sorted(imagenet_val))
+    fill(home / "ILSVRC" / "Data" / "CLS-LOC" / "val", [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 7)])
     openimages(home)
     webvision(home / "webvision")
     fill(home / "coco", [f"train2017/{i:012d}.jpg" for i in range(6)])
