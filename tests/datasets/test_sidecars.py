@@ -79,8 +79,8 @@ def test_a_name_that_means_two_things_is_one_line(tmp_path: Path) -> None:
     folder = shards(tmp_path / "x", documents)
     said = eagleray.measure(folder, "json.width", workers=0)
 
-    def kept(**more: Any) -> int:
-        source = Source(url=str(folder), where="width > 1001", **more)
+    def kept(where: str = "width > 1001", **more: Any) -> int:
+        source = Source(url=str(folder), where=where, **more)
         found = select(open_index([source], note=lambda _: None))
         return 4 if found is None else int((found.weight > 0).sum())
 
@@ -88,9 +88,10 @@ def test_a_name_that_means_two_things_is_one_line(tmp_path: Path) -> None:
     seen = eagleray.measure(folder, "size", workers=0)
     with pytest.raises(UserError) as e:
         kept()
-    assert str(e.value).startswith(
-        f"data.train.where: width > 1001: {said} and {seen} both have a column width; name the"
-    )
+    line = f"data.train.where: width > 1001: {said} and {seen} both have a column width; name the one that counts as "
+    assert str(e.value) == f"{line}columns, such as {said}/part-*.parquet"
+    with pytest.raises(UserError, match=r"^data\.train\.weight: width: "):
+        kept(where="min_side > width_of_mine", weight="width")
     assert kept(columns=(f"{said}/part-*.parquet",)) == 2
     assert eagleray.measure(folder, "size,luma", workers=0) != seen
     with pytest.raises(UserError, match="leaves none of 4 samples"):

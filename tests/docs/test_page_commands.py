@@ -2,18 +2,16 @@
 in each place that a page names."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.commands import run
 from helpers.page_share import FOUND, here, share
 from helpers.pages import Command
 from helpers.pictures import jpeg
 from helpers.recipes import SMALL
 from helpers.runs import arguments
-
-from eagleray.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +23,10 @@ def home(shards: Path, tmp_path_factory: pytest.TempPathFactory, quick_runs: Non
         (folder / "photos" / f"{i}.jpg").write_bytes(jpeg(i))
     shutil.copytree(shards / "train", folder / "shards")
     (folder / "small.yaml").write_text(SMALL)
-    run("eagleray", "pretrain", *arguments(folder / "small.yaml", shards, folder / "runs" / "mine"))
+    run("pretrain", *arguments(folder / "small.yaml", shards, folder / "runs" / "mine"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
-
-
-def run(*words: str) -> None:
-    """Run a command in this process. Fails unless its exit status is 0."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", list(words))
-        with pytest.raises(SystemExit) as end:
-            main.main()
-    assert not end.value.code, f"{' '.join(words)}: status {end.value.code}"
 
 
 @pytest.mark.slow
@@ -48,7 +37,7 @@ def test_commands_that_need_no_cluster_run_as_they_are_written(command: Command,
         made.unlink(missing_ok=True)
     if "shard" in command.words()[:1]:
         shutil.rmtree(home / "shards")
-    run("eagleray", *command.words())
+    run(*command.words())
 
 
 def test_the_share_of_the_commands_that_run(capsys: pytest.CaptureFixture[str]):

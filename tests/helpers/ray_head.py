@@ -18,6 +18,7 @@ from helpers.s3.server import free_block
 from eagleray.cli import main
 
 TOKEN = "test-0123456789abcdef"
+STARTS = 4  # of a head or a node, until it is up
 
 
 class Head:
@@ -34,21 +35,27 @@ class Head:
         self.folder = folder
         options = {"port": self.port, "dashboard-port": self.port + 1, "dashboard-host": "127.0.0.1"}
         options |= {"min-worker-port": self.port + 4, "max-worker-port": self.port + 63, "temp-dir": folder}
-        self.process = self._ray("head", cpus, self.port + 2, "--head", options)
+        self.process = self._ray("head", cpus, self.port + 2, options, "--head")
         self.nodes: list[subprocess.Popen[bytes]] = []
 
     def join(self, name: str, **env: str) -> None:
         """Add a node with one CPU, whose processes have `env` in their environment."""
-        port = free_block(64)
-        options = {"address": f"127.0.0.1:{self.port}", "min-worker-port": port + 1, "max-worker-port": port + 63}
-        options["temp-dir"] = self.folder / name  # in a shared one, a node unpacks a job's files over those of others
-        self.nodes.append(node := self._ray(name, 1, port, "--disable-usage-stats", options, **env))
-        assert self._up(node, name), (self.folder / f"{name}.log").read_text()
+        for _ in range(STARTS):
+            port = free_block(64)
+            options = {"address": f"127.0.0.1:{self.port}", "min-worker-port": port + 1, "max-worker-port": port + 63}
+            options["temp-dir"] = self.folder / name  # in a shared one, nodes unpack a job's files over each other's
+            node = self._ray(name, 1, port, options, **env)
+            if self._up(node, name):
+                self.nodes.append(node)
+                return
+        raise AssertionError(f"{name} did not come up")
 
-    def _ray(self, name: str, cpus: int, agent: int, first: str, more: dict[str, Any], **env: str) -> Any:
+    def _ray(
+        self, name: str, cpus: int, agent: int, more: dict[str, Any], *flags: str, **env: str
+    ) -> subprocess.Popen[bytes]:
         options = {"node-ip-address": "127.0.0.1", "num-cpus": cpus, "object-store-memory": 100_000_000}
         options |= {"dashboard-agent-listen-port": agent} | more
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", first, "--block"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, "--block"]
         command += [f"--{k}={v}" for k, v in options.items()]
         with (self.folder / f"{name}.log").open("w") as log:
             return subprocess.Popen(
@@ -107,7 +114,7 @@ class Head:
 @contextmanager
 def running(**settings: Any) -> Iterator[Head]:
     """A context with a head that is up; a start that Ray gives up is repeated."""
-    for _ in range(4):
+    for _ in range(STARTS):
         head = Head(Path(tempfile.mkdtemp(prefix="er")), **settings)  # a short path: Ray's sockets are in it
         try:
             if head.up():

@@ -49,6 +49,7 @@ INSTEAD = {
     r"(data cluster \S+ \S+)": r"\1 --similar 1",  # few features of a small model differ by more
 }
 ORIGINAL = bundled.tree
+BUCKETS = ("bucket", "other", "mirror")
 RUNS = (  # of MoCo v3, whatever their names say
     "mine",
     "a",
@@ -165,13 +166,14 @@ def public_sets(home: Path) -> None:
 
 
 def fill_store(home: Path) -> None:
-    """Fill the buckets that the pages name."""
+    """Put into the buckets what the pages read there, and nothing else."""
+    for bucket in BUCKETS:
+        clear(f"s3://{bucket}")
     train = sorted((home / "labelled" / "train").glob("*.tar"))
-    for url in ("s3://bucket/train", "s3://other/y"):
+    for url in ("s3://bucket", "s3://bucket/train", "s3://other/y"):
         upload(url, train)
     for i, path in enumerate(train):
-        for name in (f"x-{i:02d}.tar", path.name):
-            store.store("s3://bucket").put(f"s3://bucket/{name}", path)
+        store.store("s3://bucket").put(f"s3://bucket/x-{i:02d}.tar", path)
     upload("s3://bucket/raw", home.glob("part-*.tar"))
     upload("s3://mirror/openimages", (home / "mirror").iterdir())
 

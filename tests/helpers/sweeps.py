@@ -1,5 +1,6 @@
 """Sweeps of small recipes as a user starts them, and what is left of them in MLflow."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from helpers.recipes import SMALL
+from helpers.recipes import SMALL, small_recipe
 
 from eagleray import config
-from eagleray.runs import recipe
+from eagleray.runs import layout, recipe
 from eagleray.runs.plan import resolve_paths
+from eagleray.storage import store
 from eagleray.sweeps.trial import Trial
 
 LONG = 900  # seconds: machines are shared
@@ -59,12 +61,42 @@ def wait(process: subprocess.Popen[str]) -> str:
     return text
 
 
-def wait_until(true: Any, process: subprocess.Popen[str]) -> None:
+def wait_until(true: Any, process: subprocess.Popen[str] | None = None) -> None:
     end = time.monotonic() + LONG
     while not true():
-        assert process.poll() is None, process.communicate()[0]
+        assert process is None or process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end
         time.sleep(0.2)
+
+
+def write_long(folder: Path, trials: int) -> Path:
+    """A sweep of trials of 300 steps of MoCo v3 and BYOL, for tests that interrupt it."""
+    for method in ("mocov3", "byol"):
+        (folder / f"{method}.yaml").write_text(small_recipe(method))
+    longer = {"optim.epochs": 30, "monitor.every": 15, "checkpoint.steps": 30}
+    return write(folder / "sweep.yaml", trials=trials, fixed=FIXED | longer)
+
+
+def stored(url: str) -> list[dict[str, Any]]:
+    """The lines of a file in a store; none where it is missing."""
+    try:
+        text = store.store(url).get(url).decode()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def ended(done: list[dict[str, Any]], before: dict[str, dict[str, Any]], trials: int) -> None:
+    """Every trial has ended, with the values that it had before the sweep was continued."""
+    assert [r["id"] for r in done] == [f"{n:03d}" for n in range(trials)]
+    assert {r["state"] for r in done} <= {"finished", "stopped"}
+    assert all(r["values"] == before[r["id"]]["values"] for r in done if r["id"] in before)
+
+
+def trained_on(*nodes: Path) -> None:
+    """Trials ran on each of some nodes, which keep their files in these folders."""
+    for node in nodes:
+        assert list((node / "eagleray" / "runs").glob(f"*/work/{layout.METRICS}")), f"no trial ran on {node.name}"
 
 
 def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, Any], *more: str) -> dict[str, Any]:

@@ -79,14 +79,14 @@ def weights_of(
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Yield the weights of the samples of each of some shards, all of one source, and their bytes. Raises UserError,
     which begins with what the user calls the expression: `key` and `where` or `weight`."""
-    names = {m[1] or m[2] for text in (source.where, source.weight) if text for m in NAMES.finditer(text)}
+    names = names_in(source.where) | names_in(source.weight)
     tables = complete_tables([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
     measured = [Measured(table) for table in tables] if names else []
     given = [Table(url, names) for url in source.columns]
     excluded = Table(source.exclude) if source.exclude else None
     known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
     wanted = [name for name in known if name in names]
-    check_meaning([name for name in wanted if not any(name in g.names for g in given)], measured, source, key)
+    check_meaning(source, measured, given, key)
     keyed = wanted + (["key", "shard"] if given or excluded else [])
     for chunk in in_chunks(index, shards):
         rows = [own_columns(index, shard, keyed, measured) for shard in chunk]
@@ -101,18 +101,23 @@ def weights_of(
             raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
 
 
-def check_meaning(names: Sequence[str], measured: Sequence["Measured"], source: Source, key: str) -> None:
-    """Raises UserError when tables beside the shards mean different things by one of these names, as JSON's and a
-    cluster's `similarity` do."""
-    for name in names:
-        meanings = {table.meaning(name): table.table.folder for table in measured if name in table.names}
-        if len(meanings) > 1:
-            option = next(o for o in ("where", "weight") if name in str(getattr(source, o)))
-            one, *others = meanings.values()
-            raise UserError(
-                f"{key}{option}: {getattr(source, option)}: {' and '.join([one, *others])} both have a column {name}; "
-                f"name the one that counts as columns, such as {one}/part-*.parquet"
-            )
+def names_in(expression: str | None) -> set[str]:
+    """Return the names in an expression, of columns and functions."""
+    return {m[1] or m[2] for m in NAMES.finditer(expression or "")}
+
+
+def check_meaning(source: Source, measured: Sequence["Measured"], given: Sequence["Table"], key: str) -> None:
+    """Raises UserError when tables beside the shards mean different things by a name in an expression, as JSON's and a
+    cluster's `similarity` do, and none of the `given` tables decides."""
+    for option, expression in ("where", source.where), ("weight", source.weight):
+        for name in sorted(names_in(expression) - {name for table in given for name in table.names}):
+            meanings = {table.meaning(name): table.table.folder for table in measured if name in table.names}
+            if len(meanings) > 1:
+                one, *others = meanings.values()
+                raise UserError(
+                    f"{key}{option}: {expression}: {' and '.join([one, *others])} both have a column {name}; "
+                    f"name the one that counts as columns, such as {one}/part-*.parquet"
+                )
 
 
 def samples_where(
@@ -195,9 +200,9 @@ class Measured:
     def meaning(self, name: str) -> str:
         """Return what one of the columns is, which is the same in all tables of the same measure."""
         settings = self.table.about.settings
-        return (
-            "json" if name in settings.get("json", {}) else "measure" if "measures" in settings else self.table.folder
-        )
+        if name in settings.get("json", {}):
+            return "json"
+        return "measure" if "measures" in settings else self.table.folder
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
