@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run
-from helpers.page_share import FOUND, here, share
+from helpers.page_share import FOUND, here
 from helpers.pages import Command
 from helpers.pictures import jpeg
 from helpers.recipes import SMALL
@@ -38,10 +38,3 @@ def test_commands_that_need_no_cluster_run_as_they_are_written(command: Command,
     if "shard" in command.words()[:1]:
         shutil.rmtree(home / "shards")
     run(*command.words())
-
-
-def test_the_share_of_the_commands_that_run(capsys: pytest.CaptureFixture[str]):
-    ran, whole = share()
-    with capsys.disabled():
-        print(f" {ran} of {whole} commands of the pages run in tests ({100 * ran / whole:.0f} %) ", end="")
-    assert ran >= 107

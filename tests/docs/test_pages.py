@@ -10,7 +10,7 @@ import typer
 import yaml
 from helpers import pages
 from helpers.page_share import FOUND as TYPED
-from helpers.page_share import RUN, here, on_small
+from helpers.page_share import RUN, runs
 from helpers.pages import PAGES, ROOT, Command, anchors, links, name
 from helpers.recipes import METHODS
 from PIL import Image
@@ -23,27 +23,6 @@ from eagleray.runs import recipe
 GROUP = typer.main.get_command(main.app)
 FOUND = list(pages.commands())
 RECIPES = ("pretrain", "show", "plan", "submit")  # whose first word is a recipe and whose others are its keys
-
-# Why commands of a page are only parsed. A page stands here if it has any that neither docs/test_page_commands.py nor
-# docs/test_paper_commands.py runs, and if it is not in RUN.
-CLUSTER = "needs a cluster; docs/test_cluster_page.py and cluster/test_jobs.py run such commands with stand-ins"
-PAPER = "trains a model of a paper; cli/ and runs/ run such commands with small ones"
-PUBLIC = "needs public archives; datasets/ runs such commands with small ones"
-MODELS = "needs a trained backbone; evaluation/ and cli/ run such commands with small ones"
-PARSED = {
-    "README.md": PAPER,
-    "docs/backbone/README.md": "trains for an hour; test_backbone.py loads the backbone",
-    "docs/begin/cluster.md": CLUSTER,
-    "docs/data.md": PAPER,
-    "docs/evaluate.md": MODELS,
-    "docs/finetune.md": PAPER,
-    "docs/jobs.md": CLUSTER,
-    "docs/papers.md": PAPER,
-    "docs/prepare.md": PUBLIC,
-    "docs/report.md": MODELS,
-    "docs/select.md": PAPER,
-    "docs/start.md": PAPER,
-}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -93,12 +72,13 @@ def own(words: Any) -> list[str]:
     return [word.strip() for word in text.split("\0") if word.strip()]
 
 
-def test_pages_with_commands_say_where_these_run_or_why_they_do_not():
-    typed = {c.page for c in TYPED if not here(c) and not on_small(c)}
-    assert not RUN.keys() & PARSED.keys()
-    assert typed - RUN.keys() == PARSED.keys()
-    assert all((ROOT / "tests" / test).exists() for test in RUN.values())
-    assert all((ROOT / page).exists() for page in (*RUN, *PARSED))
+@pytest.mark.parametrize("command", TYPED, ids=lambda c: f"{c.page}: {c.text[:60]}")
+def test_every_command_that_a_reader_can_type_runs_in_a_test(command: Command):
+    assert runs(command)
+
+
+def test_pages_that_run_as_a_whole_and_their_tests_exist():
+    assert all((ROOT / page).exists() and (ROOT / "tests" / test).exists() for page, test in RUN.items())
 
 
 def test_every_make_target_of_the_pages_is_one():

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from helpers import reader_home
+from helpers.clouds import Cloud
 from helpers.commands import run
-from helpers.page_share import FOUND, ON_SMALL, on_small
+from helpers.page_share import FOUND, SMALL_PAGES, on_small
 from helpers.runs import arguments
 from helpers.s3.server import store_of
+from huggingface_hub import constants
 
 from eagleray.config import bundled
 from eagleray.engine.export import to_timm
@@ -33,8 +35,21 @@ def made(tmp_path_factory: pytest.TempPathFactory, quick_runs: None) -> Iterator
     run("pretrain", *arguments(place / "dino.yaml", folder / "labelled", folder / "runs" / reader_home.DINO_RUN))
     for name in reader_home.RUNS:
         shutil.copytree(place / "mine", folder / "runs" / name)
+    reader_home.public_weights(folder / "hub", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundled, "tree", reader_home.shipped)
+        data = [f"data.{split}={folder / 'labelled' / split}" for split in ("train", "test")]
+        run("tune", "cifar10_small", *data, "sweep.trials=1", f"out={folder / 'sweeps' / 'mine'}")
     with store_of(place / "store", *reader_home.BUCKETS):
         yield folder
+
+
+@pytest.fixture
+def web(made: Path) -> Iterator[str]:
+    """A web server that has the training shards; the pages call it https://host."""
+    with Cloud() as server:
+        server.serve(made / "labelled" / "train")
+        yield f"http://127.0.0.1:{server.port}/web"
 
 
 @pytest.fixture
@@ -43,18 +58,19 @@ def _home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(made, home := tmp_path / "home")
     reader_home.fill_store(home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bundled, "tree", reader_home.shipped)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.chdir(home)
 
 
 @pytest.mark.usefixtures("_home")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", ON_SMALL)
-def test_commands_on_models_of_papers_run_on_small_ones(page: str):
+@pytest.mark.parametrize("page", SMALL_PAGES)
+def test_commands_on_models_of_papers_run_on_small_ones(page: str, web: str, monkeypatch: pytest.MonkeyPatch):
     found = [c for c in FOUND if c.page == page and on_small(c)]
     assert found
     for command in found:
-        words = reader_home.adapted(command)
+        monkeypatch.setattr(bundled, "tree", reader_home.recipes(command))
+        words = [word.replace("https://host", web) for word in reader_home.adapted(command)]
         for place in reader_home.written_by(words):
             reader_home.clear(place)
         run(*words)

@@ -1,4 +1,4 @@
-"""Which commands of the pages a test runs, and how many of all."""
+"""Which test runs a command of the pages."""
 
 import re
 
@@ -17,9 +17,12 @@ HERE = re.compile(
     r"(\.venv/bin/)?eagleray (list |show |init |runs |shard photos/ shards/|data stats shards/|report runs/"
     r"|export runs/mine --to timm-hub)"
 )
-# Pages whose commands docs/test_paper_commands.py runs on small models, but for those of NOT.
-ON_SMALL = (
+# What docs/test_head_commands.py runs on a cluster; docs/test_paper_commands.py runs all else of these pages.
+ON_HEAD = re.compile(r"eagleray (submit|jobs|logs|stop)\b")
+HEAD_PAGES = ("README.md", "docs/begin/cluster.md", "docs/jobs.md")
+SMALL_PAGES = (
     "README.md",
+    "docs/backbone/README.md",
     "docs/begin/gpu.md",
     "docs/data.md",
     "docs/evaluate.md",
@@ -36,17 +39,16 @@ ON_SMALL = (
     "docs/start.md",
     "docs/tune.md",
 )
-NOT = re.compile(
-    r"eagleray (submit|jobs)"  # needs a cluster
-    r"|timm:(?!swin_small)|https://host|dino_deitsmall16_pretrain|openimages train-images"  # need what others serve
-    r"|tune (imagenet_methods|mocov3_figure5)|report SWEEP"  # are or need many trials
-    r"|--coco DIR"  # needs annotations
-)
 
 
 def on_small(command: Command) -> bool:
     """Return whether a command runs with small models under the names of papers' ones."""
-    return command.page in ON_SMALL and not here(command) and not NOT.search(command.text)
+    return command.page in SMALL_PAGES and not here(command) and not ON_HEAD.match(command.text)
+
+
+def on_head(command: Command) -> bool:
+    """Return whether a command of these pages runs on a real head of Ray, with small models too."""
+    return command.page in HEAD_PAGES and bool(ON_HEAD.match(command.text))
 
 
 def here(command: Command) -> bool:
@@ -54,6 +56,6 @@ def here(command: Command) -> bool:
     return command.page not in RUN and bool(HERE.match(command.text))
 
 
-def share() -> tuple[int, int]:
-    """Return the number of commands that a test runs, and of all that a reader can type."""
-    return sum(c.page in RUN or here(c) or on_small(c) for c in FOUND), len(FOUND)
+def runs(command: Command) -> bool:
+    """Return whether a test runs a command."""
+    return command.page in RUN or here(command) or on_small(command) or on_head(command)

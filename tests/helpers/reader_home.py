@@ -5,40 +5,58 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
+import torch
 import yaml
+from helpers.annotated import coco
 from helpers.drloc_sets import cifar
 from helpers.labelled_images import draw
 from helpers.layouts import fill, tar_bytes, write_parquet
-from helpers.pages import Command
+from helpers.pages import ROOT, Command
 from helpers.pictures import encode, jpeg, write_tar
-from helpers.public_sets import imagenet, kaggle, openimages, packed_devkit, validation, webvision
+from helpers.public_sets import IDS, imagenet, kaggle, openimages, packed_devkit, validation, webvision
 from helpers.recipes import small_recipe
 from helpers.suite_sets import in_lists
 from helpers.tiffs import scene, tiff
+from safetensors.torch import save_file
 
 from eagleray.api.data import prepare
 from eagleray.config import bundled, yaml_text
+from eagleray.runs import recipe
+from eagleray.runs.build import build_method
 from eagleray.storage import store
 
+PUBLIC = r"start\.from=(?:timm:|docs/backbone)\S*"  # weights of a size that no small recipe has
 # What a command has that needs GPUs, many images or a reader's own name, and what stands for it here.
 INSTEAD = {
+    r"(submit evaluate .*) --gpus \d+": r"\1 --workers 1",
+    r" --gpus \d+": "",
     r" workers=\d+( gpus=true)?": " workers=0",
     r" --workers \d+ --gpus": "",
     r" gpus=true": "",
+    r"\bBUCKET\b": "bucket",
+    r"(submit tune cifar10_small)": r"\1 sweep.trials=2",
+    r"(tune imagenet_methods)": r"\1 workers=0 optim.batch=32 optim.epochs=1 evaluate.every=1 sweep.trials=2",
+    r"(tune mocov3_figure5)": r"\1 workers=0 optim.epochs=1",
+    r"(submit finetune \S+) RECIPE": r"\1 tuned.yaml data.test=s3://bucket/val",
     r"(0+)\.\.(\d+)(?=\})": r"\1..1",  # two shards
     r"\b(index) URL": r"\1 s3://bucket/train",
     r"--(train|test) URL": r"--\1 labelled/\1",
     r"data\.(train|test)=SHARDS": r"data.\1=labelled/\1",
     r"\b(report) OUT": r"\1 runs/mine",
+    r"\b(report) SWEEP": r"\1 sweeps/mine",
+    r"BACKBONE (.*) --coco DIR --schedule 1x": r"runs/mine \1 --coco squares --schedule squares/schedule.yaml",
     r"\b(data stats) DST": r"\1 shards/",
     r"\bROOT\b": "suite",
     r"\bRECIPE\b": "dino_vits16_in1k_ep100",
-    r"timm:swin_small_patch4_window7_224.ms_in1k": "runs/mine",
+    r"timm:swin_(small|tiny)_patch4_window7_224(\.ms_in1k)?": "runs/mine",
+    r"(evaluate timm:\S+ --train labelled)/train": r"\1/test",
+    rf"({PUBLIC})": r"\1 workers=0 data.lanes=8 data.workers=0 optim.batch=8 max_steps=2 evaluate.limit=16",
     r"--batch 1024": "--batch 4",
     r"(--labels 1percent.txt)": r"\1 --batch 4",
     r"bytes > 20000": "bytes > 200",
@@ -49,7 +67,7 @@ INSTEAD = {
     r"(data cluster \S+ \S+)": r"\1 --similar 1",  # few features of a small model differ by more
 }
 ORIGINAL = bundled.tree
-BUCKETS = ("bucket", "other", "mirror")
+BUCKETS = ("bucket", "other", "mirror", "open-images-dataset")
 RUNS = (  # of MoCo v3, whatever their names say
     "mine",
     "a",
@@ -71,6 +89,12 @@ def adapted(command: Command) -> list[str]:
     for pattern, small in INSTEAD.items():
         text = re.sub(pattern, small, text)
     return Command(command.page, text, whole=True).words()
+
+
+def recipes(command: Command) -> Callable[[str], dict[str, Any]]:
+    """Return what reads the shipped recipes for a command: at the size of a test, but where it starts from public
+    weights."""
+    return ORIGINAL if re.search(PUBLIC, command.text) else shipped
 
 
 def small(method: str) -> str:
@@ -112,6 +136,10 @@ def lay_out(home: Path) -> None:
     for split in "train", "test":
         for shard in (home / "labelled" / split).iterdir():
             shutil.copy(shard, home / "cifar10" / shard.name.replace("train", split))
+    for split in "train", "test":
+        shutil.copytree(home / "labelled" / split, home / "cifar10" / split)
+    shutil.copytree(ROOT / "docs" / "backbone", home / "docs" / "backbone")
+    coco(home / "squares")
     for place in ("shards", "shards/a", "shards/b", "shards/train"):
         shutil.copytree(home / "labelled" / "train", home / place, dirs_exist_ok=True)
     fill(home / "photos", [f"{i}.jpg" for i in range(140)])
@@ -154,7 +182,8 @@ def public_sets(home: Path) -> None:
     packed_devkit(home)
     kaggle(home)
     fill(home / "ILSVRC" / "Data" / "CLS-LOC" / "val", [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 7)])
-    openimages(home)
+    table, _, _ = openimages(home)
+    shutil.copy(table, home / "train-images-boxable-with-rotation.csv")
     webvision(home / "webvision")
     fill(home / "coco", [f"train2017/{i:012d}.jpg" for i in range(6)])
     (home / "coco" / "annotations").mkdir()
@@ -163,6 +192,24 @@ def public_sets(home: Path) -> None:
     for i in range(2):
         members = {f"{i}{j}.jpg": jpeg(100 * i + j) for j in range(4)}
         (home / f"part-{i:05d}.tar").write_bytes(tar_bytes(members))
+
+
+def public_weights(hub: Path, home: Path) -> None:
+    """Put a ViT-S of random weights into a cache of the Hub, and write a checkpoint of DINO as its authors do."""
+    folder = hub / "models--timm--vit_small_patch16_224.dino"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit := 40 * "0")
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    model = timm.create_model("vit_small_patch16_224", num_classes=0)
+    save_file(model.state_dict(), folder / "snapshots" / commit / "model.safetensors")
+    (home / "dino.yaml").write_text(small("dino"))
+    teacher: Any = build_method(recipe.load(str(home / "dino.yaml"), [])).teacher
+    weights = {f"backbone.{k}": v for k, v in teacher.backbone.model.state_dict().items()}
+    for key, value in teacher.head.state_dict().items():
+        key = key.replace("last.parametrizations.weight.original0", "last_layer.weight_g")
+        weights[f"head.{key.replace('last.parametrizations.weight.original1', 'last_layer.weight_v')}"] = value
+    checkpoint = {"student": {f"module.{k}": v for k, v in weights.items()}, "teacher": weights, "epoch": 1}
+    torch.save(checkpoint, home / "dino_deitsmall16_pretrain_full_checkpoint.pth")
 
 
 def fill_store(home: Path) -> None:
@@ -176,6 +223,7 @@ def fill_store(home: Path) -> None:
         store.store("s3://bucket").put(f"s3://bucket/x-{i:02d}.tar", path)
     upload("s3://bucket/raw", home.glob("part-*.tar"))
     upload("s3://mirror/openimages", (home / "mirror").iterdir())
+    upload("s3://open-images-dataset/train", (home / "mirror" / f"{name}.jpg" for name in IDS[:3]))
 
 
 def clear(place: str) -> None:
