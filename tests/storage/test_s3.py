@@ -206,6 +206,37 @@ def test_an_upload_that_is_given_up_leaves_no_parts(bucket: str, tmp_path: Path,
     assert store.store(url).get(url) == bytes(LARGE)
 
 
+def test_an_upload_whose_last_answer_is_lost_is_not_lost(
+    bucket: str, tmp_path: Path, anew: Callable[..., None]
+) -> None:
+    """The repeated request finds no such upload, as the file is whole; an older file of the name is no such proof."""
+    anew()
+    client, url = store.STORES["s3"].client(), f"{bucket}/large"
+    (tmp_path / "large").write_bytes(bytes(LARGE))
+    lost = []
+
+    def lose(**_: Any) -> None:
+        if not lost:
+            lost.append("connection reset")
+            raise OSError(lost[0])
+
+    client.meta.events.register("after-call.s3.CompleteMultipartUpload", lose)
+    store.store(url).put(url, tmp_path / "large", patience=20)
+    assert lost
+    assert store.store(url).get(url) == bytes(LARGE)
+
+    def forget(**_: Any) -> None:  # and so the upload is gone, while the file is that of before
+        uploads = client.list_multipart_uploads(Bucket=bucket.removeprefix("s3://"))["Uploads"]
+        for upload in uploads:
+            client.abort_multipart_upload(
+                Bucket=bucket.removeprefix("s3://"), Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+
+    client.meta.events.register("before-call.s3.CompleteMultipartUpload", forget)
+    with pytest.raises(OSError, match="NoSuchUpload"):
+        store.store(url).put(url, tmp_path / "large", patience=5)
+
+
 def test_written_shards_are_the_same_as_in_a_folder_and_so_is_the_stream(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

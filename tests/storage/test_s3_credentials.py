@@ -157,6 +157,18 @@ def test_what_was_allowed_before_is_waited_for_and_ends_as_an_outage(server: Ser
         read()
 
 
+def test_what_was_allowed_is_waited_for_in_folders_below_and_after_a_restart(server: Server, keys: object) -> None:
+    assert read() == b"234"
+    below = URL.replace("/x-", "/export/x-")
+    server.answers = [(403, "AccessDenied")] * 2
+    assert bytes(store.store(below).read(below, 2, 3, patience=4)) == b"234"
+    elsewhere = "s3://b/other/export/x"
+    store.expect_access("s3://b/other/")
+    server.answers = [(403, "AccessDenied")] * 2
+    assert bytes(store.store(elsewhere).read(elsewhere, 2, 3, patience=4)) == b"234"
+    assert not server.answers
+
+
 def test_what_was_never_allowed_ends_at_once(server: Server, keys: object, tmp_path: Path) -> None:
     server.answers = [(403, "AccessDenied")]
     with pytest.raises(UserError, match="AccessDenied"):

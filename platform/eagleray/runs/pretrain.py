@@ -51,6 +51,7 @@ from eagleray.runs.start_guard import StartGuard
 from eagleray.runs.step_log import StepLog
 from eagleray.runs.teacher import teach
 from eagleray.runs.tracking import Tracking
+from eagleray.storage import store
 from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ def pretrain(
     """
     precision = Precision.of(recipe.precision, world.device)
     compiles(recipe.compile, world.device)  # before anything starts
+    if world.why:  # an attempt before this one read the data and wrote the run, whose rights may just be renewed
+        data = [place for source in recipe.data.sources() for place in (source.url, store.parent(source.url))]
+        for url in (recipe.out, *data):
+            store.expect_access(url)
     if not is_accelerator(world.device):
         keep_freed_memory()
     with (

@@ -6,19 +6,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.storage import error_classes
+from eagleray.storage.allowed import Allowed, Right
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
 from eagleray.storage.http_body import READ_TIMEOUT, read_stream
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
-Right = Literal["list", "read", "write", "delete"]
 Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
 CONNECT_TIMEOUT = 10  # seconds
@@ -82,7 +82,7 @@ class RestStore:
 
     def __init__(self) -> None:
         self.pools = Pools()
-        self._allowed: set[tuple[Right, str]] = set()  # what the store has allowed, and in which folder
+        self.allowed = Allowed()
 
     @property
     def anonymous(self) -> bool:
@@ -279,15 +279,13 @@ class RestStore:
 
         from urllib3.exceptions import HTTPError, LocationValueError, SSLError
 
-        scope: tuple[Right, str] = (right, url.rstrip("/") if right == "list" else url.rpartition("/")[0])
-
         def attempt() -> T:
             try:
                 result = run()
             except (FileNotFoundError, UserError, Transient, Outage):
                 raise
             except Refused as e:
-                self._give_way(scope, [e.code, e.status], e.line)
+                self._give_way((right, url), [e.code, e.status], e.line)
                 error = MissingFile if e.missing else UserError
                 line = e.line + self.unsigned * (self.anonymous and not e.missing)
                 raise error(f"{url}: {CHANGED if e.status == 412 else line}") from None
@@ -296,20 +294,20 @@ class RestStore:
             except (HTTPError, HTTPException, OSError) as e:
                 cause = getattr(e, "reason", e)
                 if isinstance(e, SSLError) or isinstance(cause, SSLError):
-                    self._give_way(scope, ["SSLError"], one_line(e))
+                    self._give_way((right, url), ["SSLError"], one_line(e))
                     raise UserError(f"{url}: {one_line(e)}") from None
                 raise Transient(one_line(e) or type(e).__name__) from None
-            self._allowed.add(scope)
+            self.allowed.add(right, url)
             return result
 
         return call_with_retries(url, attempt, patience=patience)
 
-    def _give_way(self, scope: tuple[Right, str], names: Iterable[str | int], line: str) -> None:
+    def _give_way(self, what: tuple[Right, str], names: Iterable[str | int], line: str) -> None:
         """Raise Transient for an error that may pass, after forgetting credentials that were refused."""
         kind = error_classes.kind_of(*names)
         if kind is Kind.RENEW and self.anonymous:  # there is nothing to renew
             kind = Kind.DENIED
-        if error_classes.passes(kind, allowed_before=scope in self._allowed):
+        if error_classes.passes(kind, allowed_before=self.allowed.has(*what)):
             if kind is not Kind.WAIT:
                 self._renew()
             raise Transient(line) from None

@@ -3,13 +3,15 @@
 import contextlib
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import error_classes
+from eagleray.storage.allowed import Allowed, Right
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
 from eagleray.storage.http_body import READ_TIMEOUT, read_stream
@@ -18,12 +20,12 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
-Right = Literal["list", "read", "write", "delete"]
 Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
 PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
 MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
 UPLOADS = 4  # parts uploaded at once
+UPLOAD = "upload"  # metadata of a file in parts: which upload it is from
 VANISHED = "the AWS credentials that were found before are gone"
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
@@ -37,7 +39,7 @@ class S3Store:
         self._client: tuple[int, Any] = (0, None)
         self._signs = False  # whether a client had credentials
         self._lock = threading.Lock()
-        self._allowed: set[tuple[Right, str]] = set()  # what a store has allowed, and in which folder
+        self.allowed = Allowed()
 
     def client(self) -> Any:
         """Return the boto3 client of this process.
@@ -154,12 +156,28 @@ class S3Store:
             answer = ask(lambda: self.client().upload_part(**name, PartNumber=number, Body=data))
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
-        name["UploadId"] = ask(lambda: self.client().create_multipart_upload(**name))["UploadId"]
+        def finish() -> None:
+            from botocore.exceptions import ClientError
+
+            try:
+                self.client().complete_multipart_upload(**name, MultipartUpload=parts)
+            except ClientError as e:
+                if e.response["Error"].get("Code") != "NoSuchUpload":
+                    raise
+                there = self.client().head_object(Bucket=bucket, Key=key)
+                if (
+                    there["Metadata"].get(UPLOAD) != mark
+                ):  # else an earlier attempt, whose answer was lost, made the file
+                    raise
+
+        mark = uuid.uuid4().hex
+        begun = ask(lambda: self.client().create_multipart_upload(**name, Metadata={UPLOAD: mark}))
+        name["UploadId"] = begun["UploadId"]
         try:
             with source.open("rb", buffering=0) as file:
                 numbers = range(1, -(-os.fstat(file.fileno()).st_size // length) + 1)
                 parts = {"Parts": list(ordered_map(part, numbers, width=UPLOADS))}
-            ask(lambda: self.client().complete_multipart_upload(**name, MultipartUpload=parts))
+            ask(finish)
         except BaseException:
             with contextlib.suppress(UserError, Outage):  # an unfinished upload costs money
                 self._call("write", url, lambda: self.client().abort_multipart_upload(**name), 0)
@@ -225,7 +243,6 @@ class S3Store:
         from urllib3.exceptions import HTTPError
 
         passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
-        scope = (right, url.rstrip("/") if right == "list" else url.rpartition("/")[0])
 
         def attempt() -> T:
             client = None
@@ -237,7 +254,7 @@ class S3Store:
             except boto.ClientError as e:
                 status, said = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), e.response["Error"]
                 code, line = said.get("Code", ""), f"{said.get('Code')}: {said.get('Message')}"
-                self._give_way(client, scope, [code, status], line)
+                self._give_way(client, (right, url), [code, status], line)
                 if code == "NoSuchKey":
                     raise MissingFile(f"{url}: {line}") from None
                 changed = status == 412 and not self.anonymous
@@ -245,25 +262,25 @@ class S3Store:
             except passing as e:
                 if not isinstance(e, boto.SSLError):
                     raise Transient(one_line(e)) from None
-                self._give_way(client, scope, error_classes.names_of(e), one_line(e))
+                self._give_way(client, (right, url), error_classes.names_of(e), one_line(e))
                 raise UserError(f"{url}: {one_line(e)}") from None
             except boto.BotoCoreError as e:
-                self._give_way(client, scope, error_classes.names_of(e), one_line(e))
+                self._give_way(client, (right, url), error_classes.names_of(e), one_line(e))
                 raise UserError(f"{url}: {one_line(e)}") from None
             except RuntimeError as e:
                 if "refreshed credentials are still expired" not in str(e):  # botocore has no class for it
                     raise
-                self._give_way(client, scope, ["ExpiredToken"], one_line(e))
+                self._give_way(client, (right, url), ["ExpiredToken"], one_line(e))
                 raise
-            self._allowed.add(scope)
+            self.allowed.add(right, url)
             return result
 
         return call_with_retries(url, attempt, patience=patience)
 
-    def _give_way(self, client: Any, scope: "tuple[Right, str]", names: Iterable[str | int], line: str) -> None:
+    def _give_way(self, client: Any, what: "tuple[Right, str]", names: Iterable[str | int], line: str) -> None:
         """Raise Transient for an error that may pass, after dropping a client whose credentials were refused."""
         kind = error_classes.kind_of(*names)
-        if error_classes.passes(kind, allowed_before=scope in self._allowed):
+        if error_classes.passes(kind, allowed_before=self.allowed.has(*what)):
             if kind is not Kind.WAIT:
                 self._renew(client)
             raise Transient(line) from None

@@ -19,6 +19,7 @@ from braceexpand import braceexpand
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import atomic_path, make_folder, sync_file, sync_folder
+from eagleray.storage.allowed import Allowed
 from eagleray.storage.az import AzStore
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.gs import GsStore
@@ -42,6 +43,7 @@ class Store(Protocol):
     """
 
     lists: bool
+    allowed: Allowed
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         """Return the files directly in a folder whose names begin with `start`, or the one file that the URL names."""
@@ -82,6 +84,7 @@ class LocalStore:
     """Reads and writes local paths and file:// URLs."""
 
     lists = True
+    allowed = Allowed()
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         path = local_path(url)
@@ -212,6 +215,11 @@ def check_writable(url: str, key: str = "") -> None:
         raise UserError(f"{key}={e}" if key else str(e)) from None
     if not lists:
         raise read_only(f"{key}={url}" if key else url)
+
+
+def expect_access(url: str) -> None:
+    """Wait for refused requests below a folder as for other outages: an earlier process of the same run was there."""
+    store(url).allowed.add_folder(url)
 
 
 def is_remote(url: str) -> bool:
