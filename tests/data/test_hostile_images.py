@@ -1,9 +1,11 @@
 """An image from a stranger cannot start a program, and costs bounded time and memory."""
 
+import contextlib
 import io
 import os
 import struct
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,37 @@ import torch
 from helpers.fuzzing import counts, examples, generators, one_line
 from helpers.mutations import change_bytes
 from helpers.pictures import encode, picture
+from helpers.tiffs import tiff
 from PIL import Image
+from torchvision.io import decode_jpeg
 
+from eagleray.data import pixels
 from eagleray.data.decode import MAX_PIXELS, BadImage, decode, jpeg_size
+from eagleray.data.pixels import open_upright
 from eagleray.views.crop import centre_crop
+
+
+def in_mode(mode: str) -> Image.Image:
+    pixels = picture(1, 40, 56)
+    deep = mode == "I;16"
+    return Image.fromarray(pixels[..., 0].astype(np.uint16) * 257) if deep else Image.fromarray(pixels).convert(mode)
+
+
+MODES = {
+    "JPEG": ["RGB", "L", "CMYK"],
+    "PNG": ["RGB", "L", "P", "1", "LA", "RGBA", "I;16"],
+    "WEBP": ["RGB", "RGBA"],
+    "GIF": ["P", "L"],
+    "TIFF": ["RGB", "L", "CMYK", "1", "I;16"],
+    "BMP": ["RGB", "P", "1"],
+}
+SEEDS = [encode(in_mode(mode), kind) for kind, modes in MODES.items() for mode in modes]
+SEEDS += [
+    encode(picture(2, 40, 56), progressive=True),
+    encode(picture(3, 33, 17), subsampling=0, exif=Image.Exif()),
+    encode(picture(4, 40, 56), "TIFF", compression="tiff_lzw"),
+    encode(picture(5), "GIF", save_all=True, append_images=[Image.fromarray(picture(6))]),
+]
 
 
 def test_no_sample_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -44,10 +73,50 @@ def test_markers_without_a_length_do_not_hide_the_size(marker: bytes):
         decode(hidden)
 
 
-@pytest.mark.parametrize("header", [b"\xff\xd8", b"\xff\xe0\x00\x00", b"\xff\xe0\x00\x01", b"\xff\xda\x00\x08"])
+@pytest.mark.parametrize(
+    "header", [b"\xff\x00", b"\xff\xd8", b"\xff\xe0\x00\x00", b"\xff\xe0\x00\x01", b"\xff\xda\x00\x08"]
+)
 def test_a_header_that_cannot_be_followed_is_damaged(header: bytes):
     with pytest.raises(BadImage, match="damaged JPEG header"):
         jpeg_size(b"\xff\xd8" + header + frame(16, 16) + b"\x00" * 16)
+
+
+@pytest.mark.parametrize("fill", [b"", b"\xff"])
+def test_no_marker_hides_a_size_from_us_that_libjpeg_sees(fill: bytes):
+    """Behind each kind of marker stands a header of 64 x 64 pixels, which counts where the marker has no length."""
+    inner, outer = (encode(picture(1, side, side))[2:] for side in (64, 16))
+    seen = 0
+    for kind in range(256):
+        data = b"\xff\xd8" + fill + bytes([0xFF, kind]) + struct.pack(">H", len(inner) + 2) + inner + outer
+        with contextlib.suppress(BadImage, RuntimeError):
+            height, width = jpeg_size(data)[:2]
+            assert decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).shape[1:] == (height, width)
+            seen += 1
+    assert seen > 10
+
+
+def test_a_tile_far_larger_than_its_image_is_not_decoded():
+    values = np.zeros((16, 16, 3), np.uint8)
+    assert decode(tiff(values, tile=64, deflate=True, t262=2)).shape == (3, 16, 16)
+    with pytest.raises(BadImage, match="a TIFF of 16 x 16 pixels in tiles of 4112 x 4112"):
+        decode(tiff(values, tile=4112, deflate=True, t262=2))
+
+
+@pytest.mark.parametrize("seed", range(len(SEEDS)))
+def test_rows_that_are_converted_apart_are_the_same(seed: int, monkeypatch: pytest.MonkeyPatch):
+    whole = open_upright(SEEDS[seed])
+    monkeypatch.setattr(pixels, "AT_ONCE", 200)
+    assert np.array_equal(open_upright(SEEDS[seed]), whole)
+
+
+def test_grey_of_sixteen_bits_takes_little_more_memory_than_its_pixels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pixels, "AT_ONCE", 2**16)
+    data = encode(Image.fromarray(np.arange(2**20, dtype=np.uint32).reshape(1024, 1024).astype(np.uint16)), "PNG")
+    tracemalloc.start()
+    open_upright(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 2**20 + 20 * 2**16 + len(data)  # it was 19 times the number of pixels
 
 
 def test_a_jpeg_of_endless_scans_is_refused_at_once():
@@ -80,29 +149,6 @@ def test_sixteen_bits_are_scaled_as_before():
     deep = np.arange(0, 65_536, 64, dtype=np.uint16).reshape(32, 32)
     Image.fromarray(deep).save(buffer := io.BytesIO(), "PNG")
     assert np.array_equal(decode(buffer.getvalue())[0].numpy(), (deep * np.float32(1 / 257)).astype(np.uint8))
-
-
-def in_mode(mode: str) -> Image.Image:
-    pixels = picture(1, 40, 56)
-    deep = mode == "I;16"
-    return Image.fromarray(pixels[..., 0].astype(np.uint16) * 257) if deep else Image.fromarray(pixels).convert(mode)
-
-
-MODES = {
-    "JPEG": ["RGB", "L", "CMYK"],
-    "PNG": ["RGB", "L", "P", "1", "LA", "RGBA", "I;16"],
-    "WEBP": ["RGB", "RGBA"],
-    "GIF": ["P", "L"],
-    "TIFF": ["RGB", "L", "CMYK", "1", "I;16"],
-    "BMP": ["RGB", "P", "1"],
-}
-SEEDS = [encode(in_mode(mode), kind) for kind, modes in MODES.items() for mode in modes]
-SEEDS += [
-    encode(picture(2, 40, 56), progressive=True),
-    encode(picture(3, 33, 17), subsampling=0, exif=Image.Exif()),
-    encode(picture(4, 40, 56), "TIFF", compression="tiff_lzw"),
-    encode(picture(5), "GIF", save_all=True, append_images=[Image.fromarray(picture(6))]),
-]
 
 
 def check(data: bytes) -> None:

@@ -1,6 +1,9 @@
 """An index.parquet that becomes gigabytes in memory is refused by name, before it does."""
 
+import contextlib
+import io
 import json
+import random
 import re
 import subprocess
 import sys
@@ -10,8 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.fuzzing import counts, examples, generators
 from helpers.hostile_indexes import Content, write
+from helpers.mutations import change_bytes
 
+from eagleray.base.errors import UserError
 from eagleray.data.index_file import LARGEST_PAGE, MOST_AT_ONCE, NAME, SCHEMA, File
 from eagleray.data.parquet_pages import largest_page
 
@@ -90,3 +96,36 @@ def test_pages_are_as_large_as_their_headers_say(tmp_path: Path, version: str, d
     group = pq.ParquetFile(tmp_path / "x").metadata.row_group(0)
     with (tmp_path / "x").open("rb") as file:
         assert largest_page(file, group) in range(50 * 104, 50 * 104 + 20)
+
+
+def test_a_page_header_with_endless_booleans_is_refused_at_once(tmp_path: Path) -> None:
+    """A list may say that it has 2^60 elements; each boolean in it takes a byte."""
+    path = tmp_path / NAME
+    write(tmp_path, Content([entry(ROWS)], [columns(ROWS)]), SCHEMA)
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    at = min(o for o in (column.dictionary_page_offset, column.data_page_offset) if o)
+    data = bytearray(path.read_bytes())
+    data[at : at + 11] = b"\x19\xf1" + b"\x80" * 8 + b"\x10"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"is damaged \(x.tar: a page header that is cut off\)"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("count", counts(300))
+def test_changed_page_headers_end_in_sizes_or_a_reason(count: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    pq.write_table(
+        pa.table({"a": [f"{i:0100d}" for i in range(50)], "b": list(range(50))}), path, data_page_version="2.0"
+    )
+    group, whole = pq.ParquetFile(path).metadata.row_group(0), path.read_bytes()
+    column = group.column(0)
+    start = min(o for o in (column.dictionary_page_offset, column.data_page_offset) if o)
+
+    def changed(rng: random.Random) -> bytes:
+        return whole[:start] + change_bytes(rng, whole[start : start + 100]) + whole[start + 100 :]
+
+    def check(data: bytes) -> None:
+        with contextlib.suppress(ValueError):
+            assert largest_page(io.BytesIO(data), group) < 2**31
+
+    examples(generators(count).map(changed), check, count, many=2000)

@@ -22,7 +22,7 @@ from PIL import Image
 from eagleray.config.channels import Channel
 from eagleray.data.channels import read_channels
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.tiff import LARGEST, MOST, read_tiff, write_pages
+from eagleray.data.tiff import LARGEST, MOST, MOST_PARTS, read_tiff, write_pages
 
 TYPES = ("u1", "u2", "u4", "i1", "i2", "i4", "f4", "f8")
 
@@ -133,6 +133,13 @@ def test_a_file_that_is_cut_off_or_changed_anywhere_is_read_or_refused():
     for data in (*cut, *(change_bytes(rng, file) for _ in range(500))):
         with one_line(kind=BadImage):
             assert decode(data, channels).shape[0] == 5
+
+
+def test_a_page_of_countless_tiles_is_refused_at_once():
+    began = time.perf_counter()
+    with pytest.raises(BadImage, match=f"66049 strips or tiles, expected {MOST_PARTS} at most"):
+        read_tiff(tiff(np.zeros((257, 257, 1), np.uint8), tile=1))
+    assert time.perf_counter() - began < 5
 
 
 def test_compressed_bytes_are_not_unpacked_beyond_the_size():

@@ -80,7 +80,7 @@ def jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
             continue
         yield kind, at
         length = int.from_bytes(data[at + 2 : at + 4])
-        if kind in (0xD8, 0xD9, 0xDA) or length < 2:
+        if kind in (0x00, 0xD8, 0xD9, 0xDA) or length < 2:  # libjpeg reads no length behind 0, either
             raise BadImage("damaged JPEG header")
         at += 2 + length
 

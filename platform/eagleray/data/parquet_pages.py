@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 HEADER = 2**16  # bytes of a page header, which may contain statistics
 UNPACKED, PACKED = 2, 3  # fields of a page header: bytes of the page in memory, and in the file
+TRUTHS = (1, 2)  # true and false are kinds of their own, which take a byte in a list and none in a struct
 BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 3, 4, 5, 6, 7, 8, 9, 10, 12
 DEPTH = 8  # of structs within structs
 
@@ -67,9 +68,9 @@ class _Reader:
         elif kind in (LIST, SET) and depth < DEPTH:
             head = self.byte()
             for _ in range(self.varint() if head >> 4 == 15 else head >> 4):
-                self.skip(head & 15, depth + 1)
+                self.skip(BYTE if head & 15 in TRUTHS else head & 15, depth + 1)
                 self.check()
-        elif kind not in (1, 2):  # true and false are kinds of their own
+        elif kind not in TRUTHS:
             raise ValueError(f"a page header with a value of kind {kind}")
 
     def byte(self) -> int:

@@ -4,6 +4,7 @@ import functools
 import io
 import re
 import warnings
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 # What a sample may be. Pillow reads about forty formats, and starts Ghostscript for some, whatever a file is called.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM")
+
+
+LARGEST_TILE = 2**24  # pixels; a tile is decoded whole, however small its image is
+AT_ONCE = 2**22  # pixels that are converted at once
+SAMPLES, TILE_WIDTH, TILE_HEIGHT = 277, 322, 323  # tags of TIFF
 
 
 class BadImage(ValueError):
@@ -68,24 +74,49 @@ def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about large images and palettes with transparency
         with open_image(data) as image:
-            if getattr(image, "tag_v2", {}).get(277, 1) > 2 and len(image.getbands()) == 1:  # one of several planes
-                raise BadImage(NOT_READ)
+            _check_tiff(image)
             image.load()  # the first frame of an animation
-            upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I") or upright.mode == "F":  # 16 bits and more, which PIL would clip to white
-            return np.repeat(_shallow(np.array(upright, np.float32), fractions=upright.mode == "F")[..., None], 3, 2)
-        return np.array(upright.convert("RGB"))
+            ImageOps.exif_transpose(image, in_place=True)
+            return _rgb(image)
 
 
-def _shallow(deep: NDArray[np.float32], *, fractions: bool) -> NDArray[np.uint8]:
-    """Return grey values (H, W) in eight bits, in place of those of 16, of 8, or with `fractions` from 0 to 1. Raises
-    BadImage for values that are none of these."""
-    low, high = float(deep.min()), float(deep.max())
+def _check_tiff(image: Image.Image) -> None:
+    """Raise BadImage for a TIFF of which Pillow would show one of several planes, or whose tiles take much memory."""
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(SAMPLES, 1) > 2 and len(image.getbands()) == 1:
+        raise BadImage(NOT_READ)
+    width, height = tags.get(TILE_WIDTH, 0), tags.get(TILE_HEIGHT, 0)
+    if width * height > max(LARGEST_TILE, image.width * image.height):
+        raise BadImage(f"a TIFF of {image.width} x {image.height} pixels in tiles of {width} x {height}")
+
+
+def _rgb(image: Image.Image) -> NDArray[np.uint8]:
+    """Return the RGB values (H, W, 3) of a decoded image, converted some rows at a time: a whole one would be in memory
+    several times."""
+    width, height = image.size
+    rows = max(1, AT_ONCE // width)
+
+    def parts() -> Iterator[Image.Image]:
+        for top in range(0, height, rows):
+            yield image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
+
+    out = np.empty((height, width, 3), np.uint8)
+    deep = image.mode.startswith("I") or image.mode == "F"  # 16 bits and more, which Pillow would clip to white
+    unit = _unit(parts(), fractions=image.mode == "F") if deep else None
+    for top, part in zip(range(0, height, rows), parts(), strict=True):
+        values = (np.array(part, np.float32) * unit).astype(np.uint8)[..., None] if deep else part.convert("RGB")
+        out[top : top + rows] = values
+    return out
+
+
+def _unit(parts: Iterable[Image.Image], *, fractions: bool) -> np.float32:
+    """Return what grey values of 16 bits, of 8, or with `fractions` from 0 to 1 are multiplied by, to have eight bits.
+    Raises BadImage for values that are none of these."""
+    extremes = np.array([(values.min(), values.max()) for values in map(np.asarray, parts)], np.float32)
+    low, high = float(extremes[:, 0].min()), float(extremes[:, 1].max())
     if not (low >= 0 and high <= 65535):
         raise BadImage(f"values from {low:g} to {high:g}; expected 0 to 65535")
-    unit = fractions and high <= 1
-    deep *= np.float32(255 if unit else 1 / 257 if high > 255 else 1)  # in place: it may have 179 million pixels
-    return deep.astype(np.uint8)
+    return np.float32(255 if fractions and high <= 1 else 1 / 257 if high > 255 else 1)
 
 
 def reason(error: Exception) -> str:

@@ -20,6 +20,7 @@ from eagleray.data.pixels import BadImage
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 LARGEST = 178_956_970  # bytes of values, as many as Pillow's limit of pixels
+MOST_PARTS = 65_536  # strips or tiles of a page; each takes up to an eighth of a millisecond
 MOST = 256  # tags of a page, and pages; damaged files may say that they have many millions
 KINDS = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # types of the tags that are read
 SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, FILL = 254, 256, 257, 258, 259, 262, 266
@@ -123,6 +124,8 @@ class Page:
         )
         if not len(offsets) == len(sizes) == parts:
             raise BadImage(f"a TIFF with {len(offsets)} strips or tiles, expected {parts}")
+        if parts > MOST_PARTS:
+            raise BadImage(f"a TIFF of {parts} strips or tiles, expected {MOST_PARTS} at most")
         return cls(
             shape=(height, width),
             samples=samples,
