@@ -24,7 +24,7 @@ PROCESS = "eagleray.cluster.rank_process:train"  # what is forked; imported in t
 LOOK = 0.2  # seconds between two looks at the store, at most
 HANGING = 45.0  # seconds without a sign of life after which a process counts as dead
 NOTICE = 1.0  # seconds that a process has to end by itself when another rank has died
-LEAVE = 10.0  # seconds that a process has to end when all are done
+LEAVE = 10.0  # seconds that a process has to end when all are done, or when it was killed
 BRIEF = 20.0  # seconds below which an attempt is one of several in vain, perhaps
 PAUSE = 10.0  # seconds before the next attempt, at most
 NEVER = float("inf")
@@ -106,13 +106,13 @@ class Following:
         self.spare, self.store, self.worker = supervisor.spare, supervisor.store, supervisor.worker
         self.rank, self.size, self.attempt = supervisor.rank, supervisor.size, attempt
         self.heard = time.monotonic()
-        self.kill_at = NEVER
+        self.kill_at = self.killed = NEVER
         self.last: Ending | None = None
         self.status: int | None = None  # of the process, once it has ended
         self.warned = False
 
     def end(self) -> Ending:
-        """Follow the process until it has ended, and return how."""
+        """Follow the process until it has ended, and return how. Raises RuntimeError when its end is never heard of."""
         while True:
             for word, *values in self.spare.hear(LOOK):
                 self.heard = time.monotonic()
@@ -120,8 +120,11 @@ class Following:
             ending = self._look()
             if ending and self.status is not None:
                 return ending
-            if self.status is None and time.monotonic() >= self.kill_at:
+            if self.status is None and (now := time.monotonic()) >= self.kill_at:
                 self.spare.kill()
+                self.killed = min(self.killed, now)
+                if now > self.killed + LEAVE:  # the process that waits hangs, and so does what is forked from it next
+                    self.spare.give_up(LEAVE)
 
     def _look(self) -> Ending | None:
         """Look at the store and at the process. Returns how this attempt ends, when that is known."""
