@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as td
 
+from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import Preempted, Superseded
 from eagleray.cluster.failure import fail, failure_of
 from eagleray.cluster.prometheus import Gauges
@@ -222,10 +223,17 @@ class RayWorker:
         fail(self.out, self.command, failure)
 
 
+def cpus_per_gpu(node: Mapping[str, float], least: float) -> float:
+    """Return the CPUs for the processes of a worker with a GPU: its share of its machine's, by Ray's resources, where
+    that is more than the `least` that it asked Ray for, perhaps before any machine with GPUs was up."""
+    return max(least, int(node.get("CPU", 0) / max(node.get("GPU", 1), 1)))
+
+
 def supervise(given: dict[str, Any]) -> Any:
     """Train one rank; this function runs in every worker of Ray Train. Ray starts all workers again when it raises.
 
     An error that this cannot mend is kept by `fail`, where new workers and the command find it."""
+    import ray
     from ray.train.torch import get_device
 
     out, command = given["recipe"]["out"] or "", given["command"]
@@ -238,7 +246,11 @@ def supervise(given: dict[str, Any]) -> Any:
     spare = Spare(PROCESS)
     try:
         worker = RayWorker(out, command, given["recipe"]["method"]["name"])
-        return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(get_device())})
+        device, cpus = get_device(), given["cpus"]
+        if is_accelerator(device):
+            own = ray.get_runtime_context().get_node_id()
+            cpus = cpus_per_gpu(next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own), cpus)
+        return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(device), "cpus": cpus})
     except Preempted:
         note_saved()
         raise  # the workers that Ray starts sit on other machines, or there are more or fewer of them
