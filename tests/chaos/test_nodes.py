@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from chaos.check import verify
 from chaos.job import TRACING, Job, Run
@@ -168,12 +169,14 @@ def test_a_head_that_is_killed_and_comes_back(run: Run, cluster: Any, monkeypatc
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["RayTrainWorker", NAME])
+@pytest.mark.parametrize("part", ["RayTrainWorker", NAME, "eagleray-spare"])
 def test_a_process_that_hangs_is_replaced_within_a_minute(run: Run, part: str):
     job = run.start(2, 0, *KEYS)
     job.wait_for(25)
-    stopped = below(job.process, part)[-1]
-    os.kill(stopped, signal.SIGSTOP)
+    spare = part == "eagleray-spare"
+    stopped = below(job.process, NAME if spare else part)[-1]
+    for process in [psutil.Process(stopped).ppid()] * spare + [stopped]:  # it waits, and is missed with its rank alone
+        os.kill(process, signal.SIGSTOP)
     hung = time.monotonic()
     wait_for("a second start", job, lambda: len(read_lines(run.out / "starts.jsonl")) > 1)
     # One minute until the process counts as dead, and the time that a start takes.

@@ -6,6 +6,7 @@ import pytest
 
 from eagleray.base.errors import UserError
 from eagleray.cluster.ray_train import resources
+from eagleray.cluster.supervisor import cpus_per_gpu
 from eagleray.runs import recipe
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe, span
@@ -55,6 +56,8 @@ def test_every_number_of_workers_must_fit_the_batch(wanted, shards: Path, tmp_pa
         (["workers=2"], [CPUS], False, 4),
         (["workers=2"], [HEAD, CPUS, {"CPU": 2.0}], False, 2),  # no more than the smallest machine has
         (["workers=4"], [{"CPU": 2.0}], False, 0.5),
+        (["workers=128", "optim.batch=128"], [{"CPU": 1.0}], False, 0.0078),
+        (["workers=20000", "optim.batch=20000"], [{"CPU": 1.0}], False, 0.0001),  # never nothing, which Ray drops
         (["workers=1..3"], [{"CPU": 1.0}, {"CPU": 1.0}], False, 1),  # Ray resizes by whole CPUs
         (["workers=16"], [HEAD, GPUS, GPUS], True, 4),
         (["workers=4..16"], [CPUS, GPUS], True, 4),  # machines without GPUs have no say
@@ -66,6 +69,19 @@ def test_every_number_of_workers_must_fit_the_batch(wanted, shards: Path, tmp_pa
 )
 def test_resources_of_a_worker(wanted, keys: list[str], nodes: list[dict[str, float]], gpu: bool, cpus: float):
     assert resources(wanted(*keys), nodes) == (gpu, cpus)
+
+
+@pytest.mark.parametrize(
+    ("node", "least", "cpus"),
+    [
+        ({"CPU": 96.0, "GPU": 8.0}, 1, 12),  # it was not up yet when the worker asked for one CPU
+        ({"CPU": 100.0, "GPU": 8.0}, 4, 12),
+        ({"CPU": 12.0, "GPU": 8.0}, 4, 4),
+        ({"GPU": 8.0}, 1, 1),
+    ],
+)
+def test_loaders_of_a_worker_have_its_share_of_the_machine(node: dict[str, float], least: float, cpus: float):
+    assert cpus_per_gpu(node, least) == cpus
 
 
 def test_some_gpus_but_too_few_are_said_with_both_ways_out(wanted):

@@ -92,7 +92,7 @@ def test_a_sweep_travels_with_its_recipes(head: FakeHead, sweep: Path, tmp_path:
     assert code == 0, text
     assert "asks for 3 trials of 1 worker(s)" in text
     job, words, package = sent(head)
-    assert words == ["tune", "sweep.yaml", "--max-concurrent", "4"]
+    assert words == ["tune", "sweep.yaml", "--max-concurrent", "4", "--resume"]
     labels = {"eagleray": "tune", "recipe": "mine", "out": "s3://bucket/sweeps/first"}
     assert labels.items() <= job["metadata"].items()
     assert re.fullmatch(r"tune-first-[0-9a-f]{8}", job["submission_id"])
@@ -114,13 +114,14 @@ def test_a_sweep_travels_with_its_recipes(head: FakeHead, sweep: Path, tmp_path:
         (["evaluate", "s3://bucket/run", "--train", "s3://b/train", "--workers", "4", "--k", "10"], "4 worker(s)"),
         (["evaluate", "timm:vit_tiny_patch16_224", "--out", "s3://b/eval", "--workers", "2"], "2 worker(s)"),
         (["prepare", "folder", "s3://bucket/photos", "s3://bucket/shards", "--dedup", "--size", "64"], "every CPU"),
-        (["index", "s3://bucket/train-{000..127}.tar"], "its head"),
+        (["index", "s3://bucket/train-{000..127}.tar"], "each shard"),
     ],
 )
 def test_the_head_runs_the_words_that_were_given(head: FakeHead, words: list[str], asks: str, eagleray):
     code, text = eagleray("submit", *words)
     assert code == 0, text
-    assert f"asks for {'a task on ' * (asks == 'every CPU')}{asks}" in text
+    kind = {"every CPU": "a task on ", "each shard": "a task for "}.get(asks, "")
+    assert f"asks for {kind}{asks}" in text
     job, there, _ = sent(head)
     assert there == words
     assert job["metadata"]["eagleray"] == words[0]

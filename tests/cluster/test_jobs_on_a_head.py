@@ -47,7 +47,7 @@ def test_a_job_of_a_real_head_ends_as_its_run(real: Head, small: Path, shards: P
 
     code, text = real(*args, f"out={tmp_path / 'wrong'}", f"data.train={tmp_path / 'nowhere'}")
     assert code == 2, text
-    assert f"error: {tmp_path / 'nowhere'}: cannot be read: No such file or directory" in text.splitlines()
+    assert f"error: data.train: {tmp_path / 'nowhere'}: cannot be read: No such file or directory" in text.splitlines()
     assert "Traceback" not in text
 
 

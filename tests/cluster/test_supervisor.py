@@ -18,7 +18,7 @@ import torch.distributed as td
 from helpers.spare_work import begun
 
 from eagleray.base.errors import Preempted
-from eagleray.cluster import supervisor
+from eagleray.cluster import spares, supervisor
 from eagleray.cluster.spares import NAME, Spare
 from eagleray.cluster.supervisor import Supervisor
 
@@ -159,6 +159,37 @@ def test_ray_starts_the_workers_again_when_the_process_that_waits_dies(ranks: Ra
     ranks.spares[0].close()
     wait_for_end(process)
     ranks.spares[1].process.kill()
+
+
+def test_ray_starts_the_workers_again_when_the_process_that_waits_hangs(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "HANGING", 3.0)
+    monkeypatch.setattr(supervisor, "LEAVE", 1.0)
+    results = ranks.start({1: "with a child"}, {1: "stand still", 2: "stand still"})
+    ranks.begun(1, 1)
+    process, below, _ = ranks.begun(0, 1)
+    for hung in ranks.spares[0].process.pid, process:
+        os.kill(hung, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match="that training is forked from gave no answer for 1 s"):
+        results()
+    for ended in process, below:
+        wait_for_end(ended)
+    ranks.spares[1].process.kill()
+
+
+def test_a_process_that_waits_and_hangs_does_not_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "ANSWER", 1.0)
+    spare = Spare("helpers.spare_work:work")
+    try:
+        spare.fork(1, "", tmp_path, 0, {1: "exit"})
+        while not any(word == spares.ENDED for word, *_ in spare.hear(5)):
+            pass
+        os.kill(spare.process.pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="gave no answer for 1 s"):
+            spare.fork(2, "", tmp_path, 0, {})
+    finally:
+        spare.close()
 
 
 def test_what_trains_ends_with_its_worker(tmp_path: Path) -> None:

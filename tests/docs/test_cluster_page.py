@@ -73,3 +73,10 @@ def test_every_command_of_the_page_runs(small: Path, tmp_path: Path, monkeypatch
     known = said | {"umask", "cp", "export", ".", "AWS_ENDPOINT_URL=http://store:7070"}
     text = "\n".join(blocks(PAGE.read_text())).replace("\\\n", " ")
     assert {row.split()[0] for row in text.splitlines() if row.strip()} <= known
+
+
+def test_a_sweep_that_a_queue_starts_again_continues():
+    """Slurm after a requeue, and a RayJob after its cluster died, run the same words again."""
+    commands = re.findall(r"eagleray(?:\.sbatch)? tune NAME[^\n`]*", PAGE.read_text())
+    assert len(commands) == 2
+    assert all(words.endswith(" --resume") for words in commands)

@@ -17,7 +17,7 @@ from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 from eagleray.sweeps import plots, run
-from eagleray.sweeps.study import Study, begin, write_best, write_table
+from eagleray.sweeps.study import Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of, suggest
 
 SWEEP: dict[str, Any] = {
@@ -221,12 +221,30 @@ def test_the_table_has_every_trial_once(study: Study):
 
 
 def test_another_sweep_in_the_folder_is_refused(study: Study, tmp_path: Path):
-    begin(study.sweep, study.folder)
-    begin(load(write(tmp_path, trials=9)), study.folder)  # more trials continue it
+    def given(*overrides: str, **changes: Any) -> Study:
+        return Study(load(write(tmp_path, **changes), overrides), study.folder)
+
+    begin(study)
+    check_same(given(seed=4))  # no trial has begun
+    study.next()
+    check_same(given(trials=9))  # more trials continue it
     with pytest.raises(UserError, match=r"seed is 0 there and 4 here; give another out="):
-        begin(load(write(tmp_path, seed=4)), study.folder)
+        check_same(given(seed=4))
     with pytest.raises(UserError, match=r"optim.epochs is 2 there and 7 here"):
-        begin(load(write(tmp_path), ["optim.epochs=7"]), study.folder)
+        check_same(given("optim.epochs=7"))
+
+
+def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run, "conduct", lambda study, most: {"rows": study.rows})
+    sweep, out = write(tmp_path), tmp_path / "out"
+    with pytest.raises(UserError, match=r"^data\.train: /nowhere: cannot be read"):
+        run.tune(sweep, [f"out={out}", "data.train=/nowhere"], most=None, resume=False)
+    assert [p.name for p in out.iterdir()] == [".lock"]
+    for resume in (True, False):  # there is nothing to continue, and nothing that forbids it
+        told = run.tune(sweep, [f"out={out}", f"data.train={shards / 'train'}"], most=None, resume=resume)
+        assert told == {"rows": {}}
 
 
 def test_pictures_are_drawn_of_any_sweep(study: Study):

@@ -9,6 +9,7 @@ import yaml
 from helpers.recipes import SMALL
 
 from eagleray.base.errors import UserError
+from eagleray.runs import layout, remote
 from eagleray.sweeps import width
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, load
@@ -80,6 +81,10 @@ def test_the_width_follows_machines_that_join(tmp_path: Path):
     del nodes[0]["GPU"], nodes[1]["GPU"]
     assert nested.now() == 1, "one at a time on CPUs"
     assert Width(sweep(tmp_path, "workers=2", "gpus=true"), 6, lambda: nodes).now() == 6, "waits for GPUs"
+    more = Width(sweep(tmp_path, "workers=2", "gpus=true"), None, lambda: nodes)
+    assert more.now() == 1, "an autoscaler sees what waits"
+    nodes[0]["GPU"] = 4
+    assert more.now() == 3, "two have room, and one waits"
     assert Width(sweep(tmp_path), 3, lambda: nodes).now() == 3
     assert Width(sweep(tmp_path), None, lambda: nodes).now() == sys.maxsize, "Ray counts"
 
@@ -94,7 +99,29 @@ def test_trials_that_wait_say_what_for_once(tmp_path: Path, monkeypatch: pytest.
     waiting()
     assert lines == []
     monkeypatch.setattr(width, "QUIET", -1.0)
+    monkeypatch.setattr(width, "LOOK", 0.0)
     waiting()
     waiting()
     [line] = lines
     assert "room for a trial, 1 CPU, 0.25 GPU; the machines that are up have 16 CPU, 0 GPU" in line
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_trial_with_workers_waits_until_these_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: bool
+):
+    monkeypatch.setattr(width, "QUIET", -1.0)
+    monkeypatch.setattr(width, "LOOK", 0.0)
+    lines: list[str] = []
+    study = Study(sweep(tmp_path, "workers=4", "gpus=true"), tmp_path / "out", note=lines.append)
+    (tmp_path / "out").mkdir()
+    row = study.next()
+    assert row
+    study.set(row["id"], state="running")  # Tune has started its process, which asks for the workers
+    if placed:
+        remote.write_note(study.trial(row["id"]), layout.PLACEMENT, "id")
+    waiting = Waiting(study, {"CPU": 0}, lambda: [{"memory": 1.0}], lambda: None)
+    waiting()
+    waiting()
+    line = "waiting for room for a trial, 4 worker(s) with a GPU each; the machines that are up have 0 CPU, 0 GPU"
+    assert lines == ([] if placed else [line])

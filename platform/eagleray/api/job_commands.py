@@ -84,6 +84,7 @@ def _tune(
         recipe = recipe_of(sweep, name, corners(branch.space)[0], f"alternatives.{name}" if name else names[0])
         job_package.check_data_places(recipe)
         job_package.check_lanes(recipe)
+    options["--resume"] = True  # sent again, an interrupted one continues; a new one begins all the same
     given = [word for key, value in options.items() for word in ([key] if value is True else [key, str(value)])]
     text = config.dump(sweep)
     asks = f"{count_trials(sweep)} trials of {recipe.workers} worker(s), as many at once as fit"
@@ -129,4 +130,4 @@ def _index(
     """An index of shards that are there already."""
     [url] = names
     check_place("URL", url)
-    return job_package.pack_words("index", "shards", url, words, plugins, asks="its head")
+    return job_package.pack_words("index", "shards", url, words, plugins, asks="a task for each shard")

@@ -28,6 +28,7 @@ from eagleray.storage.store import is_remote
 # Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
 # seconds still spends most of its time training.
 RESIZE = 60.0
+FINEST = 10_000  # parts of a CPU: Ray counts no smaller ones
 
 
 def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any] | None:
@@ -168,7 +169,7 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
     else:
         with_cpus = [n["CPU"] for n in nodes if n.get("CPU")]
         shares = [*with_cpus, sum(with_cpus) / most] if with_cpus else []
-    each = math.floor(100 * min(shares, default=1)) / 100
+    each = max(math.floor(FINEST * min(shares, default=1) + 1e-6), 1) / FINEST
     whole = each >= 1 or gpu or least < most  # Ray resizes by whole CPUs
     return gpu, max(int(each), 1) if whole else each
 

@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 BEAT = 1.0  # seconds between two signs of life of a forked process
 PATIENCE = 10.0  # seconds that the process that waits has to end
+IMPORT = 600.0  # seconds that it has to import everything, which a cold disk of a network makes slow
+ANSWER = 30.0  # seconds that it has to fork, once it has done so before
 ALIVE, ENDED = "alive", "ended"  # what a forked process says, and what is said of it
 NAME = "eagleray-rank"  # of a forked process, as `ps` and `top` show it
 Said = tuple[Any, ...]  # a word, and what belongs to it
@@ -78,14 +80,20 @@ class Spare:
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[end])
         theirs.close()
         self.line: Connection[Any, Any] | None = None
+        self.forked = 0  # the number of the forked process, until it has ended
+        self.limit = IMPORT
 
     def fork(self, *arguments: Any) -> int:
-        """Fork a process that calls the target, and return its number; waits until everything is imported."""
+        """Fork a process that calls the target, and return its number; waits until everything is imported. Raises
+        RuntimeError when the process that waits has ended or does not answer."""
         self.line, theirs = multiprocessing.Pipe()
         with self._alive(), theirs:
             self.connection.send_bytes(pickle.dumps(arguments))
             reduction.send_handle(self.connection, theirs.fileno(), self.process.pid)
-            return int(self.connection.recv())
+            if not self.connection.poll(self.limit):
+                self.give_up(self.limit)
+            self.forked, self.limit = int(self.connection.recv()), ANSWER
+        return self.forked
 
     def tell(self, word: str) -> None:
         """Say a word to the forked process, which may have ended."""
@@ -94,9 +102,14 @@ class Spare:
                 self.line.send(word)
 
     def kill(self) -> None:
-        """Kill the forked process and those below it."""
-        with self._alive():
-            self.connection.send_bytes(b"")
+        """Kill the forked process and those below it, also when the process that waits hangs."""
+        _kill(self.forked)
+
+    def give_up(self, seconds: float) -> NoReturn:
+        """Kill the process that waits, which has not answered for so long. Raises RuntimeError, so that the worker is
+        replaced."""
+        self.process.kill()
+        raise RuntimeError(f"the process that training is forked from gave no answer for {seconds:.0f} s")
 
     def hear(self, seconds: float) -> list[Said]:
         """Return what the forked process has said, after waiting so long for it at most. The last is ("ended", status)
@@ -107,7 +120,7 @@ class Spare:
                 return self._said()
             status = self.connection.recv()
         said = self._said()
-        self.line = None
+        self.line, self.forked = None, 0
         return [*said, (ENDED, status)]
 
     def close(self) -> None:
@@ -168,9 +181,6 @@ def serve(descriptor: int, target: str) -> NoReturn:
         if worker in ready:
             try:
                 asked = worker.recv_bytes()
-                if not asked:
-                    _kill(process)
-                    continue
                 line = reduction.recv_handle(worker)
             except (EOFError, OSError):
                 _kill(process)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as td
 
+from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import Preempted, Superseded
 from eagleray.cluster.failure import fail, failure_of
 from eagleray.cluster.prometheus import Gauges
@@ -24,7 +25,7 @@ PROCESS = "eagleray.cluster.rank_process:train"  # what is forked; imported in t
 LOOK = 0.2  # seconds between two looks at the store, at most
 HANGING = 45.0  # seconds without a sign of life after which a process counts as dead
 NOTICE = 1.0  # seconds that a process has to end by itself when another rank has died
-LEAVE = 10.0  # seconds that a process has to end when all are done
+LEAVE = 10.0  # seconds that a process has to end when all are done, or when it was killed
 BRIEF = 20.0  # seconds below which an attempt is one of several in vain, perhaps
 PAUSE = 10.0  # seconds before the next attempt, at most
 NEVER = float("inf")
@@ -106,13 +107,13 @@ class Following:
         self.spare, self.store, self.worker = supervisor.spare, supervisor.store, supervisor.worker
         self.rank, self.size, self.attempt = supervisor.rank, supervisor.size, attempt
         self.heard = time.monotonic()
-        self.kill_at = NEVER
+        self.kill_at = self.killed = NEVER
         self.last: Ending | None = None
         self.status: int | None = None  # of the process, once it has ended
         self.warned = False
 
     def end(self) -> Ending:
-        """Follow the process until it has ended, and return how."""
+        """Follow the process until it has ended, and return how. Raises RuntimeError when its end is never heard of."""
         while True:
             for word, *values in self.spare.hear(LOOK):
                 self.heard = time.monotonic()
@@ -120,8 +121,11 @@ class Following:
             ending = self._look()
             if ending and self.status is not None:
                 return ending
-            if self.status is None and time.monotonic() >= self.kill_at:
+            if self.status is None and (now := time.monotonic()) >= self.kill_at:
                 self.spare.kill()
+                self.killed = min(self.killed, now)
+                if now > self.killed + LEAVE:  # the process that waits hangs, and so does what is forked from it next
+                    self.spare.give_up(LEAVE)
 
     def _look(self) -> Ending | None:
         """Look at the store and at the process. Returns how this attempt ends, when that is known."""
@@ -219,10 +223,17 @@ class RayWorker:
         fail(self.out, self.command, failure)
 
 
+def cpus_per_gpu(node: Mapping[str, float], least: float) -> float:
+    """Return the CPUs for the processes of a worker with a GPU: its share of its machine's, by Ray's resources, where
+    that is more than the `least` that it asked Ray for, perhaps before any machine with GPUs was up."""
+    return max(least, int(node.get("CPU", 0) / max(node.get("GPU", 1), 1)))
+
+
 def supervise(given: dict[str, Any]) -> Any:
     """Train one rank; this function runs in every worker of Ray Train. Ray starts all workers again when it raises.
 
     An error that this cannot mend is kept by `fail`, where new workers and the command find it."""
+    import ray
     from ray.train.torch import get_device
 
     out, command = given["recipe"]["out"] or "", given["command"]
@@ -235,7 +246,11 @@ def supervise(given: dict[str, Any]) -> Any:
     spare = Spare(PROCESS)
     try:
         worker = RayWorker(out, command, given["recipe"]["method"]["name"])
-        return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(get_device())})
+        device, cpus = get_device(), given["cpus"]
+        if is_accelerator(device):
+            own = ray.get_runtime_context().get_node_id()
+            cpus = cpus_per_gpu(next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own), cpus)
+        return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(device), "cpus": cpus})
     except Preempted:
         note_saved()
         raise  # the workers that Ray starts sit on other machines, or there are more or fewer of them

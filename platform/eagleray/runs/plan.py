@@ -166,7 +166,11 @@ def open_plan(
     if any(source.selects for source in data.test or ()):
         raise UserError("data.test: where, weight, exclude and share are for data.train")
     opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all, channels=data.channels)
-    index = open_on_all(partial(opening, data.sources()))
+    sources = data.sources()
+    try:
+        index = open_on_all(partial(opening, sources))
+    except UserError as e:
+        raise UserError(f"data.train: {e}") from None
     try:
         test = open_on_all(partial(opening, data.test)) if data.test else None
     except UserError as e:  # of a place that the recipe may name, and nobody typed

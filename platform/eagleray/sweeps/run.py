@@ -26,7 +26,7 @@ from eagleray.storage.store import is_remote
 from eagleray.sweeps import plots
 from eagleray.sweeps.label_free import LABEL_FREE, agreement
 from eagleray.sweeps.live_table import Show, conclude
-from eagleray.sweeps.study import DONE, Study, begin, write_best, write_table
+from eagleray.sweeps.study import DONE, Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of
 from eagleray.sweeps.sweep_dir import SWEEP, open_sweep_dir
 
@@ -47,18 +47,15 @@ def tune(
     check_objective(sweep)
     remote.check_writable(folder)
     with open_sweep_dir(folder) as upload:
-        begin(sweep, folder)
         study = Study(sweep, folder, upload=upload)
+        check_same(study)
+        if study.open_trials():
+            check_begun(study, resume)
+            check_data(sweep, folder)
+        begin(study)
         if not study.open_trials():
             out.print(f"done already: all {count_trials(sweep)} trials in {folder} have ended", markup=False)
             return end(study, None, done=True)
-        if study.rows and not resume:
-            done = count_trials(sweep) - study.open_trials()
-            raise UserError(
-                f"out={folder}: holds this sweep, {done} of {count_trials(sweep)} trials done; continue it with "
-                "--resume, or give another out="
-            )
-        check_data(sweep, folder)
         files.write_atomic(study.folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
         study.wait_again()
         return conduct(study, most)
@@ -155,6 +152,16 @@ def parent(study: Study) -> Tracking:
     except Exception as e:
         out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
         return tracking
+
+
+def check_begun(study: Study, resume: bool) -> None:
+    """Raises UserError when the folder holds trials of this sweep, and nobody has said that it continues."""
+    if study.rows and not resume:
+        count = count_trials(study.sweep)
+        raise UserError(
+            f"out={study.out}: holds this sweep, {count - study.open_trials()} of {count} trials done; continue it "
+            "with --resume, or give another out="
+        )
 
 
 def check_objective(sweep: Sweep) -> None:

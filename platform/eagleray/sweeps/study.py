@@ -134,19 +134,23 @@ class Study:
         return list(dict.fromkeys(k for b in self.sweep.alternatives.values() for k in b.space))
 
 
-def begin(sweep: Sweep, out: str | Path) -> None:
-    """Write sweep.yaml. Raises UserError, with the keys that differ, when the folder holds another sweep."""
+def check_same(study: Study) -> None:
+    """Raises UserError, with the keys that differ, when the folder holds trials of another sweep."""
+    stored = study.folder / SWEEP
+    if study.rows and stored.exists():  # a sweep that was refused before its first trial is in nobody's way
+        differ = config.differences(_identity(config.load(Sweep, stored)), _identity(study.sweep))
+        if differ:
+            raise UserError(f"out={study.out}: holds another sweep: {differ}; give another out=")
+
+
+def begin(study: Study) -> None:
+    """Write sweep.yaml, and the plug-ins of its recipes."""
     from eagleray.runs.environment import write_plugins  # it imports PyTorch, which a report does without
 
-    stored = remote.work_dir(str(out)) / SWEEP
-    if stored.exists():
-        differ = config.differences(_identity(config.load(Sweep, stored)), _identity(sweep))
-        if differ:
-            raise UserError(f"out={out}: holds another sweep: {differ}; give another out=")
-    files.write_atomic(stored, config.dump(sweep))
-    trees = [branch.recipe for branch in sweep.alternatives.values() if isinstance(branch.recipe, dict)]
+    files.write_atomic(study.folder / SWEEP, config.dump(study.sweep))
+    trees = [branch.recipe for branch in study.sweep.alternatives.values() if isinstance(branch.recipe, dict)]
     used = [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()]
-    write_plugins(str(out), used)
+    write_plugins(study.out, used)
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:

@@ -5,13 +5,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, UserError
 from eagleray.cluster import ray_train
+from eagleray.runs import layout, remote
 from eagleray.runs.recipe import Recipe
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, recipe_of
 
 MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something
+LOOK = 2.0  # seconds between two looks whether a trial has room
 QUIET = 30.0  # seconds without a running trial after which it is said what trials wait for
 
 
@@ -68,19 +70,21 @@ class Width:
         self.most, self.nodes = most or sys.maxsize, nodes
         wanted = first_recipes(sweep)
         self.workers = max(r.ranks[1] for r in wanted)
-        self.waits = bool(most) and any(r.gpus for r in wanted)  # for as many GPUs as that takes
+        self.waits = any(r.gpus for r in wanted)  # for GPUs that are not up yet
 
     def now(self) -> int:
         """Return the number. Ray lets trials of one process wait until they fit. Trials with workers are counted
-        here: by the GPUs that are up, or one at a time on CPUs."""
-        if self.workers <= 1 or self.waits:
+        here: by the GPUs that are up, or one at a time on CPUs. Trials that wait for GPUs are as many as the user says,
+        by default one, which is what an autoscaler sees."""
+        if self.workers <= 1 or (self.waits and self.most < sys.maxsize):
             return self.most
-        gpus = int(sum(n.get("GPU", 0) for n in self.nodes()))
-        return min(max(gpus // self.workers, 1), self.most)
+        fit = int(sum(n.get("GPU", 0) for n in self.nodes())) // self.workers
+        return min(fit + 1 if self.waits else max(fit, 1), self.most)
 
 
 class Waiting:
-    """Says once what the trials wait for, when none of them has had room for a while."""
+    """Says once what the trials wait for, when none of them has had room for a while. A trial with several workers has
+    room when these have their resources."""
 
     def __init__(
         self,
@@ -91,17 +95,36 @@ class Waiting:
     ) -> None:
         """`show` is called each time."""
         self.study, self.each, self.nodes, self.show = study, each, nodes, show
-        self.since = time.monotonic()
+        self.since = self.looked = time.monotonic()
+        self.largest = max(first_recipes(study.sweep), key=lambda r: r.ranks[1])
 
     def __call__(self) -> None:
         self.show()
-        if any(r["state"] == "running" for r in list(self.study.rows.values())):
+        now = time.monotonic()
+        if self.since == math.inf or now - self.looked < LOOK:
+            return
+        self.looked = now
+        if any(r["state"] == "running" and self.placed(r["id"]) for r in list(self.study.rows.values())):
             self.since = math.inf
-        elif time.monotonic() > self.since + QUIET:
+        elif now > self.since + QUIET:
             self.since = math.inf
-            gpus = f", {self.each['GPU']:g} GPU" if self.each.get("GPU") else ""
             up = [f"{n.get('CPU', 0):g} CPU, {n.get('GPU', 0):g} GPU" for n in self.nodes()]
-            self.study.note(
-                f"waiting for a machine with room for a trial, {self.each['CPU']:g} CPU{gpus}; the machines that are "
-                f"up have {'; '.join(up[:8])}"
-            )
+            self.study.note(f"waiting for {self.wanted()}; the machines that are up have {'; '.join(up[:8])}")
+
+    def placed(self, trial: str) -> bool:
+        """Return whether a trial that Tune has started has room; yes, while the store does not answer."""
+        if self.largest.ranks[1] <= 1:
+            return True
+        try:
+            return remote.read_note(self.study.trial(trial), layout.PLACEMENT) is not None
+        except Outage:
+            return True
+
+    def wanted(self) -> str:
+        """Return in words what a trial needs."""
+        least, most = self.largest.ranks
+        if most > 1:
+            gpus = self.largest.gpus or (self.largest.gpus is None and any(n.get("GPU") for n in self.nodes()))
+            return f"room for a trial, {least} worker(s) with a {'GPU' if gpus else 'share of the CPUs'} each"
+        part = f", {self.each['GPU']:g} GPU" if self.each.get("GPU") else ""
+        return f"a machine with room for a trial, {self.each['CPU']:g} CPU{part}"
