@@ -223,7 +223,7 @@ class Mirror(Background):
         copy.fetch()
         for name in GROWING:
             path, history = self.folder / name, copy.histories.get(name)
-            sums = checksums(path, history.whole) if history else ()
+            sums = checksums(path, history.whole) if history else []
             self.uploads[path] = Upload(self.out, name, epoch, sums)
             for part in history.replaced if history else ():
                 if part.epoch < epoch:
