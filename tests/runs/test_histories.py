@@ -82,7 +82,7 @@ def log(mirror: remote.Mirror, steps: range) -> None:
 
 def test_what_is_sent_in_a_minute_does_not_grow(bucket: CrashingBucket, site: Site):
     """As at a checkpoint, at which nothing waits; of the first minute and of one 5 MB later."""
-    mirror, minutes = site.start(), []
+    mirror, minutes = site.start(), list[tuple[int, int]]()
     for minute in range(40):
         bucket.requests.clear()
         bucket.written.clear()
