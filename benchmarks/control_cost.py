@@ -6,6 +6,7 @@ are answered by the benchmark. The bucket is a folder that counts requests. Each
 
 requests_per_minute_per_rank    to the store while training, over all ranks
 requests_per_minute             of all ranks together, and of rank 0
+bytes_per_minute                that are uploaded while training
 requests_at_start               of rank 0, and of each other rank of its machine: listing, index, checkpoints
 messages_per_step               exchanges in which all ranks take part
 cpu_seconds_per_step            of rank 0: steps, histories and threads, beside a history of `--history` MB
@@ -130,14 +131,17 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         stack.enter_context(exchanges.patched())
         at_start, logs = start(r, bucket, exchanges, stack)
         bucket.requests.clear()
+        bucket.written.clear()
         steps, seconds, _ = train(logs, bucket, exchanges, args.seconds)
         messages = exchanges.count / steps
         minute = {rank: 60 * n / seconds for rank, n in bucket.requests.items()}
+        uploaded = 60 * sum(bucket.written) / seconds
         alone = rank_zero(r, logs[0], bucket, exchanges, args.seconds)
     total = sum(minute.values())
     return {
         "requests_per_minute_per_rank": round(total / ranks, 2),
         "requests_per_minute": {"all": round(total, 1), "rank 0": round(minute.get(0, 0.0), 1)},
+        "bytes_per_minute": round(uploaded),
         "requests_at_start": {"rank 0": at_start[0], "another": round(sum(at_start[1:]) / max(ranks - 1, 1), 2)},
         "messages_per_step": messages,
         "cpu_seconds_per_step": round(alone, 5),

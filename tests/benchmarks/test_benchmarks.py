@@ -310,6 +310,7 @@ def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str
 def test_control_cost() -> None:
     out = result(dict(os.environ), "control_cost.py", "--ranks", "2", "4", "--seconds", "1", "--history", "0.1")
     assert out["messages_per_step"] == {"2": 1, "4": 1}
+    assert all(0 <= uploaded < 60 * 2**20 for uploaded in out["bytes_per_minute"].values())
     assert out["requests_per_minute_per_rank"]["4"] <= out["requests_per_minute_per_rank"]["2"]
     assert all(rows["all"] == rows["rank 0"] for rows in out["requests_per_minute"].values())
     assert all(rows["another"] == 0 < 5 < rows["rank 0"] for rows in out["requests_at_start"].values())

@@ -16,10 +16,12 @@ from chaos.site import SHORT, Site, Whole
 
 from eagleray.base.files import parse_lines
 from eagleray.engine import checkpoint
-from eagleray.runs.remote import HISTORIES
+from eagleray.runs import remote
+from eagleray.runs.histories import GROWING
 
 pytestmark = pytest.mark.slow
-EARLIER = re.compile(r"/checkpoints/step-\d+-e000001\.(pt|json)$")  # any of a later epoch is newer, whatever its step
+# Any of a later epoch is newer, whatever its step, and takes the place of parts of histories.
+EARLIER = re.compile(r"/(checkpoints/step-\d+-e000001\.(pt|json)|[a-z.]+-e000001-\d+)$")
 STATUS = {"busy": 2, "superseded": os.EX_TEMPFAIL}
 
 
@@ -67,23 +69,30 @@ def test_a_writer_that_comes_back_to_a_run_in_a_store(
         time.sleep(0.2)
     send(new, signal.SIGSTOP)
     time.sleep(3)  # until what it was sending has arrived
-    before = stored(site, name)
+    before, seen = stored(site, name), histories(name, tmp_path / "before")
     send(old, signal.SIGCONT)
     assert old.finish(60) == STATUS["superseded"], old.said()
     assert f"out=s3://chaos/{name}: another process has taken this run over" in old.complaint()
     after = stored(site, name)
     late = {key for key in before if after.get(key) != before[key]}  # what it was sending when it was stopped
     assert len(late) <= 1
-    assert all(key.removeprefix(f"{name}/") in HISTORIES for key in late)
+    assert all(key.removeprefix(f"{name}/") in remote.RECORDS or EARLIER.search(key) for key in late)
+    assert histories(name, tmp_path / "after") == seen
     assert not {key for key in after.keys() - before.keys() if not EARLIER.search(key)}
     send(new, signal.SIGCONT)
     assert new.finish() == 0, new.said()
     state = checkpoint.newest(f"s3://chaos/{name}/checkpoints", tmp_path / "reader")
     assert state is not None
-    left = stored(site, name)
-    assert b"e000002 is saved" in left[f"{name}/train.log"]
-    assert b"this one ends" not in left[f"{name}/train.log"]
-    assert_whole(state["method"], left[f"{name}/metrics.jsonl"], run, whole)
+    left = histories(name, tmp_path / "left")
+    assert b"e000002 is saved" in left["train.log"]
+    assert b"this one ends" not in left["train.log"]
+    assert_whole(state["method"], left["metrics.jsonl"], run, whole)
+
+
+def histories(name: str, folder: Path) -> dict[str, bytes]:
+    """The histories that a reader finds."""
+    remote.Copy(f"s3://chaos/{name}", folder).fetch()
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name in GROWING}
 
 
 def new_saves(site: Site, name: str) -> int:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import ray
+from helpers.bucket import CountingBucket
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.cluster import failure, ray_train, resize
 from eagleray.cluster.session import session
-from eagleray.runs import remote
+from eagleray.runs import histories, remote
+from eagleray.storage import store
 
 
 def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,16 +45,16 @@ def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
     ray_train.raise_failure(out, "b")  # that of another command is none to this one
 
 
-def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(monkeypatch: pytest.MonkeyPatch):
-    notes = {
-        ".failure": json.dumps({"command": "a", "user": False, "why": "no", "trace": "rank 3 failed\n"}),
-        "train.log": "begun\n",
-    }
-    monkeypatch.setattr(remote, "read_note", lambda out, name: notes.get(name))
-    monkeypatch.setattr(remote, "write_note", lambda out, name, text: notes.update({name: text}))
+def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
+    out = "s3://bucket/run"
+    failed = {"command": "a", "user": False, "why": "no", "trace": "rank 3 failed\n"}
+    remote.write_note(out, ".failure", json.dumps(failed))
+    store.put_bytes(histories.part_url(out, "train.log", 2, 0), b"begun\n")
     with pytest.raises(RuntimeError, match=r"^no$"):
-        ray_train.raise_failure("s3://bucket/run", "a")
-    assert notes["train.log"] == "begun\nrank 3 failed\n"
+        ray_train.raise_failure(out, "a")
+    remote.Copy(out, tmp_path / "reader").fetch()
+    assert (tmp_path / "reader" / "train.log").read_text() == "begun\nrank 3 failed\n"
 
 
 @pytest.mark.slow  # a Ray of its own

@@ -19,6 +19,7 @@ class CountingBucket(LocalStore):
         self.ranks: dict[int, int] = {}  # of other threads that are not of rank 0
         self.requests: Counter[int] = Counter()  # by rank
         self.lengths: list[int] = []  # bytes of each read
+        self.written: list[int] = []  # bytes of each small file that was stored
 
     def _path(self, url: str) -> str:
         main = threading.current_thread() is threading.main_thread()
@@ -59,6 +60,7 @@ class CountingBucket(LocalStore):
 
     def write(self, url: str, data: bytes) -> None:
         super().write(self._path(url), data)
+        self.written.append(len(data))
 
     def create(self, url: str, data: bytes) -> bool:
         return super().create(self._path(url), data)

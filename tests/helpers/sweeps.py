@@ -13,6 +13,7 @@ from helpers.recipes import SMALL, small_recipe
 
 from eagleray import config
 from eagleray.runs import layout, recipe
+from eagleray.runs.histories import histories
 from eagleray.runs.plan import resolve_paths
 from eagleray.storage import store
 from eagleray.sweeps.trial import Trial
@@ -78,12 +79,14 @@ def write_long(folder: Path, trials: int) -> Path:
 
 
 def stored(url: str) -> list[dict[str, Any]]:
-    """The lines of a file in a store; none where it is missing."""
-    try:
-        text = store.store(url).get(url).decode()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines()]
+    """The lines of a file in a store, which may be in parts; none where it is missing."""
+    folder, _, name = url.rpartition("/")
+    listed = store.store(url).list(f"{folder}/", name)
+    if history := histories(listed).get(name):
+        data = history.read()
+    else:
+        data = b"".join(store.store(url).get(b.url) for b in listed if b.url == url)
+    return [json.loads(line) for line in data.decode().splitlines()]
 
 
 def ended(done: list[dict[str, Any]], before: dict[str, dict[str, Any]], trials: int) -> None:

@@ -89,7 +89,8 @@ def test_one_that_comes_back_has_lost_it_and_changes_nothing(
     new = remote.Mirror(OUT, "b")
     (new.folder / layout.METRICS).write_text("old\nnew\n")
     new.copy()
-    before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl")}
+    before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl*")}
+    assert before
     with (old.folder / layout.METRICS).open("a") as file:
         file.write("and more\n")
     for attempt in (old.check, old.copy, old.tick):
@@ -97,7 +98,7 @@ def test_one_that_comes_back_has_lost_it_and_changes_nothing(
             with pytest.raises(Superseded, match="another process has taken this run over"):
                 attempt()
     old.close()
-    assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl")} == before
+    assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl*")} == before
     new.check()
     new.close()
     assert not new.lost
@@ -131,7 +132,8 @@ def test_one_that_stood_still_between_two_files_sends_no_other(
     monkeypatch.setattr(store, "put_bytes", stand_still)
     with pytest.raises(Superseded):
         old.copy()
-    stored = {p.name: p.read_text() for p in (tmp_path / "runs").rglob("*") if p.suffix in (".png", ".jsonl")}
+    remote.Copy(OUT, tmp_path / "reader").fetch()
+    stored = {p.name: p.read_text() for p in (tmp_path / "reader").iterdir()}
     assert stored == {layout.HEALTH_PLOT: "old\n", layout.METRICS: "new\n"}
     others[0].close()
     assert [p.read_text() for p in (tmp_path / "runs").rglob(layout.HEALTH_PLOT)] == ["new\n"]

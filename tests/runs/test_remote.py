@@ -73,26 +73,32 @@ def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tm
     assert sum(bucket.lengths) < 10_000
 
 
+def stored(out: str, tmp_path: Path, name: str) -> str:
+    """A history as it is in the store."""
+    remote.Copy(out, tmp_path / "reader").fetch()
+    return (tmp_path / "reader" / name).read_text()
+
+
 def test_a_long_history_is_uploaded_seldom_and_with_every_checkpoint(
     bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(remote, "SECONDS", 1000.0)
     out = "s3://runs/run"
-    folder, there = remote.work_dir(out), tmp_path / "runs" / "run"
+    folder = remote.work_dir(out)
     folder.mkdir(parents=True)
     mirror = remote.Mirror(out, "command")
-    (folder / "metrics.jsonl").write_text("x" * 10 * remote.RATE)
-    (folder / "health.jsonl").write_text("x")
+    (folder / "metrics.jsonl").write_text("line\n" * 2 * remote.RATE)
+    (folder / "health.jsonl").write_text("x\n")
     mirror.tick()
     for name in ("metrics.jsonl", "health.jsonl"):
         with (folder / name).open("a") as file:
             file.write("more\n")
     time.sleep(0.01)  # the time in which the short one may be uploaded again
     mirror.tick()
-    assert there.joinpath("health.jsonl").read_text() == "xmore\n"
-    assert there.joinpath("metrics.jsonl").stat().st_size == 10 * remote.RATE
+    assert stored(out, tmp_path, "health.jsonl") == "x\nmore\n"
+    assert len(stored(out, tmp_path, "metrics.jsonl")) == 10 * remote.RATE
     mirror.copy()  # before a checkpoint counts
-    assert there.joinpath("metrics.jsonl").read_text().endswith("more\n")
+    assert stored(out, tmp_path, "metrics.jsonl").endswith("line\nmore\n")
     mirror.close()
 
 

@@ -103,8 +103,8 @@ class JsonLines:
         self._path = path
         self._late: list[Mapping[str, Any]] = []
         if step is not None:
-            lines = [r for r in read_history(path) if r["step"] <= step]
-            write_atomic(path, "".join(json.dumps(r) + "\n" for r in lines))
+            # As `append_lines` wrote them: what is kept of the file has the same bytes as before.
+            write_atomic(path, _as_lines(r for r in read_history(path) if r["step"] <= step))
 
     def log(self, *records: Mapping[str, Any]) -> None:
         """Append records."""
@@ -185,7 +185,7 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append objects to a file, each on a line of its own, also after a line that was left half written.
 
     Raises OSError, with the file as it was, when they do not fit on the disk."""
-    data = b"".join(json.dumps(r, ensure_ascii=False).encode(errors="replace") + b"\n" for r in records)
+    data = _as_lines(records)
     with path.open("a+b", buffering=0) as f:
         size = f.tell()
         if size:
@@ -198,6 +198,10 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         except OSError:
             os.ftruncate(f.fileno(), size)
             raise
+
+
+def _as_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(json.dumps(r, ensure_ascii=False).encode(errors="replace") + b"\n" for r in records)
 
 
 def is_file(path: Path) -> bool:

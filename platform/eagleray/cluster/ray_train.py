@@ -20,7 +20,7 @@ from eagleray.cluster.supervisor import HANGING, supervise
 from eagleray.cluster.waiting import Say, Waiting
 from eagleray.config import plugins
 from eagleray.engine.precision import compute_dtype
-from eagleray.runs import layout, remote
+from eagleray.runs import histories, layout, remote
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.store import is_remote
@@ -142,7 +142,7 @@ def raise_failure(out: str, command: str) -> None:
         return
     if is_remote(out) and failure.get("trace"):
         with contextlib.suppress(UserError, Outage):
-            remote.write_note(out, layout.LOG, (remote.read_note(out, layout.LOG) or "") + failure["trace"])
+            histories.append(out, layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 

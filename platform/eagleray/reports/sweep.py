@@ -10,7 +10,7 @@ from eagleray.reports import plots as plots_of_runs
 from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, footer_text, picture_uri
 from eagleray.reports.read import read
 from eagleray.reports.sections import figures
-from eagleray.runs import layout, remote
+from eagleray.runs import histories, layout
 from eagleray.sweeps import plots
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, count_trials, in_words
@@ -59,7 +59,7 @@ def stability(study: Study, pictures: Path) -> Section:
     """Return the curves of kNN accuracy, loss and gradients of the trials, laid over each other. Of more trials than
     can be told apart, those shown are spread evenly from the worst to the best."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
-    rows = [r for r in rows if remote.read_note(study.trial(r["id"]), layout.METRICS) is not None]
+    rows = [r for r in rows if histories.exists(study.trial(r["id"]), layout.METRICS)]
     order = sorted(rows, key=lambda r: r["metric"])
     if len(rows) > plots_of_runs.MOST:
         step = (len(rows) - 1) / (plots_of_runs.MOST - 1)

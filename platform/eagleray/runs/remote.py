@@ -12,17 +12,16 @@ from pathlib import Path
 from eagleray.base import files
 from eagleray.base.errors import Outage, Superseded, UserError, one_line
 from eagleray.runs import layout, lease
+from eagleray.runs.histories import GROWING, History, Upload, checksums, histories
 from eagleray.storage import store
-from eagleray.storage.blob import Blob
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two checks for changes
-RATE = 64 * 2**10  # bytes per second at which a growing file is uploaded at most, but for checkpoints
+RATE = 64 * 2**10  # bytes per second at which a file that changes is uploaded at most, but for checkpoints
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
-HISTORIES = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.LOG, layout.MLFLOW}
-HISTORIES |= {f"{name}.jsonl" for name in ("metrics", "steps", "health", "quarantine", "skipped", "starts")}
-HISTORIES |= {layout.PLACES, layout.START_SCORES}
+RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.MLFLOW}
+RECORDS |= {layout.PLACES, layout.START_SCORES}  # files that are written as a whole
 
 
 def work_dir(out: str) -> Path:
@@ -70,15 +69,6 @@ def check_writable(out: str) -> None:
         raise UserError(f"out={out}: cannot be written: {e}") from None
 
 
-def list_files(out: str, inside: str = "export") -> Iterator[Blob]:
-    """Yield the history and result files of a remote run, and the files in one of its folders, `inside`."""
-    for folder in (out, f"{out}/{inside}"):
-        for blob in store.store(out).list(folder + "/"):
-            name = blob.url.removeprefix(f"{out}/")
-            if name in HISTORIES or name == layout.RESULTS or name.startswith(f"{inside}/"):
-                yield blob
-
-
 def is_running(out: str) -> bool:
     """Return whether a process is working on the run, as far as this machine can tell."""
     if is_remote(out):
@@ -91,9 +81,10 @@ class Copy:
     """A folder on this machine with a copy of a remote run."""
 
     def __init__(self, out: str, folder: Path, inside: str = "export") -> None:
-        """The copy holds the history files of the run and those in one of its folders, `inside`."""
+        """The copy holds the records and histories of the run and the files in one of its folders, `inside`."""
         self.out, self.folder, self.inside = out, folder, inside
-        self.tags: dict[str, str] = {}
+        self.tags: dict[str, object] = {}
+        self.histories: dict[str, History] = {}  # as they were listed last
 
     def fetch(self) -> None:
         """Download the files that have changed.
@@ -101,30 +92,45 @@ class Copy:
         A file that is longer on this machine is not replaced: rank 0 of the run is on this machine, and the store is
         behind it. Raises UserError and Outage.
         """
-        for blob in list_files(self.out, self.inside) if is_remote(self.out) else ():
+        if not is_remote(self.out):
+            return
+        try:
+            self._fetch()
+        except UserError:  # a file has been replaced since it was listed, or else the error comes again
+            self._fetch()
+
+    def _fetch(self) -> None:
+        here, inside = (list(store.store(self.out).list(f"{self.out}/{f}")) for f in ("", f"{self.inside}/"))
+        self.histories = histories(here)
+        for name, history in self.histories.items():
+            if self.tags.get(name) != history.tag:
+                if not _append(history, self._path(name)):
+                    _replace(history.read(), self._path(name))
+                self.tags[name] = history.tag
+        for blob in inside + [b for b in here if b.url.rpartition("/")[2] in (*RECORDS, layout.RESULTS)]:
             if self.tags.get(blob.url) == blob.tag:
                 continue
-            path = self.folder / blob.url.removeprefix(f"{self.out}/")
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                if not _append(blob, path):
-                    _replace(blob, path)
+                data = store.store(blob.url).get(blob.url)
             except FileNotFoundError:
                 continue
+            _replace(data, self._path(blob.url.removeprefix(f"{self.out}/")))
             self.tags[blob.url] = blob.tag
 
+    def _path(self, name: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
-def _append(blob: Blob, path: Path) -> bool:
-    """Fetch what a growing file in the store has more than its copy here, and append it, so that readers of the copy
-    can go on. Returns whether that was possible."""
+
+def _append(history: History, path: Path) -> bool:
+    """Fetch what a history in the store has more than its copy here, and append it, so that readers of the copy can go
+    on. Returns whether that was possible."""
     size = path.stat().st_size if path.exists() else 0
-    if path.suffix not in (".jsonl", ".log") or not 0 < size <= blob.size:
+    if not 0 < size <= history.size:
         return False
     start = max(size - OVERLAP, 0)
-    try:
-        data = bytes(store.store(blob.url).read(blob.url, start, blob.size - start))
-    except UserError:  # it has been replaced since it was listed
-        return False
+    data = history.read(start)
     with path.open("rb+") as f:
         f.seek(start)
         if f.read() != data[: size - start]:
@@ -133,9 +139,8 @@ def _append(blob: Blob, path: Path) -> bool:
     return True
 
 
-def _replace(blob: Blob, path: Path) -> None:
-    """Fetch a whole file, unless its copy here is ahead of it."""
-    data = store.store(blob.url).get(blob.url)
+def _replace(data: bytes, path: Path) -> None:
+    """Write a whole file, unless the copy here is ahead of it."""
     if not path.exists() or not path.read_bytes().startswith(data):
         files.write_atomic(path, data)
 
@@ -204,6 +209,8 @@ class Mirror(Background):
         self.lost = False  # another process has taken the run over
         self.sent: dict[Path, tuple[int, int]] = {}
         self.due: dict[Path, float] = {}  # when a file may be uploaded again
+        self.uploads: dict[Path, Upload] = {}  # of the histories
+        self.checked = -math.inf  # when the lease was found held for the last time
         self.lock = threading.Lock()
         self.lease.claim(after)
         self.renewed = time.monotonic()
@@ -211,8 +218,16 @@ class Mirror(Background):
         self.start()
 
     def fetch(self) -> None:
-        """Bring the files of earlier starts to this machine."""
-        Copy(self.out, self.folder).fetch()
+        """Bring the files of earlier starts to this machine, and delete parts of histories that no longer count."""
+        copy, epoch = Copy(self.out, self.folder), self.lease.epoch
+        copy.fetch()
+        for name in GROWING:
+            path, history = self.folder / name, copy.histories.get(name)
+            sums = checksums(path, history.whole) if history else []
+            self.uploads[path] = Upload(self.out, name, epoch, sums)
+            for part in history.replaced if history else ():
+                if part.epoch < epoch:
+                    store.store(self.out).delete(part.blob.url)
 
     def check(self) -> None:
         """Raises Superseded when another process has taken the run over, and Outage when the store does not say."""
@@ -239,7 +254,11 @@ class Mirror(Background):
 
     def paths(self) -> list[Path]:
         """Return the files to upload, in the order in which they are; some may not exist yet."""
-        return [self.folder / n for n in sorted(HISTORIES)] + sorted(self.folder.glob("export/[!.]*")) + self.of_sinks()
+        return (
+            [self.folder / n for n in sorted(RECORDS | GROWING)]
+            + sorted(self.folder.glob("export/[!.]*"))
+            + self.of_sinks()
+        )
 
     def of_sinks(self) -> list[Path]:
         """Return the files of TensorBoard and Weights & Biases."""
@@ -247,30 +266,47 @@ class Mirror(Background):
         return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
     def copy(self, *, at_once: bool = True) -> None:
-        """Upload the files that have changed; not `at_once`, long files that were uploaded recently wait.
+        """Upload what has changed, of histories their last parts alone; not `at_once`, files of which much was uploaded
+        recently wait.
 
         Raises Superseded when another process has taken the run over, UserError, Outage and OSError.
         """
         with self.lock:
-            checked = -math.inf
+            self.checked = -math.inf
             for path in self.paths():
                 if not path.exists():
                     continue
                 stat, late = path.stat(), time.monotonic() >= self.due.get(path, 0.0)
                 if self.sent.get(path) != (stat.st_mtime_ns, stat.st_size) and (at_once or late):
-                    data = path.read_bytes()  # as it is now: it may grow meanwhile
-                    while time.monotonic() > checked + lease.BEAT:  # it may have stood still, also as it asked
-                        asked = time.monotonic()
-                        self.check()
-                        checked = asked
-                    store.put_bytes(f"{self.out}/{path.relative_to(self.folder)}", data)
+                    self.due[path] = self._send(path) / RATE + time.monotonic()
                     self.sent[path] = (stat.st_mtime_ns, stat.st_size)
-                    self.due[path] = time.monotonic() + len(data) / RATE
+
+    def _send(self, path: Path) -> int:
+        """Upload a file as it is now, and return the number of bytes; it may grow meanwhile."""
+        if path in self.uploads:
+            return self.uploads[path].send(path, self._put, self._discard)
+        data = path.read_bytes()
+        self._put(f"{self.out}/{path.relative_to(self.folder)}", data)
+        return len(data)
+
+    def _put(self, url: str, data: bytes) -> None:
+        self._still_mine()
+        store.put_bytes(url, data)
+
+    def _discard(self, url: str) -> None:
+        self._still_mine()
+        store.store(url).delete(url)
+
+    def _still_mine(self) -> None:
+        while time.monotonic() > self.checked + lease.BEAT:  # it may have stood still, also as it asked
+            asked = time.monotonic()
+            self.check()
+            self.checked = asked
 
     def close(self) -> None:
         super().close()
         if self.lease.epoch > 1:  # a file that an earlier process sent when it was stopped may have come late
-            self.sent = {path: sent for path, sent in self.sent.items() if path.name not in HISTORIES}
+            self.sent = {path: sent for path, sent in self.sent.items() if path.name not in RECORDS}
         try:
             self.copy()
         except (UserError, Outage, OSError) as e:

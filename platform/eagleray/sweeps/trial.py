@@ -77,7 +77,7 @@ class Trial:
         except Exception as e:
             self.failure = line(e)
         if self.summary and not (self.folder / layout.METRICS).exists():  # it ended on another machine
-            fetch(self.out, self.folder, layout.METRICS)
+            remote.Copy(self.out, self.folder).fetch()
 
     def _pretrain(self) -> dict[str, Any] | None:
         """Pretrain in this process, or on Ray Train's workers if there are several. Returns what they return."""

@@ -1,0 +1,228 @@
+"""Histories in a store: parts of a constant size, of which readers see the beginning of the file, whatever happens."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers.bucket import CountingBucket
+from helpers.run_folder import write_run
+
+from eagleray.base.errors import Outage
+from eagleray.base.files import JsonLines, read_lines
+from eagleray.reports.listing import list_runs
+from eagleray.reports.read import read
+from eagleray.runs import histories, layout, lease, remote
+from eagleray.storage import store
+
+OUT = "s3://runs/run"
+
+
+class CrashingBucket(CountingBucket):
+    """A store that stops answering after so many changes."""
+
+    left = 10**9
+
+    def _change(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Outage("the process has ended")
+
+    def write(self, url: str, data: bytes) -> None:
+        self._change()
+        super().write(url, data)
+
+    def delete(self, url: str) -> None:
+        self._change()
+        super().delete(url)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CrashingBucket:
+    bucket = CrashingBucket(tmp_path)
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    monkeypatch.setattr(lease, "SETTLE", 0.0)
+    monkeypatch.setattr(remote, "SECONDS", 1000.0)
+    return bucket
+
+
+class Site:
+    """Machines on which one start of a run after the other writes, each with a working folder of its own."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch, self.number = folder, patch, 0
+
+    def start(self, step: int | None = None) -> remote.Mirror:
+        """Start on a machine that is new, and drop the lines after a step."""
+        self.number += 1
+        self.patch.setenv("XDG_CACHE_HOME", str(self.folder / f"machine{self.number}"))
+        mirror = remote.Mirror(OUT, "the same command")
+        mirror.folder.mkdir(parents=True, exist_ok=True)
+        if step is not None:
+            JsonLines(mirror.folder / layout.METRICS, step=step)
+        return mirror
+
+    def read(self) -> list[int]:
+        """The steps that a reader finds who sees the run for the first time."""
+        self.number += 1
+        folder = self.folder / f"reader{self.number}"
+        remote.Copy(OUT, folder).fetch()
+        text = (folder / layout.METRICS).read_text(errors="replace")  # a part may end within a line
+        return [json.loads(line)["step"] for line in text.split("\n")[:-1]]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: CrashingBucket) -> Site:
+    return Site(tmp_path, monkeypatch)
+
+
+def log(mirror: remote.Mirror, steps: range) -> None:
+    JsonLines(mirror.folder / layout.METRICS).log(*({"step": step, "text": "ä" * 20} for step in steps))
+
+
+def test_what_is_sent_in_a_minute_does_not_grow(bucket: CrashingBucket, site: Site):
+    """As at a checkpoint, at which nothing waits; of the first minute and of one 5 MB later."""
+    mirror, minutes = site.start(), list[tuple[int, int]]()
+    for minute in range(40):
+        bucket.requests.clear()
+        bucket.written.clear()
+        for n in range(20):
+            log(mirror, range(100 * (20 * minute + n), 100 * (20 * minute + n + 1)))
+            mirror.copy()
+        minutes.append((sum(bucket.written), bucket.requests.total()))
+    assert sum(p.stat().st_size for p in Path(bucket.folder, "runs", "run").glob("metrics*")) > 5_000_000
+    assert max(size for size, _ in minutes) <= 20 * histories.PART + 200_000
+    assert max(size for size, _ in minutes[-10:]) < 1.5 * max(size for size, _ in minutes[:10])
+    assert max(count for _, count in minutes[-10:]) <= max(count for _, count in minutes[:10])
+    assert site.read() == list(range(80_000))
+    bucket.written.clear()
+    again = site.start(step=79_990)  # of the lines that are kept only the last part is sent again
+    again.copy()
+    assert sum(bucket.written) < 2 * histories.PART
+    assert site.read() == list(range(79_991))
+
+
+@pytest.mark.parametrize("cut", [3, 7, 12, 19])
+def test_a_start_that_ends_between_any_two_changes_leaves_no_line_doubled_or_lost(
+    bucket: CrashingBucket, site: Site, cut: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(histories, "PART", 200)  # three lines
+    first = site.start()
+    for step in range(20):
+        log(first, range(step, step + 1))
+        first.copy()
+    assert site.read() == list(range(20))
+    for changes in range(40):
+        second = site.start()
+        log(second, range(20, 30))
+        second.copy()  # lines that the checkpoint from which it goes on does not have yet
+        JsonLines(second.folder / layout.METRICS, step=cut)
+        bucket.left = changes
+        try:
+            for step in range(cut + 1, cut + 12):
+                log(second, range(step, step + 1))
+                second.copy()
+        except Outage:
+            ended = False
+        else:
+            ended = True
+        bucket.left = 10**9
+        found = site.read()
+        assert found == list(range(len(found)))
+        assert len(found) > cut
+        second.ended.set()
+        third = site.start(step=cut)
+        third.copy()
+        assert site.read() == list(range(cut + 1))
+        log(third, range(cut + 1, 20))
+        third.copy()
+        assert site.read() == list(range(20))
+        third.ended.set()
+        if ended:
+            break
+    assert ended
+    assert len(list(Path(bucket.folder, "runs", "run").glob("metrics*"))) < 30  # those that no longer count are deleted
+
+
+def test_what_an_earlier_writer_sends_late_changes_nothing(bucket: CrashingBucket, site: Site):
+    old = site.start()
+    log(old, range(10))
+    for name in (layout.HEALTH, layout.METRICS):
+        (old.folder / name).write_text((old.folder / layout.METRICS).read_text())
+    old.copy()
+    new = site.start(step=4)
+    log(new, range(5, 8))
+    new.copy()  # also the history in which nothing is new
+    log(old, range(10, 20))
+    (old.folder / layout.HEALTH).write_text((old.folder / layout.METRICS).read_text())
+    for path in (old.folder / layout.METRICS, old.folder / layout.HEALTH):
+        old.uploads[path].send(path, store.put_bytes, lambda url: store.store(url).delete(url))
+    assert site.read() == list(range(8))
+    remote.Copy(OUT, site.folder / "here").fetch()
+    assert len(read_lines(site.folder / "here" / layout.HEALTH)) == 10
+    assert new.lease.epoch == 2
+
+
+def test_a_part_that_was_shortened_is_sent_again_by_the_next_start(
+    bucket: CrashingBucket, site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(histories, "PART", 200)
+    first = site.start()
+    log(first, range(20))
+    first.copy()
+    url = histories.part_url(OUT, layout.METRICS, 1, 200)
+    line = store.store(url).get(url).index(b"\n") + 1
+    store.put_bytes(url, store.store(url).get(url)[:line])  # a request that a server carried out late
+    lost = set(range(20)) - {r["step"] for r in fetched(site)}
+    assert 0 < len(lost) <= 4
+    second = site.start()
+    second.copy()
+    assert {r["step"] for r in fetched(site)} == set(range(20)) - lost
+    parts = histories.histories(store.store(OUT).list(f"{OUT}/"))[layout.METRICS]
+    assert parts.whole == parts.size
+
+
+def fetched(site: Site) -> list[dict[str, int]]:
+    site.number += 1
+    remote.Copy(OUT, site.folder / f"reader{site.number}").fetch()
+    return read_lines(site.folder / f"reader{site.number}" / layout.METRICS)
+
+
+def test_a_history_of_one_file_goes_on_in_parts(bucket: CrashingBucket, site: Site):
+    """As a run begun by an older version has it: what is kept of the file is not sent again."""
+    text = "".join(json.dumps({"step": step, "text": "a" * 100}) + "\n" for step in range(4000))
+    remote.write_note(OUT, layout.METRICS, text)
+    assert site.read() == list(range(4000))
+    bucket.written.clear()
+    mirror = site.start(step=3900)
+    log(mirror, range(3901, 3950))
+    mirror.copy()
+    assert sum(bucket.written) < 2 * histories.PART < len(text)
+    assert site.read() == list(range(3950))
+    mirror.close()
+    site.start(step=3949).close()
+    assert site.read() == list(range(3950))
+
+
+def test_report_and_runs_read_a_run_in_parts_as_one_of_whole_files(
+    bucket: CrashingBucket, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(histories, "PART", 1000)
+    local = write_run(tmp_path / "local")
+    mirror = site.start()
+    for path in local.iterdir():
+        (mirror.folder / path.name).write_bytes(path.read_bytes())
+        remote.write_note("s3://whole/run", path.name, path.read_text())
+    mirror.close()
+    names = [p.name for p in Path(bucket.folder, "runs", "run").iterdir()]
+    assert sum(bool(re.fullmatch(r"metrics\.jsonl-e000001-\d{12}", name)) for name in names) > 3
+    assert layout.METRICS not in names
+    runs = [read(out) for out in (OUT, "s3://whole/run", str(local))]
+    assert runs[0].records == runs[1].records == runs[2].records
+    assert runs[0].starts == runs[2].starts != []
+    assert [list_runs(f"s3://{bucket}", "knn/top1")[0].step for bucket in ("runs", "whole")] == [200, 200]
+    for out in (OUT, "s3://whole/run", str(local)):
+        assert histories.exists(out, layout.METRICS)
+        assert not histories.exists(out, layout.HEALTH)
+    histories.append(OUT, layout.METRICS, '{"step": 777}\n')
+    assert read(OUT).last == 777
