@@ -15,7 +15,7 @@ from eagleray.runs.step_record import find_record
 @pytest.mark.parametrize("norm", [{}, {"grad_norm": "x"}, {"grad_norm": None}])
 def test_a_line_without_a_number_is_named(name: str, norm: dict[str, Any], tmp_path: Path):
     (tmp_path / name).write_text(json.dumps({"step": 2, "loss": 1.0, **norm}) + "\n")
-    with pytest.raises(UserError, match="step 2: .*has recorded no number for its grad_norm"):
+    with pytest.raises(UserError, match=r"step 2: .*has recorded no number for its grad_norm"):
         find_record(tmp_path, 2)
 
 

@@ -54,7 +54,7 @@ def fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> 
         return False
     hashed = hashlib.sha256()
     path.parent.mkdir(exist_ok=True)
-    try:
+    try:  # not flushed, as the copy is compared with its checksum whenever it is used
         with atomic_path(path, part=path.with_suffix(".part")) as part:
             with part.open("wb") as f:
                 for piece in pieces(blob, patience):
