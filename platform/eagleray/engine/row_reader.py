@@ -72,7 +72,7 @@ def _metadata(folder: Path) -> described.Metadata:
 
 
 class _Record:
-    """Stands for an object of any class or function, and keeps what it was made with."""
+    """Stands for an object of any class or function, and keeps the state that the pickle gives it."""
 
     def __init__(self, *values: Any) -> None:
         pass
