@@ -189,5 +189,10 @@ def test_names_are_flushed_to_the_disk_with_their_files(tmp_path: Path, monkeypa
     files.make_folder(tmp_path / "a" / "b")
     assert set(synced) == {str(tmp_path), str(tmp_path / "a")}
     synced.clear()
+    with files.durable_path(tmp_path / "a" / "large", part=tmp_path / "a" / "part") as part:
+        part.write_text("text")
+        assert synced == []
+    assert synced == [str(tmp_path / "a" / "part"), str(tmp_path / "a")]
+    synced.clear()
     write_atomic(tmp_path / "a" / "b" / "note", "text")
     assert synced == [str(tmp_path / "a" / "b" / ".note.part"), str(tmp_path / "a" / "b")]

@@ -35,7 +35,8 @@ def eagleray(*args: str) -> str:
 
 def test_it_adds_to_the_plugins_of_the_recipe(folder: Path):
     (folder / "other.py").write_text("VALUE = 1\n")
-    tree = yaml.safe_load(eagleray("show", str(write_recipe(folder)), "--plugin", "other.py"))
+    names = ("--plugin", "my_method.py", "--plugin", "other.py")
+    tree = yaml.safe_load(eagleray("show", str(write_recipe(folder)), *names))
     assert [entry["name"] for entry in tree["plugins"]] == ["my_method.py", "other.py"]
     plugins.unload()
     bare = write_recipe(folder / "bare", plugins="")
@@ -73,3 +74,43 @@ def test_a_sweep_has_the_plugins_of_its_recipes_and_its_own(folder: Path):
 def test_a_plugin_that_is_not_there(command: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]):
     write_recipe(folder)
     assert "plugins: none.py: no such file in" in refused(capsys, *command, "--plugin", "none.py")
+
+
+@pytest.fixture
+def strangers(folder: Path) -> Path:
+    """The folder of a run whose plug-in writes a file when it is imported."""
+    run = folder / "run"
+    write_plugin(run / "plugins", more=f"\nopen({str(folder / 'ran')!r}, 'w').close()\n")
+    tree = yaml.safe_load(write_recipe(run).read_text())
+    tree["data"]["train"] = str(folder / "none")
+    copy = plugins.Copy(run, {"my_method.py": (run / "plugins" / "my_method.py").read_bytes()})
+    tree["plugins"] = [{"name": "my_method.py", "sha256": copy.sha256}]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (run / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0, "grad_norm": 1.0}\n')
+    return run
+
+
+@pytest.mark.parametrize("command", [("data", "which", "run", "--key", "k"), ("replay", "run", "--step", "2")])
+def test_a_run_loads_no_plugin_that_is_not_named(
+    command: tuple[str, ...], strangers: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert "my_method.py is not loaded" in refused(capsys, *command)
+    other = refused(capsys, *command, "--plugin", "my_method.py")  # of the working folder
+    assert "its source differs" in other
+    assert not (folder / "ran").exists()
+    plugins.unload()
+    line = refused(capsys, *command, "--plugin", "run/plugins/my_method.py")
+    assert "none: cannot be read" in line  # the data
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("listed", ["[my_method.py]", "[plugins/my_method.py]", ""])
+def test_a_recipe_is_shown_without_running_its_plugin(listed: str, strangers: Path, folder: Path):
+    recipe = strangers / "recipe.yaml"
+    if listed:
+        recipe.write_text(write_recipe(strangers / "as given", plugins=listed).read_text())
+    text = eagleray("show", str(recipe), "optim.batch=8")
+    assert text.startswith("# without defaults, as the plug-in ")
+    assert yaml.safe_load(text)["method"] == {"name": "cosine_pairs", "dim": 12}
+    assert yaml.safe_load(text)["optim"]["batch"] == 8
+    assert not (folder / "ran").exists()

@@ -54,6 +54,14 @@ def test_what_cannot_be_true_is_refused(folder: Path, intact: Path, case: str) -
     assert "eagleray index" in str(caught.value)
 
 
+@pytest.mark.parametrize("column", SCHEMA.names)
+def test_a_column_twice_is_refused(folder: Path, intact: Path, column: str) -> None:
+    twice = pa.schema([*SCHEMA, SCHEMA.field(column)])
+    hostile_indexes.write(folder, hostile_indexes.read(intact), twice)
+    with pytest.raises(UserError, match="two columns of one name"):
+        read_all(folder)
+
+
 def check(folder: Path, intact: Path) -> None:
     """The index is refused with its name, or the shards' own bytes are read."""
     try:

@@ -194,6 +194,15 @@ def test_modes_follow_the_umask_and_a_failure_leaves_nothing(tmp_path: Path, mon
     assert len(list((tmp_path / "out").iterdir())) == 3
 
 
+def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[Path] = []
+    flush = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda d: synced.append(Path(os.readlink(f"/proc/self/fd/{d}"))) or flush(d))
+    with write.staged(tmp_path / "out") as stage:
+        (stage / "README.md").write_text("text")
+    assert synced == [stage / "README.md", tmp_path / "out"]
+
+
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None if name != "onnx" else object())
     with pytest.raises(UserError, match=r"--to onnx: needs onnxscript, onnxruntime: pip install 'eagleray\[export\]'"):

@@ -1,5 +1,6 @@
 """Tests of every listed backbone: any crop size, gradients, and an export that timm loads."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_an_export_that_differs_does_not_count(tmp_path: Path):
     with pytest.raises(UserError, match="timm's outputs differ"):
         to_timm(backbone, Network(name="vit_tiny_patch16_224", options={"depth": 2}), tmp_path)
     assert not (tmp_path / "backbone.safetensors").exists()
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    backbone = Backbone("vit_tiny_patch16_224", options={"depth": 2})
+    to_timm(backbone, Network(name="vit_tiny_patch16_224", options={"depth": 2}), tmp_path)
+    assert [Path(name).name for name in synced][:2] == [".part.safetensors", tmp_path.name]
 
 
 def test_position_needs_a_table():

@@ -197,8 +197,8 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     down: a dictionary for each sample, with its `shard`, `key` and `steps`, which are counted from 1.
 
     The steps follow from the recipe and the data, whose images are not read. An image that does not decode was replaced
-    by another one of its block, as quarantine.jsonl of the run says. `plugins` are files and modules to load beside
-    those of the run.
+    by another one of its block, as quarantine.jsonl of the run says. `plugins` are files and modules to load,
+    among them those of the run, which are code and not loaded by themselves.
 
     Raises UserError when there is no such run or key, or the data is not there, and Outage when a store stays away.
 
@@ -210,7 +210,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     """
     loading.use(plugins)
     opened = Run(run)
-    recipe = recipes.load(str(opened.folder / layout.RECIPE))
+    recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
         plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None)
         found = list(samples_with(plan.index, key))

@@ -92,7 +92,7 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
     The run may be finished, stopped or running; nothing in its folder or URL is written. On a CPU, and on the same kind
     of accelerator with `deterministic=true`, the numbers are equal to the bit. A run on several ranks is replayed on as
     many, by Ray. Where no checkpoint of an earlier step is kept, `from_start` takes all steps from the first one again.
-    `plugins` are files and modules to load beside those of the run.
+    `plugins` are files and modules to load, among them those of the run, which are code and not loaded by themselves.
 
     Raises UserError when there is no such run, step, checkpoint or data, and Outage when a store stays away.
 
@@ -106,7 +106,7 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
     opened = Run(run)
     record = find_record(opened.folder, step)
     start = record.start
-    recipe = recipes.load(str(opened.folder / layout.RECIPE), overrides_of(start.get("keys")))
+    recipe = recipes.load(str(opened.folder / layout.RECIPE), overrides_of(start.get("keys")), named=True)
     ranks, on = int(start.get("ranks", 1)), str(start.get("device", ""))
     task = Task(
         recipe=config.to_plain(recipe),

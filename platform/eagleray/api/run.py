@@ -16,6 +16,8 @@ from eagleray.runs import tracking as track
 from eagleray.runs.restore import restore
 from eagleray.storage import store
 
+PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # of a summary
+
 
 class Run:
     """A pretraining run that exists, by its folder or s3:// URL.
@@ -105,7 +107,7 @@ class Run:
     def __str__(self) -> str:
         """Return the closing lines of `eagleray pretrain`."""
         summary = self.summary
-        if not summary:
+        if not summary.keys() >= PRINTED:
             return repr(self)
         lost = f", goodput {summary['goodput']:.0%}" if summary["restarts"] else ""
         export = self.folder / layout.EXPORT

@@ -39,6 +39,17 @@ def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def durable_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path as `atomic_path` does, and flush the file and its name to the disk when the block ends.
+
+    It is for files that nothing compares with a checksum: a power loss could leave the name with other content."""
+    with atomic_path(path, part=part) as temporary:
+        yield temporary
+        sync_file(temporary)
+    sync_folder(path.parent)
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file and flush it and its folder to the disk, so that readers see the old content or the new, also
     after a power loss."""

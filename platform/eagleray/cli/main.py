@@ -288,11 +288,18 @@ def export(
 
 @app.command()
 def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) -> None:
-    """Print a recipe as YAML with every default written out."""
+    """Print a recipe as YAML with every default written out. Plug-ins are loaded only if --plugin names them."""
     from eagleray import config
+    from eagleray.config import plugins
     from eagleray.runs import recipe
 
-    print(config.dump(recipe.load(name, overrides or [], plugin or [])), end="")
+    plugins.use(plugin or ())
+    tree = recipe.read(name, overrides or (), plugin or ())
+    if missing := plugins.unnamed(tree.get("plugins") or []):
+        print(f"# without defaults, as the plug-in {missing[0]!r} is not loaded: name it with --plugin")
+        print(config.dump(tree), end="")
+    else:
+        print(config.dump(recipe.load(name, overrides or (), plugin or (), named=True)), end="")
 
 
 catalogue.register(app)

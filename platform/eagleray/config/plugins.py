@@ -109,25 +109,45 @@ def _announced(path: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(point.module for point in importlib.metadata.entry_points(group=GROUP)))
 
 
-def resolve(listed: Any, *, folder: Path | None = None) -> list[dict[str, str]]:
+def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> list[dict[str, str]]:
     """Load the plug-ins that a recipe in `folder` lists, and return their names and digests for the resolved recipe.
 
-    Raises PluginError when an entry of a resolved recipe has another digest than the source."""
-    if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
-        raise PluginError(f"plugins: expected a list of files and modules, got {repr(listed)[:80]}")
+    `named`: the recipe may be a stranger's, so none is loaded that the user has not named before. Raises PluginError
+    then, and when an entry of a resolved recipe has another digest than the source."""
+    folders = (folder / FOLDER, folder) if folder else ()
     plugins: dict[str, Plugin] = {}
-    for item in listed:
-        name, digest = (item, None) if isinstance(item, str) else (str(item.get("name", "")), item.get("sha256"))
-        known = _LOADED.get(name)
-        if known and known.plugin.sha256 == digest:
-            plugin = known.plugin
+    for name, digest in _entries(listed):
+        known = _known(name)
+        if known and (named or known.sha256 == digest):
+            plugin = known
+        elif named:
+            source = f"; its source may be in {folders[0]}" if folder else ""
+            raise PluginError(f"plugins: {name} is not loaded, as plug-ins are code: name it with --plugin{source}")
         else:
-            plugin = load(name, *((folder / FOLDER, folder) if folder else ()), sha256=digest)
+            plugin = load(name, *folders, sha256=digest)
         if digest not in (None, plugin.sha256):
             raise PluginError(f"plugins: {name} is not the file that the recipe was resolved with: its source differs")
         if plugins.setdefault(plugin.name, plugin) != plugin:
             raise PluginError(f"plugins: two different files are called {plugin.name}; rename one of them")
     return [{"name": p.name, "sha256": p.sha256} for p in plugins.values()]
+
+
+def unnamed(listed: Any) -> list[str]:
+    """Return the plug-ins that a recipe lists and that are not loaded. Raises PluginError."""
+    return [name for name, _ in _entries(listed) if _known(name) is None]
+
+
+def _entries(listed: Any) -> list[tuple[str, str | None]]:
+    """Return the names that a recipe lists, with their digests where it is resolved. Raises PluginError."""
+    if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
+        raise PluginError(f"plugins: expected a list of files and modules, got {repr(listed)[:80]}")
+    return [(i, None) if isinstance(i, str) else (str(i.get("name", "")), i.get("sha256")) for i in listed]
+
+
+def _known(name: str) -> Plugin | None:
+    """Return the loaded plug-in that a recipe lists by this name, which may be a path."""
+    known = _LOADED.get(Path(name).name if name.endswith(".py") else name)
+    return known.plugin if known else None
 
 
 def unload() -> None:

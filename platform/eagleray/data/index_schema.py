@@ -43,6 +43,8 @@ class Shard:
 
 def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:
     """Check the entries of the shards against each other and against their row groups. Raises ValueError."""
+    if len(set(schema.names)) < len(schema.names):
+        raise ValueError("two columns of one name")
     if not {field.name: field.type for field in SCHEMA}.items() <= {field.name: field.type for field in schema}.items():
         raise ValueError("other columns")
     if len(shards) != metadata.num_row_groups:

@@ -276,8 +276,9 @@ def manifests(url: str | Path) -> list[str]:
 
 def intact(path: Path) -> bool:
     """Return whether a checkpoint in a folder has the size and checksum of its manifest."""
+    told = path.with_suffix(".json")
     try:
-        manifest = parse_manifest(path.with_suffix(".json").read_bytes())
+        manifest = parse_manifest(told.read_bytes()) if told.is_file() else None
     except OSError:
         return False
     return manifest is not None and _all_agree(_files(path, manifest))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.base.files import atomic_path, write_atomic
+from eagleray.base.files import durable_path, write_atomic
 from eagleray.config import plugins
 from eagleray.models import vit
 from eagleray.models.backbone import ANY_SIZE, Backbone, check_option
@@ -69,7 +69,7 @@ def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: P
         description["preprocessing"] = preprocessing.plain()
         if "timm" in description:
             description["options"] = any_size(backbone, network, preprocessing.size) | description["options"]
-    with atomic_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
+    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
         save_file(state, part)
         beside = part.with_suffix(".json")  # where a new process looks for the description
         try:

@@ -21,7 +21,7 @@ def sha256(path: Path) -> str:
 
 
 def ruined(tensors: dict[str, Any]) -> list[str]:
-    """Return the names of the tensors that hold a NaN."""
+    """Return the names of the tensors that hold a NaN. Infinite numbers may be meant, as in a mask."""
     floats = {n: x for n, x in tensors.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()}
     floats = {n: x for n, x in floats.items() if not x.is_meta}
     if not floats:

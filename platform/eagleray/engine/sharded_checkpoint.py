@@ -18,12 +18,13 @@ import torch.distributed as td
 from torch import Tensor
 
 from eagleray.base import dist
-from eagleray.base.errors import Outage, UserError
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.base.files import sync_folder
 from eagleray.base.shards import sharded
 from eagleray.engine.serialise import NOT_NUMBERS, ruined
 from eagleray.engine.sharded import Path as Keys
 from eagleray.engine.sharded import replace, tensors
+from eagleray.engine.stored_file import METADATA
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
@@ -35,8 +36,13 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
 
 
 def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a state with the values of its sharded tensors, whole, from the folder of a checkpoint."""
-    targets = {keys: torch.empty_like(x, device="cpu") for keys, x in tensors(state) if x.is_meta}
+    """Return a state with the values of its sharded tensors, whole, from the folder of a checkpoint.
+
+    Raises UserError and OSError."""
+    try:
+        targets = {keys: torch.empty_like(x, device="cpu") for keys, x in tensors(state) if x.is_meta}
+    except RuntimeError as e:
+        raise UserError(f"{folder}: its tensors cannot be held: {one_line(e)}") from None
     if targets:
         read_rows(folder, targets)
     for keys, x in targets.items():
@@ -47,11 +53,11 @@ def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def read_rows(folder: Path, targets: Mapping[Keys, Tensor]) -> None:
     """Read tensors, in place, from the folder of a checkpoint: whole ones, or this rank's rows of DTensors.
 
-    The checkpoint may be of any number of ranks.
+    The checkpoint may be of any number of ranks. Raises UserError and OSError.
     """
-    from torch.distributed import checkpoint as dcp
+    from eagleray.engine import row_reader  # with torch.distributed.checkpoint, which takes a second
 
-    dcp.load({_name(k): x for k, x in targets.items()}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    row_reader.read(folder, {_name(k): x for k, x in targets.items()})
 
 
 class ShardWriter:
@@ -108,7 +114,7 @@ class ShardWriter:
                 raise UserError(f"{folder.stem}: {NOT_NUMBERS} {self._ruined[0]}")
             for written in (folder, folder.parent):
                 sync_folder(written)
-            for path in [*folder.glob(f"__{dist.rank()}_*"), *([folder / ".metadata"] * (dist.rank() == 0))]:
+            for path in [*folder.glob(f"__{dist.rank()}_*"), *([folder / METADATA] * (dist.rank() == 0))]:
                 files[path.name] = self.settle(path)
         except (OSError, UserError, Outage) as e:
             problem = e

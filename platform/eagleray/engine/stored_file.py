@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,29 @@ from eagleray.storage.store import store
 
 PIECE = 8 * 2**20  # bytes read from a store at a time
 WIDTH = 4  # pieces that are read at once
+METADATA = ".metadata"  # in the folder of a sharded checkpoint: describes the rows in the other files
+SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")  # the rows of one rank
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def parse_manifest(text: bytes) -> dict[str, Any] | None:
-    """Return the content of a manifest, or None when the text is not a manifest."""
-    with contextlib.suppress(ValueError, TypeError):
+    """Return the content of a manifest, or None when the text is not a manifest of eagleray: its names would be those
+    of other files."""
+    with contextlib.suppress(ValueError, RecursionError):
         manifest = json.loads(text)
-        if {"bytes", "sha256"} <= set(manifest):
+        shards = manifest.get("shards", {}) if isinstance(manifest, dict) else None
+        files = [manifest, *shards.values()] if isinstance(shards, dict) else [None]
+        if all(map(_describes_file, files)) and all(n == METADATA or SHARD_FILE.fullmatch(n) for n in shards):
             return dict(manifest)
     return None
+
+
+def _describes_file(entry: Any) -> bool:
+    """Return whether an entry of a manifest has the size and the checksum of a file."""
+    if not isinstance(entry, dict):
+        return False
+    size, digest = entry.get("bytes"), entry.get("sha256")
+    return type(size) is int and size >= 0 and isinstance(digest, str) and bool(SHA256.fullmatch(digest))
 
 
 class _Damaged(Exception):
@@ -34,9 +50,11 @@ class _Damaged(Exception):
 
 def fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
     """Download a checkpoint from its store and return whether it is intact."""
+    if blob.size != manifest["bytes"]:
+        return False
     hashed = hashlib.sha256()
     path.parent.mkdir(exist_ok=True)
-    try:
+    try:  # not flushed, as the copy is compared with its checksum whenever it is used
         with atomic_path(path, part=path.with_suffix(".part")) as part:
             with part.open("wb") as f:
                 for piece in pieces(blob, patience):
@@ -71,7 +89,10 @@ def sha256_of(pieces: Iterator[memoryview]) -> str:
 def agrees(path: Path, manifest: dict[str, Any]) -> bool:
     """Return whether a local file exists and has the size and checksum of the manifest."""
     try:
-        return path.stat().st_size == manifest["bytes"] and sha256(path) == manifest["sha256"]
+        there = path.stat()
+        # A device or a pipe would be read without end.
+        regular = stat.S_ISREG(there.st_mode) and there.st_size == manifest["bytes"]
+        return regular and sha256(path) == manifest["sha256"]
     except OSError:
         return False
 

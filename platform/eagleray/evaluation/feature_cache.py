@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagleray.base import dist
-from eagleray.base.files import atomic_path, cache_folder
+from eagleray.base.files import cache_folder, durable_path
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures
 
@@ -61,5 +61,5 @@ def _load(path: Path) -> LabelledFeatures | None:
 
 def _save(path: Path, features: LabelledFeatures) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as part:
+    with durable_path(path) as part:
         save_file({"x": features.x.contiguous(), "y": features.y.contiguous()}, part)

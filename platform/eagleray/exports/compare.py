@@ -37,7 +37,8 @@ PYTHON = (sys.executable, "-c")
 GREY = 2.05  # of 255: libraries round pixels up or down after each of the two passes of a resize
 
 # Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
-# embed; it is the example of the export's card.
+# embed; it is the example of the export's card. It is a constant of this package and no data: the modules that write
+# exports put numbers and quoted names into it, and nothing else of a run.
 CHECK = """
 import json, sys
 job = json.loads(sys.argv[1])

@@ -59,7 +59,7 @@ def write(source: Source, folder: Path) -> Program:
         return Program(OURS.format(settings=f"size={images.size}, resize={images.resize}"))
     plugin = plugins.plugin_of(source.network.name, "backbone")
     first = (
-        f"import timm  # after the plug-in {plugin.name}, which registers the model\n" if plugin else "import timm\n"
+        f"import timm  # after the plug-in {plugin.name!r}, which registers the model\n" if plugin else "import timm\n"
     )
     call = snippet(folder).replace(repr(str(folder / "backbone.safetensors")), 'f"{folder}/backbone.safetensors"')
     loaded = 'timm.create_model(f"local-dir:{folder}", pretrained=True)'

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import writing
+from eagleray.base.files import sync_file, sync_folder, writing
 from eagleray.exports import heads, hugging_face, plain_timm, timm_hub, traced
 from eagleray.exports.card import card
 from eagleray.exports.compare import Difference, compare
@@ -87,4 +87,6 @@ def staged(folder: Path) -> Iterator[Path]:
             probe.unlink()
             for file in stage.iterdir():  # safetensors lets nobody else read what it writes
                 file.chmod(mode)
+                sync_file(file)
                 file.replace(folder / file.name)
+            sync_folder(folder)

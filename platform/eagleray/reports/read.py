@@ -17,6 +17,7 @@ from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
 from eagleray.runs import layout, plots, remote
 from eagleray.runs.plots import Curve
+from eagleray.runs.summary import read_summary
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 
@@ -85,7 +86,7 @@ def read(url: str) -> Run:
     if not any((folder / name).exists() for name in LEAVES):
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_metrics(folder / layout.METRICS)
-    summary, starts = _json(folder / layout.SUMMARY, {}), read_lines(folder / layout.STARTS)
+    summary, starts = read_summary(folder), read_lines(folder / layout.STARTS)
     log = _lines(folder / layout.LOG)
     state, why = state_of(out, folder, records, summary, starts, log)
     return Run(

@@ -34,6 +34,7 @@ from eagleray.runs.health import KINDS
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # of the table of findings
 END = "At the end of the run"
+LONGEST = 1e10  # seconds: three centuries, of which there are dates
 BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # endings of keys of numbers from before the training
 BAD = ("failed", "broken off")  # states in which somebody must act
 # Numbers of a summary that other sections show.
@@ -118,11 +119,11 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile("waiting for data", f"{statistics.mean(waits):.1%}", "of the time")
     ends = last | s
     if metrics.GOODPUT in ends:
-        hint = f"{ends[metrics.SECONDS_LOST]:.0f} s lost"
+        hints = [f"{ends[key]:.0f} s lost" for key in (metrics.SECONDS_LOST,) if key in ends]
         if metrics.GOODPUT in last.keys() & s.keys():  # the end of the curve; the rest is the evaluation at the end
-            hint = f"{last[metrics.GOODPUT]:.1%} until the last step; {hint}"
-        yield Tile("goodput", f"{ends[metrics.GOODPUT]:.1%}", hint)
-    if metrics.WALL_SECONDS in s:
+            hints.insert(0, f"{last[metrics.GOODPUT]:.1%} until the last step")
+        yield Tile("goodput", f"{ends[metrics.GOODPUT]:.1%}", "; ".join(hints))
+    if 0 <= s.get(metrics.WALL_SECONDS, -1) < LONGEST:
         yield Tile("duration", str(timedelta(seconds=round(s[metrics.WALL_SECONDS]))), "h:mm:ss")
     yield Tile("restarts", ends.get(metrics.RESTARTS, max(sum("step" in line for line in run.starts) - 1, 0)))
     yield Tile("bad samples", ends.get(metrics.BAD_SAMPLES, len(run.quarantine)))

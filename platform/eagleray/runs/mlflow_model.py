@@ -20,6 +20,7 @@ from eagleray.base.errors import UserError, one_line
 from eagleray.data.tiff import write_pages
 from eagleray.runs import layout
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1
+from eagleray.runs.summary import read_summary
 from eagleray.views.colours import MEAN, STD
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Backbone(NamedTuple):
 
     @property
     def summary(self) -> dict[str, Any]:
-        return dict(json.loads((self.out / layout.SUMMARY).read_text()))
+        return read_summary(self.out)
 
 
 def log_model(client: Any, run_id: str, backbone: Backbone) -> None:

@@ -1,7 +1,6 @@
 """Ask an MLflow server for one thing, on behalf of a command: a parent run, the rest of a history, numbers of an
 evaluation."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from eagleray.runs import layout, mlflow_thread
 from eagleray.runs.mlflow_client import REPLY, STORED, configure, name, now
 from eagleray.runs.mlflow_model import known_model, register
 from eagleray.runs.mlflow_run import MLflowRun
+from eagleray.runs.summary import read_summary
 from eagleray.runs.tracking import DataInput, Tracking, read_note, write_note
 from eagleray.storage.error_classes import Kind, kind_of
 from eagleray.storage.retry import Transient, call_with_retries
@@ -27,7 +27,7 @@ def send_missing(out: Path, tracking: Tracking, params: Mapping[str, Any], input
     registered = not wanted or fields.get("registered") == wanted
     if (fields.get("ended") == "FINISHED" and registered) or (note.exists() and not fields):
         return
-    summary = json.loads((out / layout.SUMMARY).read_text())
+    summary = read_summary(out)
     history = mlflow_thread.MLflow(out, tracking, params, inputs)
     history.log({"step": summary["steps"] + 1} | summary)
     history.close("FINISHED", [out / f for f in mlflow_thread.RESULTS])

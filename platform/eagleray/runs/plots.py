@@ -4,7 +4,6 @@ Follows figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057.
 """
 
 import itertools
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from eagleray.models.layer_names import HEADS, INPUT, TRUNK
 from eagleray.runs import layout
 from eagleray.runs.health import words
 from eagleray.runs.metrics import AT_START, CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
+from eagleray.runs.summary import read_summary
 
 POINTS = 1000  # of a line at most: there are no more pixels
 FEW = 8  # points that a line is too short for
@@ -139,9 +139,8 @@ def read(folder: Path) -> dict[str, Curve]:
     records = read_metrics(folder / layout.METRICS)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is missing or empty")
-    summary = folder / layout.SUMMARY
-    if summary.exists():
-        done = json.loads(summary.read_text())
+    done = read_summary(folder)
+    if "steps" in done:
         begin = AT_START if KNN_TOP1 + AT_START in done else UNTRAINED
         ends = ((0, KNN_TOP1, begin), (done["steps"], KNN_TOP1, ""), (done["steps"], CLASSIFIER_TOP1, ""))
         found = [{"step": n, key: done[key + suffix]} if key + suffix in done else {} for n, key, suffix in ends]

@@ -272,23 +272,31 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(identity(recipe), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Recipe:
+def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), *, named: bool = False) -> Recipe:
     """Return the resolved recipe of a shipped name or a file, with a default for `out`. `plugins` are added to those
-    that the recipe lists. Raises UserError."""
+    that the recipe lists. `named`: none is loaded that is not loaded yet, as a run's own may be a stranger's. Raises
+    UserError."""
+    tree = read(name, overrides, plugins)
+    folder = Path(name).parent if name.endswith((".yaml", ".yml")) else None
+    return check(tree, name.rpartition("/")[2], folder=folder, named=named)
+
+
+def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the keys of a recipe, which are not checked yet, and load no plug-in. The arguments are those of `load`.
+    Raises UserError."""
     title, tree = bundled.read_recipe(name)
     for item in overrides:
         tree = config.merge(tree, config.override(item))
     if plugins:
         tree["plugins"] = [*(tree.get("plugins") or ()), *plugins]
-    tree["out"] = tree.get("out") or f"runs/{title}"
-    return check(tree, name.rpartition("/")[2], folder=Path(name).parent if name.endswith((".yaml", ".yml")) else None)
+    return tree | {"out": tree.get("out") or f"runs/{title}"}
 
 
-def check(tree: dict[str, Any], source: str, *, folder: Path | None = None) -> Recipe:
+def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, named: bool = False) -> Recipe:
     """Return the recipe of a tree of plain values, after loading the plug-ins that it names; their files are
-    relative to `folder`. Raises UserError, which begins with `source`."""
+    relative to `folder`. `named` is as in `load`. Raises UserError, which begins with `source`."""
     loading.load_installed()
-    listed = loading.resolve(tree.get("plugins") or [], folder=folder)
+    listed = loading.resolve(tree.get("plugins") or [], folder=folder, named=named)
     method = tree.get("method")
     entry = register.entries("method").get(str(method.get("name") if isinstance(method, Mapping) else method))
     if entry:

@@ -25,6 +25,7 @@ from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
+from eagleray.runs.summary import read_summary
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import is_remote, store
 
@@ -264,8 +265,7 @@ class RunDir:
         if self.rank != 0:
             return 0
         path = self.path / layout.SUMMARY
-        known = json.loads(path.read_text()) if path.exists() else {}
-        starts = int(known.get(layout.EVALUATION_STARTS, 0)) + 1
+        starts = int(read_summary(self.path).get(layout.EVALUATION_STARTS, 0)) + 1
         files.write_atomic(path, json.dumps({**summary, layout.EVALUATION_STARTS: starts}, indent=1))
         return starts
 
@@ -321,6 +321,5 @@ def _nothing() -> None:
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a run that has taken at least `steps` steps and was evaluated at its end, or None."""
-    path = folder / layout.SUMMARY
-    summary = json.loads(path.read_text()) if path.exists() else None
-    return summary if summary and summary["steps"] >= steps and layout.EVALUATION_STARTS not in summary else None
+    summary = read_summary(folder)
+    return summary if summary.get("steps", -1) >= steps and layout.EVALUATION_STARTS not in summary else None

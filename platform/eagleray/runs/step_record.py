@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_history, read_lines
+from eagleray.base.files import is_number, read_history, read_lines
 from eagleray.runs import layout
 from eagleray.runs.step_log import REPEATED
 
@@ -34,7 +34,7 @@ def find_record(folder: Path, step: int) -> StepRecord:
     if not 0 < step <= reached:
         raise UserError(f"step {step}: expected a step from 1 to {reached}, which the run has recorded")
     starts = [s for s in read_lines(folder / layout.STARTS) if type(s.get("step")) is int]
-    skips = [s["keys"] for s in read_history(folder / layout.SKIPPED) if s["step"] == step]
+    skips = [s.get("keys") for s in read_history(folder / layout.SKIPPED) if s["step"] == step]
     found = next((r for r in each if r["step"] == step), None)
     first = step
     if found is None:
@@ -43,6 +43,8 @@ def find_record(folder: Path, step: int) -> StepRecord:
         first = 1 + max([*before[-1:], start_of(starts, found["step"]).get("step", 0)])
     if not first <= step <= found["step"]:
         raise UserError(f"step {step}: not recorded, as the run was killed between this step and its next line")
+    if missing := [name for name in REPEATED if not is_number(found.get(name))]:
+        raise UserError(f"step {step}: {folder} has recorded no number for its {missing[0]}")
     values = {name: float(found[name]) for name in REPEATED}
     return StepRecord(first, found["step"], values, starts, skips[-1] if skips else None)
 

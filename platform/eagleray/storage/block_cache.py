@@ -60,7 +60,7 @@ class Cache:
     def _write(self, path: Path, data: memoryview) -> None:
         if len(data) > self.limit:
             return
-        try:
+        try:  # not flushed, as each image is checked with its checksum in the index when it is read
             with contextlib.ExitStack() as locks, atomic_path(path, part=path.with_suffix(".part")) as part:
                 part.write_bytes(data)
                 locks.enter_context(file_lock(self.folder / "lock"))  # held until the block has its name

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from braceexpand import braceexpand
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
-from eagleray.base.files import atomic_path, make_folder, sync_file, sync_folder
+from eagleray.base.files import durable_path, make_folder, sync_file, sync_folder
 from eagleray.storage.allowed import Allowed
 from eagleray.storage.az import AzStore
 from eagleray.storage.blob import Blob, new_buffer
@@ -114,18 +114,14 @@ class LocalStore:
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         path = local_path(url)
         make_folder(path.parent)
-        with atomic_path(path) as part:
+        with durable_path(path) as part:
             shutil.copyfile(source, part)
-            sync_file(part)
-        sync_folder(path.parent)
 
     def write(self, url: str, data: bytes) -> None:
         path = local_path(url)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as part:  # of which each writer has its own: several may write a note at once
+        with durable_path(path) as part:  # of which each writer has its own: several may write a note at once
             part.write_bytes(data)
-            sync_file(part)
-        sync_folder(path.parent)
 
     def create(self, url: str, data: bytes) -> bool:
         path = local_path(url)

@@ -1,0 +1,30 @@
+"""Read the numbers of summary.json, which a run writes at its end and which may come from a stranger."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eagleray.base.errors import UserError
+from eagleray.base.files import LARGE, is_number
+from eagleray.runs import layout
+
+COUNTS = ("steps", "images", layout.EVALUATION_STARTS)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the numbers at the end of a run and its list `health`; nothing while it has not ended. What is of another
+    type is left out. Raises UserError when the file is no JSON object."""
+    path = folder / layout.SUMMARY
+    try:
+        content = json.loads(path.read_text()) if path.exists() else {}
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    return {key: value for key, value in content.items() if _fits(key, value)}
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in COUNTS:
+        return type(value) is int and 0 <= value < LARGE
+    return isinstance(value, list) if key == "health" else is_number(value)
