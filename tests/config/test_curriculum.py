@@ -85,7 +85,7 @@ def test_a_wrong_curriculum_is_said_in_one_line(curriculum: str, said: str) -> N
 
 @pytest.mark.parametrize("method", ["dino", "dinov2", "lejepa", "selfpatch"])
 def test_global_and_local_views_never_have_one_size(method: str) -> None:
-    """LeJEPA would take the local views for global ones, and masks and patches of others would be on local views too."""
+    """LeJEPA would take local views for global ones, and others would mask and match local views, too."""
     with pytest.raises(UserError, match=r"curriculum\.0\.sizes=\[8, 8, 8\]: one size for views of 16, 8 pixels") as e:
         check_method(recipe(method, "curriculum=[{until: 0.5, sizes: [8, 8, 8]}]"))
     assert "\n" not in str(e.value)
