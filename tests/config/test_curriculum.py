@@ -83,6 +83,14 @@ def test_a_wrong_curriculum_is_said_in_one_line(curriculum: str, said: str) -> N
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("method", ["dino", "dinov2", "lejepa", "selfpatch"])
+def test_global_and_local_views_never_have_one_size(method: str) -> None:
+    """LeJEPA would take local views for global ones, and others would mask and match local views, too."""
+    with pytest.raises(UserError, match=r"curriculum\.0\.sizes=\[8, 8, 8\]: one size for views of 16, 8 pixels") as e:
+        check_method(recipe(method, "curriculum=[{until: 0.5, sizes: [8, 8, 8]}]"))
+    assert "\n" not in str(e.value)
+
+
 def test_a_method_whose_positions_have_one_size_refuses() -> None:
     with pytest.raises(
         UserError, match=r"curriculum\.0\.sizes=\[8\]: views: 8 pixels, but the decoder of mae has"

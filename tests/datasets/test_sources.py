@@ -24,6 +24,7 @@ from helpers.public_sets import (
 )
 from helpers.sources import drop_reasons, read_source, source_error
 
+from eagleray.api.data import prepare
 from eagleray.datasets.catalogue import SOURCES
 
 LAYOUTS = ["tar of tars", "class tars", "class folders", "train folder", "folder of the tar"]
@@ -177,6 +178,17 @@ def test_a_folder_has_classes_where_every_image_is_in_one(tmp_path: Path):
     listing, found = read_source("folder", tmp_path / "in")
     assert not listing.classes
     assert {item.label for _, item in found.values()} == {-1}
+
+
+@pytest.mark.parametrize("source", ["folder", "coco"])
+def test_files_that_are_no_images_are_counted(tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "in" / "train2017"
+    fill(folder, ["1.jpg", "a/2.jpg", "a/._2.jpg"])
+    for name in ("3.jxl", "a/4.JXL", ".hidden/5.jxl", "notes"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    prepare(source, tmp_path / "in", tmp_path / "out", workers=0)
+    assert "not read: 2 .jxl, 1 without extension" in " ".join(capsys.readouterr().out.split())
 
 
 def test_webdataset_keeps_labels_and_metadata(tmp_path: Path):

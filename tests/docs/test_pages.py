@@ -72,6 +72,13 @@ def own(words: Any) -> list[str]:
     return [word.strip() for word in text.split("\0") if word.strip()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_blocks_that_a_reader_types_have_no_language(page: Path):
+    """What looks for commands reads the blocks without one."""
+    languages = {language for language, _ in pages.BLOCK.findall(page.read_text())}
+    assert not languages & {"bash", "sh", "shell", "console", "zsh"}
+
+
 @pytest.mark.parametrize("command", TYPED, ids=lambda c: f"{c.page}: {c.text[:60]}")
 def test_every_command_that_a_reader_can_type_runs_in_a_test(command: Command):
     assert runs(command)

@@ -23,16 +23,17 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, quick_runs: None) -> Iterator[Path]:
-    """A folder with all that pages name, also finished runs of MoCo v3 and DINO, and a store."""
+    """A folder with all that pages name, also finished runs of MoCo v3, DINO and DINOv2, and a store."""
     folder, place = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("other")
     reader_home.lay_out(folder)
     reader_home.public_sets(folder)
-    for method in ("mocov3", "dino"):
+    for method in ("mocov3", *reader_home.OTHER_RUNS):
         (place / f"{method}.yaml").write_text(reader_home.small(method))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "to_timm", to_timm)  # the only run whose export is read
         run("pretrain", *arguments(place / "mocov3.yaml", folder / "labelled", place / "mine"))
-    run("pretrain", *arguments(place / "dino.yaml", folder / "labelled", folder / "runs" / reader_home.DINO_RUN))
+    for method, name in reader_home.OTHER_RUNS.items():
+        run("pretrain", *arguments(place / f"{method}.yaml", folder / "labelled", folder / "runs" / name))
     for name in reader_home.RUNS:
         shutil.copytree(place / "mine", folder / "runs" / name)
     reader_home.public_weights(folder / "hub", folder)

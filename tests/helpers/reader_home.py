@@ -57,6 +57,8 @@ INSTEAD = {
     r"timm:swin_(small|tiny)_patch4_window7_224(\.ms_in1k)?": "runs/mine",
     r"(evaluate timm:\S+ --train labelled)/train": r"\1/test",
     rf"({PUBLIC})": r"\1 workers=0 data.lanes=8 data.workers=0 optim.batch=8 max_steps=2 evaluate.limit=16",
+    r"size: 518": "size: 16",
+    r"size: 98(.*)count: 8": r"size: 8\1count: 2",
     r"--batch 1024": "--batch 4",
     r"(--labels 1percent.txt)": r"\1 --batch 4",
     r"bytes > 20000": "bytes > 200",
@@ -80,7 +82,7 @@ RUNS = (  # of MoCo v3, whatever their names say
 )
 # What a reader has written: fine-tuning on images of their own.
 TUNED = "base: supervised_vitb16_cifar100_ft100\nmethod: {classes: 6}\ndata: {test: labelled/test}\n"
-DINO_RUN = "dino_swint_in1k_ep300"
+OTHER_RUNS = {"dino": "dino_swint_in1k_ep300", "dinov2": "dinov2_vitl14"}
 
 
 def adapted(command: Command) -> list[str]:
@@ -146,6 +148,7 @@ def lay_out(home: Path) -> None:
     (home / "1percent.txt").write_text("".join(f"{i:09d}.JPEG\n" for i in range(12)))
     for name in ("my_recipe.yaml", "tuned.yaml"):
         (home / name).write_text(TUNED)
+    fill(home / "DAVIS" / "JPEGImages" / "480p" / "blackswan", [f"{i:05d}.jpg" for i in range(7)])
     bands(home)
     downloads(home)
 

@@ -39,6 +39,18 @@ def test_the_target_teaches_the_other_view():
     assert learns == {n for n, _ in method.named_parameters() if not n.startswith("target.")}
 
 
+def test_small_crops_predict_both_targets():
+    method, batch = small()
+    crops = torch.randn(3, 5, 3, 4, 4)
+    whole = Batch([*batch.views, *crops], batch.index, batch.label, batch.rows)
+    out = method(whole, Progress(0, 10, 2))["loss"]
+    p = [method.predictor(method.online([x])) for x in whole.views]
+    z = [method.target([x]) for x in whole.views[:2]]
+    pairs = [distance(p[0], z[1]), distance(p[1], z[0]), *(distance(pv, zi) for pv in p[2:] for zi in z)]
+    torch.testing.assert_close(out, 2 * torch.stack(pairs).mean())
+    assert len(pairs) == 8
+
+
 def test_the_target_follows_after_the_step():
     method, batch = small()
     start = {n: p.clone() for n, p in method.online.named_parameters()}

@@ -45,11 +45,14 @@ def test_runs_are_listed_by_time_and_by_score(folder: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_json(folder: Path) -> None:
-    done = CliRunner().invoke(main.app, ["runs", str(folder), "--best"])
+    done = CliRunner().invoke(main.app, ["runs", str(folder), "--best", "knn"])
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.output.splitlines()]
     assert rows[0][:5] == ["RUN", "METHOD", "STATE", "STEP", "BEST"]
     assert rows[1][:7] == ["old", "simclr", "finished", "3", "of", "9", "40"]
+    assert list_runs(str(folder), "knn") == list_runs(str(folder), "knn/top1")
+    done = CliRunner().invoke(main.app, ["runs", str(folder), "--json", "--best", "loss"])
+    assert [(r["name"], r["best"]) for r in json.loads(done.output)] == [("old", 2), ("deep/new", 3), ("none", None)]
     done = CliRunner().invoke(main.app, ["runs", str(folder), "--json"])
     assert [r["name"] for r in json.loads(done.output)] == ["deep/new", "none", "old"]
 

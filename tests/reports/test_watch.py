@@ -53,6 +53,10 @@ def test_the_page_follows_the_run_to_its_end(folder: Path):
         (folder / "summary.json").write_text(str(SUMMARY).replace("'", '"'))
         status, page, again = get(served)
         assert (status, steps(page), again) == (200, "200", None), "a run that is finished is asked for no more"
+        lines(folder / "metrics.jsonl", records(25))
+        (folder / "summary.json").unlink()
+        _, page, again = get(served)
+        assert (steps(page), again) == ("250", "0"), "whoever asks sees that it was extended"
         assert not list(folder.glob("report*")), "the run's own folder is left as it is"
 
 

@@ -4,9 +4,11 @@ import logging
 from pathlib import Path
 
 import pytest
+from helpers.processes import free_port
 
 from eagleray.base import files
-from eagleray.runs import recipe
+from eagleray.base.errors import UserError
+from eagleray.runs import layout, mlflow_thread, recipe
 from eagleray.runs.run_dir import LogFile, RunDir
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.tracking import Tracking
@@ -27,3 +29,22 @@ def test_what_cannot_be_closed_does_not_keep_the_rest_open(
         assert files.is_folder_locked(out)
     assert not files.is_folder_locked(out)
     assert logging.getLogger("eagleray").handlers == handlers
+
+
+def test_a_full_disk_is_said_before_that_mlflow_is_away(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A server on the same disk stops to answer, too, which is not why the run ends."""
+    monkeypatch.setattr(mlflow_thread, "BRIEF", 0.1)
+    out = tmp_path / "run"
+    tracking = Tracking(f"http://127.0.0.1:{free_port()}")
+    run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, tracking, command="c")
+    run.__enter__()
+    run.begin(0, 1, resumes=False)
+    full = OSError(28, "No space left on device", "x.pt")
+    with pytest.raises(UserError, match=r"cannot be written: x\.pt: No space left on device; the same command"):
+        run.__exit__(OSError, full, None)
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert said[0] == "ends: x.pt: No space left on device"
+    assert any(line.startswith("MLflow at ") for line in said[1:])
+    assert said[0] in (out / layout.LOG).read_text()

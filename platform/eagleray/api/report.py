@@ -40,14 +40,15 @@ def watch(run: Source, port: int = 0) -> Watch:
     return Watch(os.fspath(run), port)
 
 
-def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: bool = False) -> list[Listed]:
+def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str = "") -> list[Listed]:
     """Return the runs in a folder or s3:// URL: state, steps, and the best and newest value of one number of
-    metrics.jsonl. The newest run comes first or, with `best`, the one with the best value. Raises UserError and Outage.
+    metrics.jsonl, such as `knn/top1`, in short `knn`. The newest run comes first; `best` names a number instead of
+    `metric` by which the best run comes first. Raises UserError and Outage.
 
     Example:
 
-        for run in eagleray.list_runs("runs", best=True):
+        for run in eagleray.list_runs("runs", best="knn"):
             print(run.name, run.state, run.best)
     """
-    found = listing.list_runs(str(folder), metric)
-    return listing.by_score(found, metric) if best else found
+    found = listing.list_runs(str(folder), best or metric)
+    return listing.by_score(found, best) if best else found

@@ -39,13 +39,15 @@ def report(
 def runs(
     folder: Annotated[str, typer.Argument(help="Folder or s3:// URL with runs in it, at any of four levels.")] = ".",
     metric: Annotated[str, typer.Option(help="Number to show, by its key in metrics.jsonl.")] = "knn/top1",
-    best: Annotated[bool, typer.Option("--best", help="The best run first, by this number; else the newest.")] = False,
+    best: Annotated[str, typer.Option(help="Show this number instead, such as knn, and the best run first.")] = "",
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder: state, steps, and the best and newest value of a number such as kNN accuracy."""
     from eagleray.api import report as api
+    from eagleray.runs.metrics import full_name
 
     found = api.list_runs(folder, metric, best=best)
+    metric = full_name(best or metric)
     if as_json:
         print(json.dumps([asdict(run) for run in found], default=str))
         return

@@ -49,5 +49,10 @@ def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> t
                     f"{key}.sizes: {size} and {smaller[view.size]} pixels for views of one size, {view.size}; expected "
                     "one size for all of them"
                 )
+        if len(set(smaller.values())) < len(smaller):  # methods tell global from local views by their sizes
+            raise UserError(
+                f"{key}.sizes={list(phase.sizes)}: one size for views of {', '.join(map(str, smaller))} pixels; "
+                "expected different sizes for them"
+            )
         out.append((end, tuple(replace(view, size=size) for view, size in zip(views, phase.sizes, strict=True))))
     return (*out, (epochs, tuple(views)))

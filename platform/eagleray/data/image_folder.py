@@ -33,9 +33,19 @@ class Listing(NamedTuple):
 
     def unread(self) -> str:
         """Say how many files are not read, by extension; an empty string if there are none."""
-        kinds = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))
-        more = sum(n for _, n in kinds[KINDS:])
-        return ", ".join([f"{n} {_named(kind)}" for kind, n in kinds[:KINDS]] + [f"{more} more"] * bool(more))
+        return said(self.others)
+
+
+def said(others: Counter[str]) -> str:
+    """Say how many files there are of each extension; an empty string if there are none."""
+    kinds = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+    more = sum(n for _, n in kinds[KINDS:])
+    return ", ".join([f"{n} {_named(kind)}" for kind, n in kinds[:KINDS]] + [f"{more} more"] * bool(more))
+
+
+def extension(path: str) -> str:
+    """Return the extension of a file that is not read, as a message names it."""
+    return readable(os.path.splitext(path)[1].lower()[:20]) or "without extension"
 
 
 def _named(kind: str) -> str:
@@ -66,7 +76,7 @@ def list_images(folder: str) -> Listing:
     for path in _paths(folder):
         if not _is_image(path):
             if path != "index.parquet":
-                others[readable(os.path.splitext(path)[1].lower()[:20]) or "without extension"] += 1
+                others[extension(path)] += 1
             continue
         try:
             sizes[path] = os.path.getsize(root / path)

@@ -71,7 +71,7 @@ def prepare(
             note(f"{options.destination}: already complete")
             return card.read(options.destination)
         if plan is None:
-            note(f"listing {options.origin}")
+            note(f"listing {options.origin}{f'; not read: {source.unread}' if source.unread else ''}")
             plan = _write_plan(options, source, identity)
         stats = ImageStats()
         items = _drop_unusable(_load(f"{options.destination}/{NOTES}/{plan['items']}"), stats, options.origin)

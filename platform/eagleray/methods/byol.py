@@ -18,9 +18,11 @@ from eagleray.models.heads import mlp
 
 
 class BYOL(Method):
-    """The online network predicts, from one view, what its momentum copy projects the other view to."""
+    """The online network predicts, from one view, what its momentum copy projects another one of the first two to.
 
-    views = (2, 2)
+    Views beside these two, such as small crops, are seen by the online network alone."""
+
+    views = (2, 100)
 
     def __init__(
         self,
@@ -39,11 +41,12 @@ class BYOL(Method):
         self.target = ema_copy(self.online)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        # One call per view: batch norm must not mix the two.
-        p1, p2 = (self.predictor(z) for z in self.online.each(batch.views))  # (B, C)
+        # One call per view: batch norm must not mix them.
+        p = [self.predictor(z) for z in self.online.each(batch.views)]  # V x (B, C)
         with torch.no_grad():
-            z1, z2 = self.target.each(batch.views)  # (B, C)
-        return {"loss": distance(p1, z2) + distance(p2, z1)}
+            z = self.target.each(batch.views[:2])  # 2 x (B, C)
+        pairs = [distance(pv, zi) for v, pv in enumerate(p) for i, zi in enumerate(z) if i != v]
+        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # of two views: both directions
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))

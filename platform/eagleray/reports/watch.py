@@ -58,7 +58,7 @@ class Watch:
     def page(self) -> Page:
         """Return the page of now, or the last one with a line that says why there is no newer one."""
         with self._lock:  # of several browsers, one has it drawn
-            if goes_on(self._page) and time.monotonic() - self._drawn >= self.seconds:
+            if time.monotonic() - self._drawn >= self.seconds:  # of a finished run, too, which may be extended
                 try:
                     self._page = page_about(self.of)
                 except (UserError, Outage, OSError) as e:

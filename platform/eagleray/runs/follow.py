@@ -11,7 +11,16 @@ from eagleray.base.console import out, shows_live
 from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import progress_bar, seconds_left
 from eagleray.runs import layout
-from eagleray.runs.metrics import BAD_SAMPLES, CLASSIFIER_TOP1, DATA_WAIT, IMAGES_PER_S, KNN_TOP1, LOSS, MONITOR_KNN
+from eagleray.runs.metrics import (
+    BAD_SAMPLES,
+    CLASSIFIER_TOP1,
+    DATA_WAIT,
+    GOODPUT,
+    IMAGES_PER_S,
+    KNN_TOP1,
+    LOSS,
+    MONITOR_KNN,
+)
 
 SCORES = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1, "kNN monitor": MONITOR_KNN}
 LINES = 10  # progress lines of a run whose output is not a terminal
@@ -82,6 +91,7 @@ def progress_text(record: Mapping[str, Any]) -> str:
         f"loss {record[LOSS]:.3f}",
         f"{record[IMAGES_PER_S]:.0f} images/s",
         f"data wait {100 * record[DATA_WAIT]:.0f} %",
+        *([f"goodput {100 * record[GOODPUT]:.0f} %"] if GOODPUT in record else []),  # older lines have none
         f"bad {record[BAD_SAMPLES]}",
     ]
     parts += [f"{name} {record[key]:.1f} %" for name, key in SCORES.items() if key in record]

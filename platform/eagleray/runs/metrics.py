@@ -97,3 +97,8 @@ METRICS = {
 # Numbers of methods that learn from labels, and of frozen features.
 CLASSIFIED = (CLASSIFIER_TOP1, CLASSIFIER_TOP5, CLASSIFIER_MEAN)
 FROZEN = (LINEAR_TOP1, KNN_TOP1, KNN_TOP5)
+
+
+def full_name(key: str) -> str:
+    """Return the key of a metric that may be given without `/top1`, such as `knn`."""
+    return f"{key}/top1" if f"{key}/top1" in METRICS else key

@@ -121,6 +121,8 @@ class RunDir:
             log.info("%s; the run has saved and starts again", error)
         elif isinstance(error, Exception) and not isinstance(error, UserError | Outage) and not is_full(error):
             log.error("failed", exc_info=error)
+        elif isinstance(error, OSError) and self.mlflow:  # before a line says that MLflow, on the same disk, is away
+            log.error("ends: %s", _of_disk(error))
         if self.starts and (error is None or isinstance(error, UserError | Outage)):
             self.starts.add(ended=True)
         if self.mlflow:
@@ -144,8 +146,7 @@ class RunDir:
     def _explain(self, error: BaseException | None) -> None:
         """Raise UserError in place of the error of a full or broken disk."""
         if isinstance(error, OSError) and is_full(error):
-            where = f"{error.filename}: " if error.filename else ""
-            line = f"out={self.out}: cannot be written: {where}{error.strerror}; the same command continues"
+            line = f"out={self.out}: cannot be written: {_of_disk(error)}; the same command continues"
             raise UserError(line) from error
 
     def begin(self, step: int, ranks: int, inputs: Sequence[DataInput] = (), *, resumes: bool, **about: Any) -> int:
@@ -313,6 +314,11 @@ class LogFile(logging.FileHandler):
 def is_full(error: BaseException) -> bool:
     """Return whether an error is that of a disk that is full or broken."""
     return isinstance(error, OSError) and error.errno in FULL
+
+
+def _of_disk(error: OSError) -> str:
+    """Say which file could not be written, where that is known, and why."""
+    return (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
 
 
 def _nothing() -> None:

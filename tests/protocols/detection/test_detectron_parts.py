@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.detection import heads
-from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, l1_losses, region_pool
+from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, giou_loss, l1_losses, own, region_pool
 from eagleray.protocols.detection.pyramid import FeaturePyramid
 
 BOTH: tuple[Parts, Parts] = ("detectron2", "torchvision")
@@ -105,3 +106,24 @@ def test_the_default_heads_are_torchvisions_to_the_bit():
     _, theirs = RoIHeads.forward(net.roi_heads, *given)
     assert list(ours) == list(theirs)
     assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_giou_of_decoded_boxes_is_that_of_its_paper():
+    """Three regions, of which the second is background; the goals of the others are 10 pixels beside them."""
+    regions = [torch.tensor([[0.0, 0, 10, 10], [0, 0, 4, 4]]), torch.tensor([[0.0, 0, 20, 10]])]
+    coder, labels = BoxCoder((10.0, 10.0, 5.0, 5.0)), torch.tensor([2, 0, 1])
+    goals = coder.encode_single(torch.tensor([[10.0, 0, 20, 10], [0, 0, 4, 4], [10, 0, 30, 10]]), torch.cat(regions))
+    offsets = torch.zeros(3, 3, 4)
+    offsets[0, 1] = offsets[1] = 5  # of other classes, and of no object
+    loss = giou_loss(coder, offsets.flatten(1), labels, goals, regions)
+    # Boxes that touch: an IoU of 0, and nothing of their hull outside. Boxes that share a half: 100 of 300.
+    torch.testing.assert_close(loss, torch.tensor(10 * ((1 - 0) + (1 - 1 / 3)) / 3))
+    offsets[[0, 2], [2, 1]] = goals[[0, 2]]
+    assert giou_loss(coder, offsets.flatten(1), labels, goals, regions).abs() < 1e-5
+
+
+def test_a_region_moves_by_the_offsets_of_its_own_class():
+    offsets = torch.arange(24.0).view(2, 12)
+    scores = torch.tensor([[9.0, 1, 2], [9, 4, 3]])
+    assert own(offsets, scores).equal(torch.stack([offsets[0, 8:], offsets[1, 4:8]]))
+    assert own(offsets, scores, torch.tensor([1, 0])).equal(offsets[:, 4:8]), "the label of an object comes first"

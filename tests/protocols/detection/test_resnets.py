@@ -71,6 +71,28 @@ def test_c4_reads_the_third_stage_and_its_head_is_the_fourth():
     assert net.rpn.head.cls_logits.out_channels == 15
 
 
+@pytest.mark.parametrize("cascade", [False, True])
+def test_box_heads_with_convolutions_train_and_detect(cascade: bool):
+    net = build(cascade=cascade, convolutions=True)
+    stage = net.roi_heads.stages[0] if cascade else net.roi_heads
+    kinds = [type(m) for m in stage.box_head.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.Linear)]
+    assert kinds == 4 * [nn.Conv2d, nn.BatchNorm2d] + [nn.Linear]
+    assert stage.box_predictor.bbox_pred.out_features == 12, "offsets of each class"
+    losses = net(list(torch.rand(2, 3, 64, 96)), [targets([8.0, 8, 40, 40], [30.0, 20, 80, 60])] * 2)
+    torch.stack(list(losses.values())).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    [found] = net.eval()(list(torch.rand(1, 3, 64, 96)))
+    assert (found["boxes"] >= 0).all()
+    assert found["masks"].shape[1:] == (1, 64, 96)
+
+
+def test_the_cascade_of_swin_s_code():
+    once, thrice = load_schedule("3x_swin"), load_schedule("3x_swin_cascade")
+    assert config.to_plain(thrice) == config.to_plain(once) | {"cascade": True, "convolutions": True}
+    with pytest.raises(ValueError, match="convolutions=true: expected head=fpn"):
+        DetectionSchedule(head="c4", convolutions=True)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_losses_reach_what_is_trained_and_detections_lie_in_the_image(frozen: bool):
     net = build(head="c4", frozen=frozen)

@@ -1,8 +1,11 @@
 """Read plain folders of images: any folder, or the folders of COCO, whose annotations are not used."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from eagleray.data import image_folder
+from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
 from eagleray.datasets.sources.options import PrepareOptions
@@ -15,19 +18,31 @@ def folder(options: PrepareOptions) -> SourceFiles:
 
     The direct subfolders are the classes if there are at least two and every image is in one of them.
     """
-    blobs = [b for b in files.list_tree(options.origin) if is_image(b.url)]
+    blobs, unread = _find(options.origin)
     if not blobs:
         raise files.missing_error(options.origin, "a folder with images in it or below it")
-    return SourceFiles(blobs, partial(_listing, options.origin, blobs))
+    return SourceFiles(blobs, partial(_listing, options.origin, blobs), unread=unread)
 
 
 def coco(options: PrepareOptions) -> SourceFiles:
     """Find the images of a split of COCO: the folder that its zip file unpacks to, below the folder of the data set."""
     root = f"{options.origin}/{options.split or 'train2017'}"
-    blobs = [b for b in files.list_tree(root) if is_image(b.url)]
+    blobs, unread = _find(root)
     if not blobs:
         raise files.missing_error(options.origin, f"a folder {root.rpartition('/')[2]}/ with images")
-    return SourceFiles(blobs, lambda: Listing(_items(root, blobs)))
+    return SourceFiles(blobs, lambda: Listing(_items(root, blobs)), unread=unread)
+
+
+def _find(root: str) -> tuple[list[Blob], str]:
+    """Return the images in a folder and below it, and how many files beside them are no images, by extension."""
+    blobs, others = [], Counter[str]()
+    for blob in files.list_tree(root):
+        path = files.relative_path(blob, root)
+        if is_image(blob.url):
+            blobs.append(blob)
+        elif not path.startswith(".") and "/." not in path and path != INDEX:
+            others[image_folder.extension(path)] += 1
+    return blobs, image_folder.said(others)
 
 
 def _listing(origin: str, blobs: Sequence[Blob]) -> Listing:

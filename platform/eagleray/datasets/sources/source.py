@@ -54,6 +54,7 @@ class SourceFiles:
     files: Sequence[Blob]  # every file that is read: equal files give equal items
     listing: Callable[[], Listing]  # may read the headers of all archives
     read: Read = read_ranges
+    unread: str = ""  # how many files beside them are no images, by extension
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
         net = mask_rcnn_c4(backbone, classes + 1, frozen=settings.frozen, **shared)
     else:
         pyramid = FeaturePyramid(backbone, settings.channels)
-        net = mask_rcnn(pyramid, classes + 1, cascade=settings.cascade, **shared)
+        net = mask_rcnn(pyramid, classes + 1, cascade=settings.cascade, convolutions=settings.convolutions, **shared)
     return net.to(device)
 
 

@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.rpn import RegionProposalNetwork
-from torchvision.ops import MultiScaleRoIAlign, roi_align
+from torchvision.ops import MultiScaleRoIAlign, generalized_box_iou_loss, roi_align
 from torchvision.ops.poolers import LevelMapper
 
 Parts = Literal["torchvision", "detectron2"]
+GIOU_WEIGHT = 10.0  # of Swin's code
 
 
 def region_pool(names: Sequence[str], strides: Sequence[int], side: int, parts: Parts) -> nn.Module:
@@ -66,3 +68,24 @@ def l1_losses(
     objects = torch.where(y > 0)[0]
     own = offsets.unflatten(1, (-1, 4))[objects, y[objects]]
     return F.cross_entropy(scores, y), F.l1_loss(own, goals[objects], reduction="sum") / len(y)
+
+
+def own(offsets: Tensor, scores: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Return the box offsets (R, 4) of the class of each region: its label (R,) where that is an object, otherwise the
+    best class of the scores (R, C)."""
+    y = scores[:, 1:].argmax(1) + 1
+    y = y if labels is None else torch.where(labels > 0, labels, y)
+    return offsets.unflatten(1, (-1, 4))[torch.arange(len(y), device=y.device), y]
+
+
+def giou_loss(
+    coder: BoxCoder, offsets: Tensor, labels: Tensor, box_targets: Tensor, regions: Sequence[Tensor]
+) -> Tensor:
+    """Return the weighted sum of 1 - GIoU (Rezatofighi et al. 2019, arXiv:1902.09630) over the objects, divided by R.
+
+    The offsets (R, 4 C) and the targets (R, 4) are decoded from the regions, so both are boxes in pixels."""
+    objects = torch.where(labels > 0)[0]
+    rows = torch.cat(list(regions))[objects]
+    found = coder.decode_single(offsets.unflatten(1, (-1, 4))[objects, labels[objects]], rows)
+    goals = coder.decode_single(box_targets[objects], rows)
+    return GIOU_WEIGHT * generalized_box_iou_loss(found, goals, reduction="sum") / len(labels)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, maskrcnn_inference, maskrcnn_loss
@@ -17,7 +17,7 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import clip_boxes_to_image, remove_small_boxes
 
-from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, l1_losses, region_pool
+from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, giou_loss, l1_losses, own, region_pool
 from eagleray.protocols.detection.pyramid import FeaturePyramid
 
 Losses = dict[str, Tensor]
@@ -56,10 +56,11 @@ class BoxPredictor(FastRCNNPredictor):
 
 
 class Stage(RoIHeads):
-    """torchvision's box and mask heads, or one stage of a cascade of them, whose box losses may be L1."""
+    """torchvision's box and mask heads, or one stage of a cascade of them, whose box losses may be L1 or GIoU."""
 
-    def __init__(self, *args: Any, parts: Parts, **keys: Any) -> None:
+    def __init__(self, *args: Any, parts: Parts, giou: bool = False, **keys: Any) -> None:
         super().__init__(*args, **keys)
+        self.giou = giou
         self.box_losses = l1_losses if parts == "detectron2" else fastrcnn_loss
 
     def forward(
@@ -73,19 +74,23 @@ class Stage(RoIHeads):
     def losses(
         self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets
     ) -> tuple[Losses, list[Tensor], Tensor]:
-        """Return the losses, the regions of each image that were drawn for them, and their box offsets (R, 4 C)."""
+        """Return the losses, the regions of each image that were drawn for them, and the box offsets (R, 4) of their
+        classes."""
         assert targets is not None
         regions, matches, labels, box_targets = self.select_training_samples(proposals, targets)
         x = self.box_head(self.box_roi_pool(features, regions, shapes))
         scores, offsets = self.box_predictor(x)
         class_loss, box_loss = self.box_losses(scores, offsets, labels, box_targets)
+        if self.giou:
+            box_loss = giou_loss(self.box_coder, offsets, torch.cat(labels), torch.cat(box_targets), regions)
         objects = [torch.where(y > 0)[0] for y in labels]
         boxes = [r[on] for r, on in zip(regions, objects, strict=True)]
         which = [m[on] for m, on in zip(matches, objects, strict=True)]
         logits = self.mask_predictor(self.mask_features(features, boxes, shapes, x, labels))
         masks = [t["masks"] for t in targets], [t["labels"] for t in targets]
         mask_loss = maskrcnn_loss(logits, boxes, *masks, which)
-        return {"loss_classifier": class_loss, "loss_box_reg": box_loss, "loss_mask": mask_loss}, regions, offsets
+        losses = {"loss_classifier": class_loss, "loss_box_reg": box_loss, "loss_mask": mask_loss}
+        return losses, regions, own(offsets, scores, torch.cat(labels))
 
     def mask_features(
         self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Shapes, x: Tensor, labels: list[Tensor]
@@ -106,14 +111,24 @@ def mask_rcnn(
     anchor: float,
     regions: int,
     parts: Parts = "torchvision",
+    convolutions: bool = False,
 ) -> GeneralizedRCNN:
     """Build Mask R-CNN, or its cascade, on a feature pyramid.
 
-    Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss. The other settings are those of
-    `assemble`."""
+    Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss. With `convolutions` a box head
+    has four of them and one linear layer, as in Swin's code, and a stage of a cascade has offsets of each class. The
+    other settings are those of `assemble`."""
     anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
     stages = [
-        roi_heads(pyramid, classes, s, regions, shared=cascade, parts=parts)
+        roi_heads(
+            pyramid,
+            classes,
+            s,
+            regions,
+            shared=cascade and not convolutions,
+            parts=parts,
+            convolutions=convolutions,
+        )
         for s in (STAGES if cascade else STAGES[:1])
     ]
     return assemble(
@@ -162,18 +177,25 @@ def roi_heads(
     *,
     shared: bool,
     parts: Parts,
+    convolutions: bool,
 ) -> Stage:
     """Build the box and mask heads of one stage of the cascade. Mask R-CNN has the first stage only."""
     channels, strides = pyramid.out_channels, pyramid.strides[:-1]
+    box_head = (
+        FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [HIDDEN], norm_layer=nn.BatchNorm2d)
+        if convolutions
+        else TwoMLPHead(channels * 7 * 7, HIDDEN)
+    )
     return Stage(
         region_pool(pyramid.names, strides, 7, parts),
-        TwoMLPHead(channels * 7 * 7, HIDDEN),
+        box_head,
         BoxPredictor(HIDDEN, classes, shared=shared),
         **matching(stage, regions),
         mask_roi_pool=region_pool(pyramid.names, strides, 14, parts),
         mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
         mask_predictor=MaskRCNNPredictor(channels, channels, classes),
         parts=parts,
+        giou=convolutions,
     )
 
 
@@ -224,9 +246,9 @@ class Cascade(nn.Module):
 
     def detect(self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes) -> list[dict[str, Tensor]]:
         """Return boxes, scores, labels and masks of each image."""
-        probabilities, inputs, offsets = [], proposals, torch.empty(0)
+        probabilities, inputs, offsets, scores = [], proposals, torch.empty(0), torch.empty(0)
         for i, heads in enumerate(self.stages):
-            inputs = proposals if i == 0 else refine(self.stages[i - 1], offsets, inputs, shapes)  # type: ignore[arg-type]
+            inputs = proposals if i == 0 else refine(self.stages[i - 1], own(offsets, scores), inputs, shapes)  # type: ignore[arg-type]
             scores, offsets = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, inputs, shapes)))
             probabilities.append(scores.softmax(1))
         mean = torch.stack(probabilities).mean(0).log()  # torchvision applies a softmax, which returns the mean
@@ -243,8 +265,8 @@ class Cascade(nn.Module):
 
 
 def refine(heads: RoIHeads, offsets: Tensor, boxes: list[Tensor], shapes: Shapes) -> list[Tensor]:
-    """Move the boxes of each image by their offsets (R, 4 C) and clip them to the image.
+    """Move the boxes of each image by their offsets, whose first four columns count, and clip them to the image.
 
-    The offsets are those of the regions of all images and are the same for all C classes."""
+    The offsets (R, 4 or more) are those of the regions of all images."""
     refined = heads.box_coder.decode(offsets[:, :4], boxes).view(-1, 4).split([len(b) for b in boxes])
     return [clip_boxes_to_image(b, shape) for b, shape in zip(refined, shapes, strict=True)]

@@ -41,6 +41,7 @@ class DetectionSchedule:
 
     cascade: bool = False  # three stages of heads instead of one
     head: Head = "fpn"  # on a pyramid of maps; c4: the last stage of a ResNet, on the stage before it
+    convolutions: Switch = False  # four in each box head, a GIoU loss, and in a cascade offsets of each class
     parts: PartsKey = "torchvision"  # whose regions and box losses; detectron2's are mmdetection's too
     frozen: Switch = False  # a ResNet's stem, first stage and batch norm stay as they are
     epochs: PositiveInt | PositiveFloat = 12
@@ -60,6 +61,8 @@ class DetectionSchedule:
     def __post_init__(self) -> None:
         if self.cascade and self.head == "c4":
             raise ValueError("cascade=true: expected head=fpn, as a cascade has no C4 head here")
+        if self.convolutions and self.head == "c4":
+            raise ValueError("convolutions=true: expected head=fpn, as the C4 head is the last stage of a ResNet")
 
     def steps(self, per_epoch: int) -> int:
         """Return the number of steps of a training with `per_epoch` steps in each epoch."""

@@ -1,0 +1,46 @@
+"""`make setup` where packages cannot be installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.pages import ROOT
+
+# An interpreter whose environments have a pip that says 30 lines and fails.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-c "*) exit 0 ;;
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip") i=0; while [ $i -lt 30 ]; do i=$((i + 1)); echo "pip line $i"; done; exit 1 ;;
+esac
+"""
+
+
+def make_setup(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "python").write_text(python)
+    (folder / "python").chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--silent", "setup", f"PYTHON={folder / 'python'}"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+
+
+def test_a_setup_that_fails_shows_the_end_of_its_log(tmp_path: Path):
+    done = make_setup(tmp_path, PYTHON)
+    assert done.returncode == 2
+    first, *tail, last = done.stdout.splitlines()
+    assert first.startswith("setup: packages come into .venv")
+    assert tail == [f"pip line {i}" for i in range(11, 31)]
+    assert last == "error: setup failed; the whole log is .venv/setup.log"
+    assert len((tmp_path / ".venv" / "setup.log").read_text().splitlines()) == 30
+    assert not (tmp_path / ".venv" / ".done").exists(), "the next `make setup` tries again"
+
+
+def test_a_setup_with_an_old_python_is_one_line(tmp_path: Path):
+    old = f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 10); exec(sys.argv[1])' \"$2\"\n"
+    done = make_setup(tmp_path, old)
+    assert (done.returncode, done.stdout) == (2, "error: Python 3.11 or newer is needed\n")
+    assert not (tmp_path / ".venv").exists()
