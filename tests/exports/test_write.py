@@ -43,6 +43,7 @@ def written(tmp_path: Path, to: str, kind: str, **keys: Any) -> write.Written:
 @pytest.mark.parametrize(("to", "kind"), [("timm-hub", "dino"), ("transformers", "vit"), ("torch.export", "vit")])
 def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
     done = written(tmp_path, to, kind)
+    print(f"{kind} in {to}: {done.difference}")
     assert done.difference.same < 1e-5
     assert done.difference.whole < 1e-2
     names = {f.name for f in done.files}
@@ -52,6 +53,11 @@ def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
     for text in ("32 x 32 pixels", "None were measured", "Digest of the training set", "## Licence", "mocov3"):
         assert text in card, text
     assert str(tmp_path) not in card.partition("## Recipe")[0]
+    if to == "transformers":
+        assert (
+            done.line == f"transformers.AutoModel.from_pretrained({str(tmp_path / 'out')!r}, add_pooling_layer=False)"
+        )
+        assert "AutoModel.from_pretrained(folder, add_pooling_layer=False)" in card
 
 
 @pytest.mark.slow
