@@ -42,7 +42,8 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 FROZEN = 0.25  # share of the steps in which the guarded runs train heads alone
 BATCH = 128  # of the recipe
-MINE = {"workers": 0, "evaluate.limit": 2000, "evaluate.probe_epochs": 0, "monitor.every": 16}
+# A line for every step, as one has the newest measurement alone.
+MINE = {"workers": 0, "evaluate.limit": 2000, "evaluate.probe_epochs": 0, "monitor.every": 16, "log_steps": 1}
 
 
 def main() -> None:
