@@ -157,7 +157,7 @@ def _fill(source: str, network: Network) -> Target:
         log.warning("%s", report.warning.removeprefix("warning: ").replace(f"{weights.KEY}=", ""))
     theirs = given.pixels or OURS
     expect(backbone, *theirs)
-    return Target(source, backbone, network, Evaluate(), pixels=tuple(theirs))
+    return Target(source, backbone, network, Evaluate(), pixels=(theirs.mean, theirs.std))
 
 
 def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:
