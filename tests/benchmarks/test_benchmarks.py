@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helpers.recipes import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +305,24 @@ def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str
     done = run(environment | offline, BENCHMARKS / "peers.py", rc=2)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: lightly-train==0.18.0 cannot be installed: ERROR: No matching")
+
+
+def test_start_guards(shards: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for name in ("cifar10", "transfer/mnist"):
+        (tmp_path / name).mkdir(parents=True)
+        for file in shards.glob("*/*.tar"):
+            (tmp_path / name / file.name.replace("shard", file.parent.name)).symlink_to(file)
+    runs = tmp_path / "runs"
+    sizes = ("--seeds", "1", "--epochs", "1", "--steps", "4", "--only", "cifar10-plain", "mnist-guarded")
+    out = result(environment, "start_guards.py", "--data", tmp_path, "--out", runs, *sizes)
+    assert sorted(folder.name for folder in runs.glob("*-0")) == ["cifar10-plain-0", "mnist-guarded-0"]
+    summary = json.loads((runs / "cifar10-plain-0" / "summary.json").read_text())
+    assert out["cifar10_plain_before"] == pytest.approx(summary["knn/top1_start"], rel=1e-2)
+    assert out["cifar10_plain_after"] == pytest.approx(summary["knn/top1"], rel=1e-2)
+    assert 0 < out["mnist_guarded_seen_before"] <= out["mnist_guarded_seen_best"] <= 100
+    recipe = yaml.safe_load((runs / "mnist-guarded-0" / "recipe.yaml").read_text())
+    assert recipe["start"]["freeze"] == 0.5  # epochs of two steps: a quarter of the four steps
 
 
 @pytest.mark.slow

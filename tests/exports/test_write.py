@@ -35,6 +35,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet18": {"name": "resnet18", "size": 64, "resize": 64},
 }
 
+# From the file on, where the library resizes as we do; Pillow rounds otherwise.
+WHOLE = dict.fromkeys(("transformers", "torch.export"), 1e-4)
+
 
 def written(tmp_path: Path, to: str, kind: str, **keys: Any) -> write.Written:
     return write.write(source(tmp_path / "run", **NETWORKS[kind], **keys), to, tmp_path / "out")
@@ -44,7 +47,7 @@ def written(tmp_path: Path, to: str, kind: str, **keys: Any) -> write.Written:
 def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
     done = written(tmp_path, to, kind)
     assert done.difference.same < 1e-5
-    assert done.difference.whole < 1e-2
+    assert done.difference.whole <= WHOLE.get(to, 1e-2)
     names = {f.name for f in done.files}
     assert names == {p.name for p in (tmp_path / "out").iterdir()}
     assert "README.md" in names
@@ -52,6 +55,11 @@ def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
     for text in ("32 x 32 pixels", "None were measured", "Digest of the training set", "## Licence", "mocov3"):
         assert text in card, text
     assert str(tmp_path) not in card.partition("## Recipe")[0]
+    if to == "transformers":
+        assert (
+            done.line == f"transformers.AutoModel.from_pretrained({str(tmp_path / 'out')!r}, add_pooling_layer=False)"
+        )
+        assert "AutoModel.from_pretrained(folder, add_pooling_layer=False)" in card
 
 
 @pytest.mark.slow
@@ -118,6 +126,7 @@ def test_where_only_the_consumer_is_installed(to: str, name: str, tmp_path: Path
         difference = comparing.compare(found, tmp_path / "out", program, sizes=sizes)
     print(f"{name} in {to}: {difference}")
     assert difference.same <= 1e-4
+    assert difference.whole <= WHOLE.get(to, 1e-2)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Gram anchoring compares how similar patches are to each other, not what they are."""
 
+import numpy as np
+import pytest
 import torch
+from numpy.typing import NDArray
 
-from eagleray.losses.gram import gram_loss
+from eagleray.losses.gram import gram, gram_loss
 
 
 def test_it_is_the_mean_squared_difference_of_all_cosines_within_an_image() -> None:
@@ -17,6 +20,26 @@ def test_it_is_the_mean_squared_difference_of_all_cosines_within_an_image() -> N
                 )
                 total += (ours - theirs) ** 2
     torch.testing.assert_close(gram_loss(x, y), torch.tensor(total / 75, dtype=torch.float64))
+
+
+def test_it_is_what_numpy_computes_in_float64() -> None:
+    """Value and gradient of the loss as the paper's recipe has it, which does not cut negative cosines off."""
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((2, 3, 7, 5))
+
+    def of_numpy(x: NDArray[np.float64]) -> float:
+        u, v = (z / np.linalg.norm(z, axis=-1, keepdims=True) for z in (x, y))
+        return float(np.mean((np.einsum("bnd,bmd->bnm", u, u) - np.einsum("bnd,bmd->bnm", v, v)) ** 2))
+
+    patches = torch.tensor(x, requires_grad=True)
+    loss = gram_loss(patches, torch.tensor(y))
+    (slope,) = torch.autograd.grad(loss, patches)
+    assert loss.item() == pytest.approx(of_numpy(x), rel=1e-12)
+    towards, h = draw.standard_normal(x.shape), 1e-5
+    want = (of_numpy(x + h * towards) - of_numpy(x - h * towards)) / (2 * h)
+    assert float((slope.numpy() * towards).sum()) == pytest.approx(want, rel=1e-6)
+    cut = torch.nn.functional.mse_loss(gram(patches).clamp(min=0), gram(torch.tensor(y)).clamp(min=0))
+    assert abs(cut.item() / loss.item() - 1) > 0.1
 
 
 def test_a_rotation_of_the_channels_and_a_scale_of_each_patch_cost_nothing() -> None:

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 from helpers.commands import refused
 from helpers.recipes import small_recipe, teacher_file
 from helpers.runs import FAST, arguments, split, weights
+from numpy.typing import NDArray
 
 from eagleray import config
 from eagleray.api import pretrain as api
@@ -18,7 +20,9 @@ from eagleray.engine.loop import fit
 from eagleray.methods.distill import Distill, match, on_grid
 from eagleray.models.backbone import Backbone, Features
 from eagleray.models.network import Network
-from eagleray.runs import teacher
+from eagleray.models.pixels import OURS, Pixels, conversion
+from eagleray.models.weights import Weights
+from eagleray.runs import start, teacher
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 
@@ -71,12 +75,51 @@ def test_the_teacher_sees_the_colours_that_it_was_trained_with() -> None:
     ours = (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1)
     name = "vit_base_patch16_224.augreg_in21k"
     assert timm.get_pretrained_cfg(name).mean == (0.5, 0.5, 0.5)
-    factor, summand = teacher.colours(f"timm:{name}")
+    known = timm.get_pretrained_cfg(name)
+    factor, summand = conversion(Pixels(known.mean, known.std)).float().view(2, 3, 1, 1)
     torch.testing.assert_close(ours * factor + summand, (pixels - 0.5) / 0.5, rtol=1e-5, atol=1e-5)
-    factor, summand = teacher.colours("timm:vit_base_patch16_224.dino")
-    torch.testing.assert_close(ours * factor + summand, ours)
-    factor, summand = teacher.colours("runs/mine")
+    factor, summand = conversion(OURS).float().view(2, 3, 1, 1)
     assert torch.equal(ours * factor + summand, ours)
+
+
+def test_a_teacher_s_weights_stay_and_its_colours_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its first layer is; a source that says nothing gets ours."""
+    recipe, method = method_of(tmp_path)
+    trained = Backbone(**recipe.teacher.arguments).model if recipe.teacher else None
+    assert trained is not None
+    for pixels in (Pixels((0.5,) * 3, (0.25, 0.5, 1.0)), None):
+        given = Weights("x", trained.state_dict(), {}, pixels=pixels)
+        monkeypatch.setattr(start, "weights_of", lambda *_, given=given: given)
+        teacher.teach(recipe, method)
+        assert all(torch.equal(v, trained.state_dict()[k]) for k, v in method.teacher.model.state_dict().items())
+        want = conversion(pixels or OURS).float().view(2, 3, 1, 1)
+        assert torch.equal(method.colours, want)
+
+
+def test_the_loss_is_what_numpy_computes_in_float64(tmp_path: Path) -> None:
+    _, method = method_of(tmp_path)
+    method = method.double().eval()
+    views = [torch.randn(3, 3, 16, 16, dtype=torch.float64) for _ in range(2)]
+    have = method(Batch(views, torch.arange(3), torch.zeros(3).long(), (3,)), Progress(0, 1, 1))
+
+    def cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+        return (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+
+    pooled, patch = [], []
+    with torch.no_grad():
+        for x in views:
+            s, t = method.student.backbone(x), method.teacher(x)
+            pairs = (method.student.head(s.pooled), t.pooled), (method.patch_head(s.patches), on_grid(t, s.grid))
+            (a, b), (p, q) = ([z.numpy() for z in pair] for pair in pairs)
+            pooled.append(np.mean(1 - cosines(a, b)))
+            d = np.abs(p - q)
+            smooth = np.where(d < 1, d**2 / 2, d - 0.5).mean()
+            patch.append(0.9 * np.mean(1 - cosines(p, q)) + 0.1 * smooth)
+    assert have["pooled"].item() == pytest.approx(np.mean(pooled), rel=1e-10)
+    assert have["patch"].item() == pytest.approx(np.mean(patch), rel=1e-10)
+    assert have["loss"].item() == pytest.approx(np.mean(pooled) + method.patch_weight * np.mean(patch), rel=1e-10)
 
 
 @pytest.mark.usefixtures("quick_runs")

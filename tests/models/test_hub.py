@@ -1,11 +1,14 @@
 """Names of the Hugging Face Hub and of timm: from the cache, and refused at once where the Hub does not give them."""
 
+import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from eagleray.base.errors import UserError
+from eagleray.models.pixels import OURS
 from eagleray.models.weights import fill
 from eagleray.runs.restore import public_weights
 
@@ -51,20 +55,56 @@ def test_without_a_network_a_name_is_refused_at_once(source: str, monkeypatch: p
     assert "and HF_HUB_OFFLINE is set" in refused(source)
 
 
-def test_a_file_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+def cached(tmp_path: Path, tensors: dict[str, torch.Tensor], files: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Put a repository into the Hub's cache, and return its commit."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(commit)
     (folder / "snapshots" / commit).mkdir(parents=True)
+    save_file(tensors, folder / "snapshots" / commit / "model.safetensors")
+    for name, content in files.items():
+        (folder / "snapshots" / commit / name).write_text(json.dumps(content))
+    return commit
+
+
+def test_a_file_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     theirs, ours = network(seed=1), network()
-    save_file(theirs.model.state_dict(), folder / "snapshots" / commit / "model.safetensors")
+    commit = cached(tmp_path, theirs.model.state_dict())
     weights = public_weights(f"hf:{NAME}", "start.from")
     assert weights is not None
     assert fill(ours, weights, whole=True).share == 1
     assert torch.equal(ours.model.cls_token, theirs.model.cls_token)
     assert public_weights(f"hf:{NAME}@{commit}", "start.from") is not None
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({"preprocessor_config.json": {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}}, ((0.5,) * 3, (0.25,) * 3)),
+        ({"preprocessor_config.json": {"do_normalize": False, "image_mean": [0.5] * 3}}, ((0.0,) * 3, (1.0,) * 3)),
+        ({"config.json": {"pretrained_cfg": {"mean": [0.1] * 3, "std": [1] * 3}}}, ((0.1,) * 3, (1.0,) * 3)),
+        ({"preprocessor_config.json": {"size": 224}, "config.json": {"mean": OURS.mean, "std": OURS.std}}, OURS),
+        ({}, None),
+        ({"config.json": {"model_type": "vit"}}, None),
+        ({"config.json": {"mean": [0.5], "std": [0.5]}}, None),
+        ({"config.json": ["mean"]}, None),
+    ],
+)
+def test_a_repository_says_the_colours_of_its_weights(
+    files: dict[str, Any], want: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached(tmp_path, network().model.state_dict(), files)
+    weights = public_weights(f"hf:{NAME}", "start.from")
+    assert weights is not None
+    assert weights.pixels == want
+    warning = fill(network(), weights).warning
+    if want is None:
+        assert warning.startswith(f"warning: start.from=hf:{NAME}: its repository says no mean and deviation of pixels")
+    else:
+        assert not warning
 
 
 @pytest.fixture

@@ -18,11 +18,13 @@ from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
+from eagleray.models.pixels import OURS
 from eagleray.models.resample import TABLE
 from eagleray.models.weights import fill
 from eagleray.runs import recipe
 from eagleray.runs.build import build_backbone, build_method
 from eagleray.runs.restore import pretrained, restore
+from eagleray.runs.start import build_started
 
 
 def stored(folder: Path, state: Any, name: str = "weights.pth") -> str:
@@ -254,7 +256,9 @@ def tiny_pretrained(tmp_path: Path) -> nn.Module:
     torch.manual_seed(1)
     theirs = VisionTransformer(**VIT, num_classes=7)
     file = stored(tmp_path, theirs.state_dict(), "timm.safetensors")
-    default_cfgs = generate_default_cfgs({"vit_of_tests.here": {"file": file, "classifier": "head", "num_classes": 7}})
+    here = {"file": file, "classifier": "head", "num_classes": 7, "mean": OURS.mean, "std": OURS.std}
+    half = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.25, 0.5)}
+    default_cfgs = generate_default_cfgs({"vit_of_tests.here": here, "vit_of_tests.half": here | half})
 
     def vit_of_tests(pretrained: bool = False, **options: Any) -> nn.Module:
         return build_model_with_cfg(VisionTransformer, "vit_of_tests", pretrained, **VIT | options)
@@ -275,6 +279,26 @@ def test_timms_weights(tiny_pretrained: nn.Module):
     assert all(torch.equal(v, tiny_pretrained.state_dict()[k]) for k, v in ours.model.state_dict().items())
     line = refused("timm:vit_of_tests.here", network(options={"num_heads": 2}))
     assert "blocks.0.attn has 3 attention heads in the weights, but 2 in the model" in line
+
+
+@pytest.mark.filterwarnings("ignore:Overwriting")
+def test_timms_weights_take_our_colours(tiny_pretrained: nn.Module, tmp_path: Path):
+    """As a start, as `backbone.weights`, and in every copy of a method."""
+    images = torch.rand(4, 3, 16, 16)
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in OURS)
+    theirs = (images - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / torch.tensor([0.5, 0.25, 0.5]).view(3, 1, 1)
+    text = small_recipe("mocov3") + "start: {from: timm:vit_of_tests.half}\n"
+    (tmp_path / "small.yaml").write_text(text)
+    r = recipe.load(str(tmp_path / "small.yaml"))
+    given = pretrained("timm:vit_of_tests.half")
+    begun = build_started(r, 8)
+    with torch.no_grad():
+        want = tiny_pretrained.eval().forward_head(tiny_pretrained.forward_features(theirs), pre_logits=True)
+        for method in build_method(r, given), begun.method:
+            for backbone in method.export(), method.momentum_encoder.backbone:
+                features = backbone.eval().pooled((images - mean) / std)
+                torch.testing.assert_close(features, want, rtol=0, atol=1e-5)
+    assert "warning" not in "\n".join(begun.lines())
 
 
 def test_a_name_without_weights_is_refused():

@@ -183,10 +183,10 @@ def test_runs_are_registered_and_the_best_has_an_alias(
 
 
 @pytest.mark.slow
-def test_a_served_model_answers_with_features(finished: Path, tmp_path: Path):
-    mlflow_model.save_model(tmp_path / "model", mlflow_model.Backbone(finished, 16, 20))
+def test_a_registered_model_is_served_and_answers_with_features(uri: str, finished: Path, tmp_path: Path):
+    logged(finished, uri, "served")
     port = free_port()
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "model", "--env-manager", "local"]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/served@best", "--env-manager", "local"]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "-p", str(port)],
@@ -194,7 +194,8 @@ def test_a_served_model_answers_with_features(finished: Path, tmp_path: Path):
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            env=os.environ
+            | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MLFLOW_TRACKING_URI": uri},
         )
     try:
         wait_until_up(f"http://127.0.0.1:{port}/ping", server, tmp_path / "log")

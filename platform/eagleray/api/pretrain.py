@@ -207,6 +207,7 @@ def check_weights(recipe: Recipe, source: str) -> None:
     report = pretrained_weights.fill(build_backbone(recipe), pretrained(source))
     remote.write_note(recipe.out, layout.WEIGHTS, "\n".join(report.lines()) + "\n")
     console.print(f"{report}: {recipe.out}/{layout.WEIGHTS}", markup=False)
+    warn(report)
 
 
 def check_source(plan: Plan) -> None:
@@ -218,15 +219,23 @@ def check_source(plan: Plan) -> None:
     remote.write_note(out, layout.START, "\n".join(started.lines()) + "\n")
     console.print("\n".join(started.table()), markup=False, highlight=False, soft_wrap=True)
     console.print(f"every tensor of the backbone: {out}/{layout.START}", markup=False)
+    warn(started.report)
 
 
 def check_teacher(recipe: Recipe, network: Network) -> None:
     """Check that the weights of a frozen teacher fit it, print it and write it into the run folder. Raises
     UserError."""
     assert network.weights is not None
-    report = teacher.fill(Backbone(**network.arguments), network.weights)
+    report, _ = teacher.fill(Backbone(**network.arguments), network.weights)
     remote.write_note(recipe.out, layout.TEACHER, "\n".join(report.lines()) + "\n")
     console.print(f"teacher: {report}: {recipe.out}/{layout.TEACHER}", markup=False)
+    warn(report)
+
+
+def warn(report: pretrained_weights.Report) -> None:
+    """Say what is wrong with the colours that a backbone gets, if anything is."""
+    if report.warning:
+        say(report.warning)
 
 
 def check_device(recipe: Recipe) -> None:

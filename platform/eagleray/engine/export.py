@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,11 +56,18 @@ with torch.inference_mode():
 """
 
 
-def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: Preprocessing | None = None) -> Path:
+def to_timm(
+    backbone: Backbone,
+    network: Network,
+    folder: Path,
+    preprocessing: Preprocessing | None = None,
+    origin: Mapping[str, str] | None = None,
+) -> Path:
     """Write `backbone.safetensors` and `backbone.json`, which describes how to create the model.
 
     A new process loads the file with the line of `snippet`, which is plain timm wherever timm can build the model. The
-    line also tells timm the `preprocessing` of images, where it is known. Raises UserError when the outputs differ.
+    line also tells timm the `preprocessing` of images, where it is known. `origin` are digests of what the weights come
+    from, which the description keeps. Raises UserError when the outputs differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
@@ -81,6 +89,7 @@ def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: P
         if not difference <= TOLERANCE:
             raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
     description |= {"network": keys_of(network), "features": backbone.dim, "difference": difference}
+    description |= {"origin": dict(origin)} if origin else {}
     write_atomic(path.with_suffix(".json"), json.dumps(description, indent=1))
     return path
 

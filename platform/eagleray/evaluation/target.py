@@ -2,13 +2,13 @@
 
 import functools
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +22,8 @@ from eagleray.evaluation import results
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
-from eagleray.models.network import TIMM, Network
+from eagleray.models.network import HF, TIMM, Network
+from eagleray.models.pixels import OURS, first_convolution
 from eagleray.models.token_linear import on_device
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
@@ -32,6 +33,8 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
 from eagleray.storage.store import is_remote
 from eagleray.views.colours import MEAN, STD
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def load_target(name: str, architecture: str | None = None) -> Target:
     * a run's folder or s3:// URL, or a checkpoint file;
     * `timm:NAME`, a pretrained model of timm;
     * an exported backbone.safetensors, or its folder;
-    * a file of tensors, whose timm name is given as `architecture`;
+    * a file of tensors or `hf:NAME`, whose timm name is given as `architecture`;
     * `untrained:` followed by a run or `timm:NAME`, for random weights.
 
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
@@ -117,6 +120,8 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     if source.startswith(TIMM):
         network = Network(name=source.removeprefix(TIMM))
         return Target(source, _build(network), network, Evaluate()) if fresh else _fill(source, network)
+    if source.startswith(HF):
+        raise UserError(f"{source}: needs --architecture NAME, the timm model that its weights fit")
     if file := export_in(source):
         backbone, network, images = read_export(file)
         settings = Evaluate(size=images.size, resize=images.resize) if images else Evaluate()
@@ -146,13 +151,13 @@ def _build(network: Network) -> Backbone:
 
 def _fill(source: str, network: Network) -> Target:
     backbone = _build(network)
-    weights.fill(backbone, pretrained(source))
-    if not source.startswith(TIMM):
-        return Target(source, backbone, network, Evaluate())
-    known = timm.get_pretrained_cfg(network.name)
-    assert known is not None  # its weights were just loaded by this name
-    expect(backbone, known.mean, known.std)
-    return Target(source, backbone, network, Evaluate(), pixels=(tuple(known.mean), tuple(known.std)))
+    given = pretrained(source)
+    report = weights.fill(backbone, given.unconverted())
+    if report.warning:
+        log.warning("%s", report.warning.removeprefix("warning: ").replace(f"{weights.KEY}=", ""))
+    theirs = given.pixels or OURS
+    expect(backbone, *theirs)
+    return Target(source, backbone, network, Evaluate(), pixels=(theirs.mean, theirs.std))
 
 
 def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -164,7 +169,7 @@ def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> N
     Raises UserError when the backbone has no convolution with 3 input channels."""
     if (tuple(mean), tuple(std)) == (tuple(MEAN), tuple(STD)):
         return
-    first = next((m for m in backbone.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3), None)
+    first = first_convolution(backbone)
     if first is None:
         raise UserError(
             f"{type(backbone.model).__name__}: was trained with pixels of mean {mean} and std {std}, and has no "
@@ -175,4 +180,4 @@ def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> N
         m0, s0, m1, s1 = (args[0].new_tensor(x).view(3, 1, 1) for x in (MEAN, STD, mean, std))
         return (args[0] * (s0 / s1) + (m0 - m1) / s1, *args[1:])
 
-    first.register_forward_pre_hook(convert)
+    first[1].register_forward_pre_hook(convert)

@@ -1,5 +1,6 @@
 """A folder that the classes ViTModel, Dinov2Model, SwinModel and ResNetModel of transformers load."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,8 +81,7 @@ def write(source: Source, folder: Path) -> Program:
         image_std=list(images.std),
         resample=3,  # bicubic
     ).save_pretrained(folder)
-    bare = ", add_pooling_layer=False" if type(model).__name__ == "ViTModel" else ""
-    return Program(PROGRAM.replace("(folder){arguments}", f"(folder{bare})").replace("{pooled}", pooled))
+    return Program(PROGRAM.replace("(folder){arguments}", f"(folder{arguments(folder)})").replace("{pooled}", pooled))
 
 
 def no_class(source: Source, why: str) -> UserError:
@@ -212,4 +212,11 @@ def _apart(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 def line(folder: Path) -> str:
     """Return one line of Python that loads the export in a folder."""
-    return f"transformers.AutoModel.from_pretrained({str(folder)!r})"
+    return f"transformers.AutoModel.from_pretrained({str(folder)!r}{arguments(folder)})"
+
+
+def arguments(folder: Path) -> str:
+    """Return the further arguments with which the model in a folder is loaded: ViTModel has a pooling layer, which
+    would be random."""
+    named = json.loads((folder / "config.json").read_text())["architectures"]
+    return ", add_pooling_layer=False" if named == ["ViTModel"] else ""

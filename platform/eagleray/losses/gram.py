@@ -12,6 +12,7 @@ from eagleray.losses.products import unit, widen
 def gram_loss(x: Tensor, anchor: Tensor) -> Tensor:
     """Return the mean squared difference between the cosines of all pairs of patches within an image, of patches x and
     of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs."""
+    # Negative cosines count: the official class cuts them at 0 by default, the recipe of the paper's model does not.
     return F.mse_loss(gram(x), gram(anchor))
 
 

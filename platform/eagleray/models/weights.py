@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import re
 import sys
 from collections import OrderedDict
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.models import hub, transformers_names
+from eagleray.models import hub, pixels, transformers_names
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import HF, TIMM, is_public
+from eagleray.models.pixels import OURS, Pixels
 from eagleray.models.resample import has_any_size, shaped, without_class_position
 from eagleray.storage import store
 
@@ -32,6 +34,8 @@ WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "st
 PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
 # The classes of options that training scripts store beside their tensors; yacs need not be installed to skip its own.
 OPTIONS: list[Any] = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
+# Files beside the weights on the Hub, of transformers and of timm, and their keys for mean and deviation of the pixels.
+CONFIGS = {"preprocessor_config.json": ("image_mean", "image_std"), "config.json": ("mean", "std")}
 REGISTERS = ("reg_token", "register_tokens")
 BUFFERS = {"relative_position_index", "attn_mask"}  # that timm no longer stores
 # What a backbone may lack, and the option with which it has it.
@@ -49,6 +53,11 @@ class Weights(NamedTuple):
     state: dict[str, Tensor]
     heads: dict[str, int]
     key: str = KEY  # of the recipe, which named the source
+    pixels: Pixels | None = OURS  # with which they were trained; None: the source should say it and does not
+
+    def unconverted(self) -> "Weights":
+        """Return the same for a backbone whose images are converted before it gets them."""
+        return self if self.pixels is None else self._replace(pixels=OURS)
 
 
 @dataclass(frozen=True)
@@ -64,14 +73,16 @@ class Report:
     missing: Sequence[str]
     left: Sequence[str]
     share: float  # of the backbone's parameters, by number of elements
+    warning: str = ""  # about the colours that the weights were trained with
 
     def __str__(self) -> str:
         counts = f"{len(self.matched)} tensors matched, {len(self.resized)} resized, {len(self.missing)} missing"
         return f"{self.source}: {counts}, {len(self.left)} left over; {self.share:.1%} of the backbone's parameters"
 
     def lines(self) -> Iterator[str]:
-        """Yield the summary, then a line for every key."""
+        """Yield the summary and the warning, then a line for every key."""
         yield str(self)
+        yield from [self.warning] * bool(self.warning)
         for kind in ("matched", "resized", "missing"):
             yield from (f"{kind:<10} {key}" for key in getattr(self, kind))
         yield from (f"{'left over':<10} {key}" for key in self.left)
@@ -109,7 +120,7 @@ def from_module(source: str, model: nn.Module, key: str = KEY) -> Weights:
 
 
 def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report:
-    """Copy the tensors that fit into the backbone.
+    """Copy the tensors that fit into the backbone, which then takes pixels with our mean and deviation.
 
     Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, or when the shapes agree but
     the architecture is another one. With `whole` also when the weights have layers inside of the backbone that it
@@ -130,12 +141,26 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report
         missing=[k + (f" {size(own[k])}, is {size(state[k])}" if k in state else "") for k in own if k not in fitted],
         left=[k for k, v in weights.state.items() if id(v) not in used],
         share=sum(n for name, n in parameters.items() if name in fitted) / sum(parameters.values()),
+        warning=_convert(model, weights, fitted),
     )
     _check(model, weights, report, fitted, state)
     if whole:
         _check_whole(model, weights, state)
     model.load_state_dict(fitted, strict=False)
     return report
+
+
+def _convert(model: nn.Module, weights: Weights, fitted: dict[str, Tensor]) -> str:
+    """Convert tensors to our colours. Return a warning where that cannot be done."""
+    given = f"warning: {weights.key}={weights.source}"
+    if weights.pixels is None:
+        return f"{given}: its repository says no mean and deviation of pixels; it gets ours, {OURS}"
+    if pixels.convert(model, fitted, weights.pixels):
+        return ""
+    return (
+        f"{given}: was trained with pixels of {weights.pixels}, and gets ours, {OURS}: the first layer of "
+        f"{type(model).__name__} cannot convert them exactly"
+    )
 
 
 def _check(
@@ -198,16 +223,35 @@ def from_timm(source: str, key: str = KEY) -> Weights:
     except Exception as e:  # of many libraries: no network, a full disk, no such file
         why = (str(e).splitlines() or [""])[0]
         raise UserError(f"{key}={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
-    return from_module(source, model, key)
+    known = timm.get_pretrained_cfg(name)
+    assert known is not None  # its weights were just loaded by this name
+    return from_module(source, model, key)._replace(pixels=Pixels(tuple(known.mean), tuple(known.std)))
 
 
 def from_hub(source: str, key: str = KEY) -> Weights:
     """Return the weights of a repository of the Hugging Face Hub, `hf:NAME`. Raises UserError when there are none."""
+    repository = source.removeprefix(HF)
     try:
-        file = hub.fetch(source.removeprefix(HF))
+        file = hub.fetch(repository)
     except UserError as e:
         raise UserError(f"{key}={source}: {e}") from None
-    return from_tensors(source, load_tensors(file, key), key)
+    return from_tensors(source, load_tensors(file, key), key)._replace(pixels=hub_pixels(repository))
+
+
+def hub_pixels(repository: str) -> Pixels | None:
+    """Return the mean and deviation that a repository of the Hub says beside its weights; None if it says none."""
+    for name, keys in CONFIGS.items():
+        try:
+            stated = json.loads(hub.fetch(repository, [name]).read_text())
+            inside = stated.get("pretrained_cfg", stated)
+            if inside.get("do_normalize", True) is False:
+                return Pixels((0.0,) * 3, (1.0,) * 3)
+            mean, std = (tuple(float(x) for x in inside[key]) for key in keys)
+        except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # it has no such file, or one that says nothing of pixels
+        if len(mean) == len(std) == len(OURS.mean) and min(std) > 0:
+            return Pixels(mean, std)
+    return None
 
 
 def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:

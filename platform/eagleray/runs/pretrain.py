@@ -326,7 +326,7 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     if run.world.rank == 0:
         recipe = plan.recipe
         images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
-        to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images)
+        to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images, plan.origin)
     summary = {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
     scores = evaluations.final(run, backbone, step, starts)
