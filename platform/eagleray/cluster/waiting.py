@@ -32,15 +32,19 @@ class Waiting:
             return False
         self.looked = now
         if self._placed():
-            if self.line:
-                self.say(f"{self.least if self.least == self.most else 'the'} worker(s) have what they asked for")
-            self.since, self.line, self.printed = now, "", float("-inf")
+            self.end()
             return False
         line = START + self.wanted() + "; " + self.there()
         if now - self.since >= SOON and (line != self.line or now - self.printed >= AGAIN):
             self.say(line)
             self.line, self.printed = line, now
         return bool(self.line)
+
+    def end(self) -> None:
+        """Print that the workers have what they asked for, if a line has said that they wait."""
+        if self.line:
+            self.say(f"{self.least if self.least == self.most else 'the'} worker(s) have what they asked for")
+        self.since, self.line, self.printed = time.monotonic(), "", float("-inf")
 
     def wanted(self) -> str:
         """Return in words what the run asks for."""
@@ -89,6 +93,7 @@ def reserved(ray: Any, number: int, each: Mapping[str, float], say: Say) -> Iter
     try:
         while not group.wait(timeout_seconds=1):
             waiting.look()
+        waiting.end()
         yield group
     finally:
         remove_placement_group(group)
