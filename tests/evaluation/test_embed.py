@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.bucket import CountingBucket
 from helpers.commands import refused
+from torch.utils.data import get_worker_info
 
 import eagleray
 from eagleray.base.errors import UserError
@@ -22,6 +24,8 @@ from eagleray.datasets.shards import Sample, write_shards
 from eagleray.evaluation import embed as embedding
 from eagleray.evaluation import extraction
 from eagleray.evaluation.embed import Part, embed_part
+from eagleray.protocols import image_batches
+from eagleray.protocols.image_batches import Reading
 from eagleray.storage import store
 
 BACKBONE = "untrained:test_vit"
@@ -98,6 +102,23 @@ def test_workers_write_the_same(shards: Path, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(embedding, "ray_map", backwards)
     assert files(eagleray.embed(BACKBONE, shards, tmp_path / "out", workers=2, **SIZES)) == whole
+
+
+def test_loader_processes_read_the_same(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As beside a GPU."""
+    whole = files(eagleray.embed(BACKBONE, shards, tmp_path / "whole", **SIZES))
+    before = eagleray.evaluate(BACKBONE, train=shards, protocols=["knn"], out=tmp_path / "a", **SIZES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    monkeypatch.setattr(Reading, "beside", lambda device: Reading(workers=2))
+    monkeypatch.setattr(image_batches, "ThreadPoolExecutor", in_loader)
+    assert files(eagleray.embed(BACKBONE, shards, tmp_path / "out", **SIZES)) == whole
+    after = eagleray.evaluate(BACKBONE, train=shards, protocols=["knn"], out=tmp_path / "b", **SIZES)
+    assert dict(after) == dict(before)
+
+
+def in_loader(threads: int) -> ThreadPoolExecutor:
+    assert get_worker_info() is not None, "read in the process of the backbone"
+    return ThreadPoolExecutor(threads)
 
 
 @pytest.mark.slow

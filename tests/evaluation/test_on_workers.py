@@ -1,5 +1,6 @@
 """Protocols on the backbone itself in several Ray workers give what they give in one process."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from helpers.ranks import on_ranks
 from eagleray.base.errors import UserError
 from eagleray.evaluation import evaluate, feature_cache, on_workers
 from eagleray.evaluation.on_workers import Job
-from eagleray.evaluation.target import load_target
+from eagleray.evaluation.target import Target, load_target
 from eagleray.models.backbone import Backbone
 
 
@@ -54,9 +55,62 @@ def compare_videos(tmp_path: Path) -> None:
 
 def test_a_worker_refuses_other_weights():
     digest = load_target("untrained:test_vit").digest
-    assert isinstance(Job("untrained:test_vit", None, digest, "davis", (), {}, gpus=False).load()[0], Backbone)
+    assert isinstance(Job("untrained:test_vit", None, digest, "throughput", (), {}, gpus=False).load()[0], Backbone)
     with pytest.raises(UserError, match="the weights changed during the evaluation"):
-        Job("untrained:test_vit", None, "0" * 16, "davis", (), {}, gpus=False).load()
+        Job("untrained:test_vit", None, "0" * 16, "throughput", (), {}, gpus=False).load()
+
+
+def test_protocols_that_are_not_divided_run_on_one_worker(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that a job on a head without a GPU computes nothing there."""
+    sent: list[tuple[str, int]] = []
+
+    def ranks(function: Any, job: Job, *, workers: int, gpus: bool, note: Any) -> Any:
+        sent.append((job.protocol, workers))
+        return function(pickle.loads(pickle.dumps(job)), note)
+
+    monkeypatch.setattr(on_workers, "ray_ranks", ranks)
+    names = ("correspondence", "neighbours", "throughput")
+    found = {}
+    for workers in (0, 2):
+        settings = {"size": "32", "throughput.batch": "2"}
+        out = tmp_path / str(workers)
+        request = evaluate.Request(
+            "untrained:test_vit", names, test=str(shards / "test"), settings=settings, workers=workers, out=str(out)
+        )
+        report = evaluate.evaluate(request)
+        assert report.refused == []
+        found[workers] = report.results
+    assert sent == [(name, 1) for name in names]
+    for one, other in zip(found[0], found[2], strict=True):
+        assert other.numbers.keys() == one.numbers.keys()
+        assert (other.settings, other.data_digest) == (one.settings, one.data_digest)
+        assert other.pictures == one.pictures
+        assert one.protocol == "throughput" or other.numbers == one.numbers
+    assert (tmp_path / "2" / "pictures" / "untrained" / "neighbours.png").exists()
+
+
+def test_features_are_kept_in_the_format_of_the_recipe(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The run itself measured its backbone with `evaluate.bank` so."""
+
+    def of_recipe(name: str, architecture: str | None) -> Target:
+        target = load_target(name, architecture)
+        return replace(target, settings=replace(target.settings, bank=bank))
+
+    monkeypatch.setattr(evaluate, "load_target", of_recipe)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found, sizes = {}, []
+    for bank in ("fp32", "bf16"):
+        found[bank], lines = probed(shards, tmp_path / bank, 0, *PROBES)
+        assert [line[:10] for line in lines if "features" in line] == ["320 images", "80 images "]
+        files = set(feature_cache.folder().iterdir())
+        sizes.append(sum(path.stat().st_size for path in files) - sum(sizes))
+    assert sizes[1] < 0.6 * sizes[0]
+    for name, one in found["bf16"].items():
+        assert one.settings["bank"] == "bf16"
+        assert "bank" not in found["fp32"][name].settings
+        assert one.numbers[f"{name}/top1"] == pytest.approx(found["fp32"][name].numbers[f"{name}/top1"], abs=5)
 
 
 @pytest.mark.slow

@@ -2,13 +2,16 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from eagleray.base import cpu_share, devices
 from eagleray.data.index import Index, open_index
+from eagleray.protocols import image_batches
 from eagleray.protocols.features import image
 from eagleray.protocols.image_batches import Reading, batches
 
@@ -40,6 +43,23 @@ def test_neighbours_are_fetched_together(shards: Path, monkeypatch: pytest.Monke
     list(batches(index, np.arange(len(index)), 16, 16, 64))
     cuts = {*range(0, len(index), 64), *index.starts.tolist()}
     assert sorted(reads) == list(zip(sorted(cuts)[:-1], sorted(cuts)[1:], strict=True)), "one read a block and batch"
+
+
+def test_a_process_reads_with_its_share_of_the_cpus(shards: Path, monkeypatch: pytest.MonkeyPatch):
+    """Loader processes beside a GPU, threads beside a backbone on the CPU."""
+    threads: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, most: int) -> None:
+            threads.append(most)
+            super().__init__(most)
+
+    monkeypatch.setattr(image_batches, "ThreadPoolExecutor", Pool)
+    monkeypatch.setenv(cpu_share.NAME, "12")
+    assert Reading.beside(torch.device("cuda")) == Reading(workers=10)
+    assert Reading.beside(devices.CPU) == Reading(workers=0)
+    list(batches(open_index(str(shards / "test")), np.arange(3), 16, 16, reading=Reading.beside(devices.CPU)))
+    assert threads == [12]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,6 +1,7 @@
 """The search for lambda, and the classifier that is fitted with it."""
 
 import functools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,23 @@ def test_several_classes_of_an_image_each_have_a_classifier():
     wrong = score()
     sets[0].y[::3] = -1
     assert wrong < score(), "what is hard to tell is not learnt"
+
+
+def test_without_a_validation_set_the_last_fit_takes_the_features_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    """Those of the search are copies, which are freed before it."""
+    train, test = clusters(200, spread=1.0, seed=0), clusters(50, spread=1.0, seed=1)
+    fit, seen, alive, shared = Problem.fit, list[Any](), list[int](), list[bool]()
+
+    def counted(self: Problem, strength: float) -> Any:
+        alive.append(len({id(x) for one in seen if (x := one()) is not None}))
+        seen.append(weakref.ref(self.x))
+        shared.append(np.shares_memory(self.x, train.x.numpy()))
+        return fit(self, strength)
+
+    monkeypatch.setattr(Problem, "fit", counted)
+    logistic(train, test)
+    assert alive == [0] + [1] * (len(seen) - 2) + [0]
+    assert shared == [False] * (len(seen) - 1) + [True]
 
 
 def test_labels_that_do_not_match_are_one_line():

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import on_ranks
 from helpers.runs import arguments, assert_same, split, weights
 
 from eagleray.api.pretrain import pretrain
+from eagleray.base import dist
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
 from eagleray.protocols import probes
@@ -96,3 +99,47 @@ def test_large_sets_are_cut_and_the_untrained_backbone_is_evaluated_once(
     assert images == [320, 80]
     for key in "knn/top1_untrained", "linear/top1_untrained":
         assert first[key] == second[key]
+
+
+@pytest.mark.parametrize("content", [b"\xff{", b'{"knn/top1": ', b"[1]", b'{"knn/top1": null}', None])
+def test_a_damaged_score_of_an_untrained_backbone_counts_as_none(
+    content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "scores.json"
+    assert evaluations.read_baseline(path) == {}
+    path.write_text('{"knn/top1": 12.5}')
+    assert evaluations.read_baseline(path) == {"knn/top1": 12.5}
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    caplog.set_level("INFO")
+    assert evaluations.read_baseline(path) == {}
+    [line] = caplog.messages
+    assert line.startswith(f"{path}: cannot be read, so the untrained backbone is evaluated again: ")
+
+
+def test_a_rank_that_cannot_look_for_the_untrained_scores_leaves_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Rank 0 alone looks."""
+
+    def broken(*_: Any) -> str:
+        raise OSError(5, "Input/output error")
+
+    for name in ("build_method", "on_device"):
+        monkeypatch.setattr(evaluations, name, lambda *_: SimpleNamespace(export=lambda: None))
+    monkeypatch.setattr(evaluations, "baseline_digest", broken)
+
+    def work() -> str:
+        run: Any = SimpleNamespace(
+            plan=SimpleNamespace(recipe=None), world=SimpleNamespace(rank=dist.rank(), device=None)
+        )
+        try:
+            evaluations.untrained_scores(run, None)  # type: ignore[arg-type]
+        except (OSError, RuntimeError) as e:
+            return str(e)
+        return "nothing"
+
+    assert on_ranks(2, work, tmp_path) == [
+        "[Errno 5] Input/output error",
+        "rank 0: OSError: [Errno 5] Input/output error",
+    ]

@@ -1,12 +1,16 @@
 """Apply a function to tasks on Ray, with a limited number of them at once."""
 
 import pickle
+import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from eagleray.base.console import say
+from eagleray.base.cpu_share import give_cpus
 from eagleray.base.errors import Outage, UserError
-from eagleray.cluster.session import machines, session
+from eagleray.cluster.session import joining, machines, session
+from eagleray.cluster.waiting import Say, Waiting, reserved
 from eagleray.config import plugins
 
 T = TypeVar("T")
@@ -21,15 +25,17 @@ def ray_map(
     """Yield the results of a function for all tasks, in the order in which they finish. Runs on the cluster of
     RAY_ADDRESS if that is set, else in a Ray that is started on this machine. `workers` tasks run at once, by default
     as many as there are CPUs, also those of nodes that join later. With `gpus` each of them has a GPU, and its share of
-    the machine's CPUs.
+    the machine's CPUs. While a cluster has no room for a task, a line says so.
 
     A task whose process died is run once more. Raises the UserError or Outage that the function raises, UserError when
-    `gpus` is true and there are none, and RuntimeError when a task's process dies twice.
+    `gpus` is true and this machine has none, and RuntimeError when a task's process dies twice.
     """
     with session(cpus=None if gpus else workers) as ray:
         from ray.exceptions import RayError, RayTaskError
 
-        each = gpu_share(machines(ray)) if gpus else {"num_cpus": 1}
+        each = gpu_share(ray, 1, say) if gpus else {"num_cpus": 1.0}
+        name = f"eagleray-map-{secrets.token_hex(8)}"
+        waiting = TaskWaiting(ray, workers or 1, each, say, name)
 
         def width() -> int:
             """Return how many tasks to hand to Ray: those that run now, on nodes that may have joined meanwhile, and
@@ -39,8 +45,9 @@ def ray_map(
         try:
             from ray import cloudpickle
 
-            remote = ray.remote(**each, max_retries=1)(_as_function(cloudpickle.dumps(function), plugins.pack()))
-            yield from _results(ray, remote, map(cloudpickle.dumps, tasks), width)
+            call = _as_function(cloudpickle.dumps(function), plugins.pack(), each["num_cpus"], name)
+            remote = ray.remote(**each, max_retries=1)(call)
+            yield from _results(ray, remote, map(cloudpickle.dumps, tasks), width, waiting.look)
         except RayTaskError as e:
             if isinstance(e.cause, UserError | Outage):
                 raise e.cause from None
@@ -50,29 +57,78 @@ def ray_map(
             raise RuntimeError(f"the process of a Ray task died twice: {said}; the same command continues") from None
 
 
-def gpu_share(nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+class TaskWaiting(Waiting):
+    """Looks whether the cluster has room for a task, and prints a line while it has not."""
+
+    def __init__(self, ray: Any, most: int, each: Mapping[str, float], say: Say, name: str) -> None:
+        """`each` is what a task asks for, by the names of Ray's arguments; `name` is that of `_begin`."""
+        self.name = name
+        super().__init__(ray, 1, most, amounts_of(each), say)
+
+    def _groups(self) -> dict[str, Any]:
+        return {}  # tasks are in none
+
+    def look(self) -> bool:
+        return joining() and super().look()  # a Ray of this machine alone has room
+
+    def _placed(self) -> bool:
+        """Return whether a machine is large enough for a task, and a task has begun, so that the others take turns."""
+        large = any(all(node.get(k, 0) >= v for k, v in self.each.items()) for node in machines(self.ray))
+        return large and _begun(self.name)
+
+
+def _begin(name: str) -> None:
+    """Tell the cluster, in a task, that a task of the map with this name has begun."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(name, b"1")
+
+
+def _begun(name: str) -> bool:
+    """Return whether a task has called `_begin`."""
+    from ray.experimental.internal_kv import _internal_kv_exists
+
+    return bool(_internal_kv_exists(name))
+
+
+def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
     """Return the resources of a task with a GPU: as many CPUs as every machine with GPUs has for each of them.
 
-    Raises UserError when no machine has a GPU."""
-    shares = [node.get("CPU", 1) // node["GPU"] for node in nodes if node.get("GPU")]
+    A cluster that may grow is asked for `number` GPUs while it has none, and a line says so. Raises UserError when Ray
+    is this machine alone, and it has no GPU."""
+    if joining() and not any(node.get("GPU") for node in machines(ray)):
+        with reserved(ray, number, {"CPU": 1.0, "GPU": 1.0}, say):
+            pass  # an autoscaler has started machines, whose shares are known now
+    shares = [node.get("CPU", 1) // node["GPU"] for node in machines(ray) if node.get("GPU")]
     if not shares:
-        raise UserError("gpus: none of the cluster's machines that are up has a GPU; without --gpus the tasks use CPUs")
+        raise UserError("gpus: this machine has no GPU; without --gpus the tasks use CPUs, RAY_ADDRESS names a cluster")
     return {"num_gpus": 1, "num_cpus": max(min(shares), 1)}
 
 
-def _as_function(function: bytes, packed: Mapping[str, plugins.Sources]) -> Callable[[bytes], Any]:
+def amounts_of(each: Mapping[str, float]) -> dict[str, float]:
+    """Return amounts of resources by Ray's names of them instead of its arguments'."""
+    return {name: float(each[key]) for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")) if key in each}
+
+
+def _as_function(
+    function: bytes, packed: Mapping[str, plugins.Sources], cpus: float, name: str
+) -> Callable[[bytes], Any]:
     """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, as the
-    function or the task may come from one."""
+    function or the task may come from one. The task has so many `cpus`; `name` is that of `_begin`."""
 
     def call(task: bytes) -> Any:
+        _begin(name)
+        give_cpus(cpus)
         plugins.install(packed)
         return pickle.loads(function)(pickle.loads(task))
 
     return call
 
 
-def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: Callable[[], int]) -> Iterator[Any]:
-    """Yield the results, with at most `width()` tasks handed to Ray."""
+def _results(
+    ray: Any, remote: Any, tasks: Iterator[bytes], width: Callable[[], int], look: Callable[[], object]
+) -> Iterator[Any]:
+    """Yield the results, with at most `width()` tasks handed to Ray. `look` is called every second."""
     running: set[Any] = set()
     more, most, asked = True, width(), time.monotonic()
     while more or running:
@@ -82,8 +138,10 @@ def _results(ray: Any, remote: Any, tasks: Iterator[bytes], width: Callable[[], 
             except StopIteration:
                 more = False
         if running:
-            [ready], _ = ray.wait(list(running), num_returns=1)
-            running.remove(ready)
-            yield ray.get(ready)
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=1)
+            look()
+            for result in ready:
+                running.remove(result)
+                yield ray.get(result)
             if time.monotonic() > asked + SECONDS:
                 most, asked = width(), time.monotonic()

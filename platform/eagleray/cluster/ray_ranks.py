@@ -9,10 +9,11 @@ import torch
 import torch.distributed as td
 
 from eagleray.base import devices
+from eagleray.base.cpu_share import give_cpus
 from eagleray.base.errors import Outage, UserError, one_line
-from eagleray.cluster.ray_map import gpu_share
+from eagleray.cluster.ray_map import amounts_of, gpu_share
 from eagleray.cluster.session import machines, session
-from eagleray.cluster.waiting import Waiting
+from eagleray.cluster.waiting import reserved
 from eagleray.config import plugins
 from eagleray.engine import world
 
@@ -34,10 +35,10 @@ def ray_ranks(function: Callable[[T, Note], R], task: T, *, workers: int, gpus: 
     The lines that rank 0 notes are noted here. If a process dies, all of them are started again: the function has to
     continue from what it has saved. If the function fails on one rank, the others are ended.
 
-    Raises the UserError or Outage that the function raises, UserError when `gpus` is true and there are none, and
-    RuntimeError for any other failure."""
+    Raises the UserError or Outage that the function raises, UserError when `gpus` is true and this machine has none,
+    and RuntimeError for any other failure."""
     with session(cpus=None if gpus else max(workers, int(devices.cpus()))) as ray:
-        each = gpu_share(machines(ray)) if gpus else {"num_cpus": cpu_share(machines(ray), workers)}
+        each = gpu_share(ray, workers, note) if gpus else {"num_cpus": cpu_share(machines(ray), workers)}
         for left in reversed(range(ATTEMPTS)):
             try:
                 return _attempt(ray, (function, task), workers, each, note)
@@ -57,40 +58,49 @@ def cpu_share(nodes: Sequence[Mapping[str, float]], workers: int) -> int:
 def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, float], note: Note) -> Any:
     """Start the ranks, wait for rank 0's result, and end the ranks."""
     from ray import cloudpickle
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-    from ray.util.queue import Queue
+    from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    amounts = {name: float(each[key]) for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")) if key in each}
-    waiting = Waiting(ray, workers, workers, amounts, note)
-    group = placement_group([amounts] * workers, strategy="PACK")
     actors: list[Any] = []
-    lines = Queue(actor_options={"num_cpus": 0})
-    try:
-        while not group.wait(timeout_seconds=1):
-            waiting.look()
+    with reserved(ray, workers, amounts_of(each), note) as group:
+        lines = _queue(ray)
         nodes = placement_group_table(group)["bundles_to_node_id"]
         # Ranks in the order of the machines: each finds again what an earlier function has kept on its machine.
         bundles = sorted(range(workers), key=lambda bundle: nodes[bundle])
-        for rank, bundle in enumerate(bundles):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            kind = ray.remote(**each, scheduling_strategy=strategy)(Rank)
-            actors.append(kind.remote(rank, workers, dict(each), plugins.pack()))
-        payload = ray.put(cloudpickle.dumps(work))
-        address = actors[0].listen.remote()
-        results = [actor.run.remote(address, payload, lines) for actor in actors]
-        _wait(ray, results, lambda: _show(lines, note))
-        return pickle.loads(ray.get(results[0]))
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        lines.shutdown(force=True)
-        remove_placement_group(group)
+        try:
+            for rank, bundle in enumerate(bundles):
+                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+                kind = ray.remote(**each, scheduling_strategy=strategy)(Rank)
+                actors.append(kind.remote(rank, workers, dict(each), plugins.pack()))
+            payload = ray.put(cloudpickle.dumps(work))
+            address = actors[0].listen.remote()
+            results = [actor.run.remote(address, payload, lines) for actor in actors]
+            _wait(ray, results, lambda: _show(lines, note))
+            return pickle.loads(ray.get(results[0]))
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            lines.shutdown(force=True)
+
+
+def _queue(ray: Any) -> Any:
+    """Return the queue of rank 0's lines. It is on this machine, so that it is lost with no other one."""
+    from ray.util.queue import Queue
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
 
 
 def _show(lines: Any, note: Note) -> None:
-    """Note the lines of rank 0."""
-    for line in lines.get_nowait_batch(lines.qsize()):
+    """Note the lines of rank 0. Raises Died when their queue is lost."""
+    from ray.exceptions import RayActorError
+
+    try:
+        new = lines.get_nowait_batch(lines.qsize())
+    except RayActorError as e:
+        raise Died(f"the process with the lines of rank 0 died: {one_line(e)}") from None
+    for line in new:
         note(line)
 
 
@@ -134,6 +144,7 @@ class Rank:
         plugins.install(packed)
         self.rank, self.size, self.gpus = rank, size, "num_gpus" in each
         torch.set_num_threads(int(each["num_cpus"]))
+        give_cpus(each["num_cpus"])
 
     def listen(self) -> tuple[str, int]:
         """Open the key-value store through which the ranks meet, and return its address."""

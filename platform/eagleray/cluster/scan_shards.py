@@ -1,10 +1,10 @@
 """Reads shards of others, in order to index them, on all machines of a cluster."""
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eagleray.cluster.ray_map import ray_map
+from eagleray.cluster.session import joining
 from eagleray.data.index import ScanAll, scan_here, scan_shard
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import is_remote
@@ -12,7 +12,7 @@ from eagleray.storage.store import is_remote
 
 def scanner() -> ScanAll:
     """Return what reads tars to index them: the cluster of RAY_ADDRESS if that is set, else threads of this process."""
-    return scan_on_cluster if os.environ.get("RAY_ADDRESS") else scan_here
+    return scan_on_cluster if joining() else scan_here
 
 
 def scan_on_cluster(blobs: Sequence[Blob]) -> Iterator[tuple[Blob, Any]]:

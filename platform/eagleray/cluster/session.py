@@ -28,26 +28,30 @@ STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours needs 
 def session(*, cpus: int | None = None) -> Iterator[Any]:
     """A context with a connection to Ray. Ray is started on this machine with `cpus` CPUs, by default all, unless
     RAY_ADDRESS names a cluster. Raises RuntimeError when Ray does not answer."""
-    joining = bool(os.environ.get("RAY_ADDRESS"))
     for key, value in ENVIRONMENT.items():
-        if not (joining and key == "RAY_AUTH_MODE"):  # a cluster has its own
+        if not (joining() and key == "RAY_AUTH_MODE"):  # a cluster has its own
             os.environ.setdefault(key, value)
     import ray
 
     own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
-    if not joining:
+    if not joining():
         own["_temp_dir"] = str(private_files.session_dir())
         if os.environ["RAY_AUTH_MODE"] == "token":
             private_files.protect_token()
     own |= {"num_cpus": cpus} if cpus else {}
     before = signal.getsignal(signal.SIGTERM)
-    _connect(ray, {} if joining else own)
+    _connect(ray, {} if joining() else own)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # ray.init takes it, and a run saves first
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def joining() -> bool:
+    """Return whether RAY_ADDRESS names a cluster, which may grow; else Ray is this machine alone."""
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def machines(ray: Any) -> list[Mapping[str, float]]:

@@ -1,7 +1,8 @@
 """Say what a run waits for, while the cluster has no room for its workers."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 LOOK = 5.0  # seconds between two looks
@@ -31,15 +32,19 @@ class Waiting:
             return False
         self.looked = now
         if self._placed():
-            if self.line:
-                self.say(f"{self.least if self.least == self.most else 'the'} worker(s) have what they asked for")
-            self.since, self.line, self.printed = now, "", float("-inf")
+            self.end()
             return False
         line = START + self.wanted() + "; " + self.there()
         if now - self.since >= SOON and (line != self.line or now - self.printed >= AGAIN):
             self.say(line)
             self.line, self.printed = line, now
         return bool(self.line)
+
+    def end(self) -> None:
+        """Print that the workers have what they asked for, if a line has said that they wait."""
+        if self.line:
+            self.say(f"{self.least if self.least == self.most else 'the'} worker(s) have what they asked for")
+        self.since, self.line, self.printed = time.monotonic(), "", float("-inf")
 
     def wanted(self) -> str:
         """Return in words what the run asks for."""
@@ -75,6 +80,23 @@ class Waiting:
         return self.least <= len(bundles) <= self.most and all(
             {k: v for k, v in b.items() if k in ("CPU", "GPU")} == self.each for b in bundles
         )
+
+
+@contextmanager
+def reserved(ray: Any, number: int, each: Mapping[str, float], say: Say) -> Iterator[Any]:
+    """A context with a placement group of so many workers, close together, that has its resources. While the cluster
+    has no room for it, a line says so."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    waiting = Waiting(ray, number, number, each, say)
+    group = placement_group([dict(each)] * number, strategy="PACK")
+    try:
+        while not group.wait(timeout_seconds=1):
+            waiting.look()
+        waiting.end()
+        yield group
+    finally:
+        remove_placement_group(group)
 
 
 def amounts(resources: Mapping[str, float]) -> str:

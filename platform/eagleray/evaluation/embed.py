@@ -24,6 +24,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import embedded
+from eagleray.protocols.image_batches import THREADS, Reading
 
 Note = Callable[[str], None]
 
@@ -104,7 +105,9 @@ def width(backbone: Backbone, kind: str, size: int) -> int:
 
 def embed_part(index: Index, backbone: Backbone, part: Part, *, precision: Format) -> int:
     """Compute a part and write it, and return its number. Raises UserError when it cannot be written."""
-    features, good = features_of(backbone, index, part.table.samples(part.number), part.table.about.settings, precision)
+    samples, settings = part.table.samples(part.number), part.table.about.settings
+    reading = Reading.beside(next(backbone.parameters()).device)
+    features, good = features_of(backbone, index, samples, settings, precision, reading)
     part.table.write(part.number, index, {COLUMN: column_of(features, good)})
     return part.number
 
@@ -112,13 +115,18 @@ def embed_part(index: Index, backbone: Backbone, part: Part, *, precision: Forma
 @in_eval_mode
 @torch.inference_mode()
 def features_of(
-    backbone: Backbone, index: Index, samples: NDArray[np.int64], settings: Mapping[str, Any], precision: Format
+    backbone: Backbone,
+    index: Index,
+    samples: NDArray[np.int64],
+    settings: Mapping[str, Any],
+    precision: Format,
+    reading: Reading = THREADS,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the features (n, D) of neighbouring samples, and which of their images decode. `settings` are those of an
     embedding."""
     features, good = np.zeros((len(samples), settings["dim"]), np.float32), np.zeros(len(samples), bool)
     size, resize, kind = settings["size"], settings["resize"], settings["kind"]
-    for rows, values in embedded(backbone, index, samples, size, resize, [kind], precision):
+    for rows, values in embedded(backbone, index, samples, size, resize, [kind], precision, reading):
         at = np.asarray(rows) - samples[0]
         features[at], good[at] = values[kind].numpy(), True
     return features, good

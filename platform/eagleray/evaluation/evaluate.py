@@ -21,9 +21,8 @@ from eagleray.config import plugins
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
-from eagleray.evaluation import results
+from eagleray.evaluation import on_workers, results
 from eagleray.evaluation.extraction import Task, features
-from eagleray.evaluation.on_workers import FeatureJob, Job, measure_videos, run_on_own, run_on_ranks, run_on_shares
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, load_target
 from eagleray.models.token_linear import on_device
@@ -270,22 +269,19 @@ class Evaluation:
         run: Any = protocol.run
         if workers := self.request.workers:
             architecture, gpus, urls = self.request.architecture, self.request.gpus, tuple(copies.values())
-            shards = self.request.data(protocol) if "labelled" in protocol.needs else {}
-            one = self.target
-            job = Job(one.name, architecture, one.digest, name, urls, arguments, gpus, shards, one.channels)
-            extra["elsewhere"] = partial(measure_videos, job, workers)
-            if protocol.ranks:
-                run = partial(run_on_ranks, job, workers)
+            one, shards = self.target, {k: v for k, v in self.request.data(protocol).items() if k in ("train", "test")}
+            job = on_workers.Job(one.name, architecture, one.digest, name, urls, arguments, gpus, shards, one.channels)
+            extra["elsewhere"] = partial(on_workers.measure_videos, job, workers)
+            if "elsewhere" not in protocol.parameters:
+                run = partial(on_workers.run_on_ranks, job, workers if protocol.ranks else 1, **extra)
         extra = {k: v for k, v in extra.items() if k in protocol.parameters}
         try:
-            outcome: Any = run(backbone, *inputs, **arguments, **extra)
+            outcome = on_workers.outcome_of(run(backbone, *inputs, **arguments, **extra))
         except UserError as e:  # names files of the copy
             message = str(e)
             for copy, url in copies.items():
                 message = message.replace(copy, url.rstrip("/"))
             raise UserError(message) from None
-        if not isinstance(outcome, Outcome):
-            outcome = Outcome(outcome)
         return replace(outcome, settings={**arguments, **outcome.settings}), data
 
     def run_on_features(
@@ -297,10 +293,14 @@ class Evaluation:
             _ = self.sets  # labels are checked before the backbone is
         feature_types.check(self.target.backbone, kind, size)
         arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
+        bank = self.target.settings.bank
         extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
-        common: dict[str, Any] = {"size": size, "resize": resize, "gpus": self.request.gpus}
+        extraction |= {"bank": bank} if bank != "fp32" else {}
+        common: dict[str, Any] = {"size": size, "resize": resize, "gpus": self.request.gpus, "bank": bank}
         common |= {"backbone": self.target.name, "digest": self.target.digest}
         common |= {"architecture": self.request.architecture, "channels": self.target.channels}
+        if self.request.workers and not protocol.ranks:
+            self.note(f"{name}: the workers extract its features, and this process computes the rest")
         if "suite" in protocol.needs:
             root = self.request.folders["suite"]
             digests: list[str] = []
@@ -322,11 +322,11 @@ class Evaluation:
             for url, samples in zip(urls, (sets.train_samples, sets.test_samples), strict=True)
         )
         if self.request.workers and protocol.ranks:
-            job = FeatureJob(name, kind, training, testing, arguments)
-            outcome, images = run_on_shares(job, self.request.workers, self.note)
+            job = on_workers.FeatureJob(name, kind, training, testing, arguments)
+            outcome, images = on_workers.run_on_shares(job, self.request.workers, self.note)
         else:
             train, test = self.features(sets.train, training)[kind], self.features(sets.test, testing)[kind]
-            outcome, images = run_on_own(name, train, test, world.local().device, arguments, self.note)
+            outcome, images = on_workers.run_on_own(name, train, test, world.local().device, arguments, self.note)
         if not all(images):
             option = "--test" if images[0] and self.request.test else "--train"
             url = urls[option == "--test"]

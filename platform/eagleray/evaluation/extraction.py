@@ -21,7 +21,9 @@ from eagleray.evaluation import embeddings, feature_cache
 from eagleray.evaluation.target import Target, load_in_worker
 from eagleray.models.token_linear import on_device
 from eagleray.protocols.feature_shards import own_samples
-from eagleray.protocols.features import LabelledFeatures, extract_features
+from eagleray.protocols.features import FORMATS, LabelledFeatures, extract_features
+from eagleray.protocols.image_batches import Reading
+from eagleray.protocols.settings import Bank
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Task:
     digest: str = ""  # of the backbone
     gpus: bool = False  # each worker has a GPU, and computes in bfloat16
     channels: Channels = ()  # as which the images are decoded
+    bank: Bank = "fp32"  # the format in which features are kept
+
+    @property
+    def how(self) -> tuple[object, ...]:
+        """What the features depend on beside the backbone, the images, their type and the precision."""
+        return (self.size, self.resize, *(() if self.bank == "fp32" else (self.bank,)))
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
         """Yield one task for each worker, each with an equal share of the samples."""
@@ -88,10 +96,12 @@ def features(
                 size=task.size,
                 resize=task.resize,
                 kinds=missing,
+                bank=task.bank,
+                reading=Reading.beside(device),
                 tick=tick,
             )
 
-    data, how = data_digest(index, task.samples), (task.size, task.resize, task.precision(where))
+    data, how = data_digest(index, task.samples), (*task.how, task.precision(where))
     return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
 
 
@@ -107,7 +117,7 @@ def embedded(
         note(f"{len(task.samples)} {kind} features from {found.folder}")
         features, good = embeddings.read_features(found, task.samples)
         labels = torch.from_numpy(index.label[task.samples[good]])
-        yield kind, LabelledFeatures(torch.from_numpy(features[good]), labels)
+        yield kind, LabelledFeatures(torch.from_numpy(features[good]).to(FORMATS[task.bank]), labels)
 
 
 def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
@@ -119,7 +129,7 @@ def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledF
         note(f"{len(task.samples)} images through {task.backbone}: {', '.join(missing)} features")
         return _extract(replace(task, kinds=missing), index)
 
-    data, how = data_digest(index, own_samples(task.samples)), (task.size, task.resize, task.precision(devices.CPU))
+    data, how = data_digest(index, own_samples(task.samples)), (*task.how, task.precision(devices.CPU))
     return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
 
 
@@ -139,6 +149,8 @@ def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
         resize=task.resize,
         kinds=task.kinds,
         precision="bf16" if task.gpus else "auto",
+        bank=task.bank,
+        reading=Reading.beside(world.device_of(task.gpus)),
     )
 
 

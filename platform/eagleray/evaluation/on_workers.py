@@ -42,20 +42,25 @@ class Job:
     folders: tuple[str, ...]  # paths and URLs, in the order in which the protocol needs them
     arguments: Mapping[str, Any]
     gpus: bool  # each worker has a GPU
-    shards: Mapping[str, str] = field(default_factory=dict)  # URLs of labelled shards: train, and perhaps test
+    shards: Mapping[str, str] = field(default_factory=dict)  # URLs of the images: train, test or both
     channels: Channels = ()  # as which their images are decoded
 
     def load(self, note: Note = lambda _: None) -> tuple[Backbone, list[Any]]:
-        """Return the backbone on this worker's device, and the data: the folders of this machine, and the labelled
-        images. A copy of a folder is noted. With shards it is called by all ranks together.
+        """Return the backbone on this worker's device, and the data that the protocol needs: folders of this machine,
+        and images of shards. A copy of a folder is noted. With shards it is called by all ranks together.
 
         Raises UserError when they cannot be read, or the weights are no longer those of the command."""
         backbone = load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
-        data: list[Any] = [local_folder(url, note) for url in self.folders]
-        if self.shards:
-            train, test = (_open(self.shards.get(name), self.channels) for name in ("train", "test"))
-            assert train
-            data.append(ProbeSets.of(train, test, None))
+        train, test = (_open(self.shards.get(name), self.channels) for name in ("train", "test"))
+        folders, data = iter(self.folders), list[Any]()
+        for need in PROTOCOLS[self.protocol].needs:
+            if need == "images":
+                data.append(test or train)
+            elif need == "labelled":
+                assert train
+                data.append(ProbeSets.of(train, test, None))
+            elif need != "patches":
+                data.append(local_folder(next(folders), note))
         return backbone, data
 
 
@@ -90,8 +95,8 @@ def _measure_video(task: tuple[Job, str, Mapping[str, Any]]) -> tuple["Measured"
 def run_on_ranks(
     job: Job, workers: int, *_: Any, out: Path, note: Note, checkpoints: str | None = None, **__: Any
 ) -> Outcome:
-    """Run a protocol on the ranks of a process group, and return its outcome; its files are written to `out`. All
-    other arguments of the protocol are ignored: they are in the job.
+    """Run a protocol on the ranks of a process group, or on one worker if it is not divided, and return its outcome;
+    its files are written to `out`. All other arguments of the protocol are ignored: they are in the job.
 
     Rank 0 keeps the checkpoints of a training in the folder or URL `checkpoints`, by default in `out`."""
     task = replace(job, arguments={**job.arguments, "checkpoints": checkpoints or str(out)})
@@ -103,11 +108,18 @@ def run_on_ranks(
 
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
     """Run a protocol as one of several ranks; return its outcome, with names of pictures, and its files."""
-    backbone, data = job.load(note)
+    (backbone, data), protocol = job.load(note), PROTOCOLS[job.protocol]
     with tempfile.TemporaryDirectory() as folder:
-        outcome = PROTOCOLS[job.protocol].run(backbone, *data, out=Path(folder), note=note, **job.arguments)
+        arguments = {**job.arguments, "out": Path(folder), "note": note}
+        arguments = {name: value for name, value in arguments.items() if name in protocol.parameters}
+        outcome = outcome_of(protocol.run(backbone, *data, **arguments))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     return replace(outcome, pictures=tuple(Path(picture.name) for picture in outcome.pictures)), files
+
+
+def outcome_of(result: Any) -> Outcome:
+    """Return the outcome of a protocol, which may return its numbers alone."""
+    return result if isinstance(result, Outcome) else Outcome(result)
 
 
 @dataclass(frozen=True)
@@ -145,10 +157,12 @@ def run_on_own(
     note: Note,
 ) -> tuple[Outcome, Images]:
     """Run a protocol on the features that this rank has, and return its outcome. It is empty if one of the sets has no
-    image. Called by all ranks together."""
+    image. A protocol that takes no shares gets float32. Called by all ranks together."""
     training, testing = map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))
     known = PROTOCOLS[protocol]
     more = {"note": note} if "note" in known.parameters else {}
     if not training or not testing:
         return Outcome({}), (training, testing)
+    if not known.ranks:
+        train, test = (features._replace(x=features.x.float()) for features in (train, test))
     return known.run(*renumber(train, test, device), **arguments, **more), (training, testing)

@@ -75,8 +75,7 @@ class AugmentedBatches:
         others, and noted.
 
         Raises UserError or Outage when the images cannot be read."""
-        cpus = devices.cpus() if dist.size() == 1 else torch.get_num_threads()  # Ray gives each rank some of them
-        workers = processes("auto", cpus)
+        workers = processes("auto", devices.cpus())
         loader = Loader(self.stream, rank=dist.rank(), ranks=dist.size(), workers=workers, device=self.device)
         broken: set[tuple[str, str]] = set()
         for step, (batch, bad) in enumerate(loader.batches(start, self.steps), start):

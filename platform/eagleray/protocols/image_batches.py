@@ -21,7 +21,7 @@ from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
-from eagleray.data.loader import begin, ignore_signals
+from eagleray.data.loader import begin, ignore_signals, processes
 from eagleray.data.reader import pixel_buffer
 from eagleray.protocols.feature_shards import BATCH
 from eagleray.storage.block_cache import Cache
@@ -42,6 +42,13 @@ class Reading:
     workers: int = 0  # loader processes; 0: threads of this process
     cache: Cache | None = None
     patience: float = PATIENCE  # seconds to retry a store that does not answer
+
+    @classmethod
+    def beside(cls, device: torch.device) -> "Reading":
+        """Return what reads images while a backbone computes on a device: loader processes where the device computes by
+        itself, as threads would take turns with the one that dispatches its work; threads on the CPU, where processes
+        would only take it from the backbone."""
+        return cls(processes("auto", devices.cpus())) if devices.is_accelerator(device) else THREADS
 
 
 THREADS = Reading()

@@ -172,24 +172,35 @@ def probe(
     this rank, and all return the same outcome.
 
     Raises UserError when the labels of the sets do not match."""
-    fitting, validation, final = _problems(train, val, test, marks=metric == "map11", seed=seed)
+    training, given, final = _problems(train, val, test, marks=metric == "map11")
+    step, images = _pick(training, given, metric, seed, note)
+    model = (training.join(given) if given else training).fit(strength(step))
+    number = logistic_shards.metric(metric, model.scores(final.x), final.y, final.device)
+    settings = {
+        "metric": metric,
+        "lambda": strength(step),
+        "iterations": f"{model.iterations} of at most {ITERATIONS}",
+        "validation": f"{images[1]} images, " + ("given" if val else f"1 in {ONE_IN} held out, seed {seed}"),
+        "images": [sum(images), final.total],
+    }
+    return Outcome({f"logistic/{metric}": number, "logistic/lambda": strength(step)}, settings)
+
+
+def _pick(
+    training: Problem, given: Problem | None, metric: str, seed: int, note: Callable[[str], None]
+) -> tuple[int, tuple[int, int]]:
+    """Return the step of lambda that is best on the validation set, and the numbers of images to fit and to validate.
+
+    Without a `given` validation set, both are copies of parts of the training set, which are freed when this returns.
+    """
+    fitting, validation = (training, given) if given else hold_out(training, seed)
 
     def score(step: int) -> tuple[float, float]:
         negative, value = validation_score(fitting, validation, step, metric)
         note(f"lambda {strength(step):.3g}: loss {-negative:.4f}, {metric} {value:.2f} % on the validation set")
         return negative, value
 
-    step = search(score)
-    model = fitting.join(validation).fit(strength(step))
-    number = logistic_shards.metric(metric, model.scores(final.x), final.y, final.device)
-    settings = {
-        "metric": metric,
-        "lambda": strength(step),
-        "iterations": f"{model.iterations} of at most {ITERATIONS}",
-        "validation": f"{validation.total} images, " + ("given" if val else f"1 in {ONE_IN} held out, seed {seed}"),
-        "images": [fitting.total + validation.total, final.total],
-    }
-    return Outcome({f"logistic/{metric}": number, "logistic/lambda": strength(step)}, settings)
+    return search(score), (fitting.total, validation.total)
 
 
 def validation_score(fitting: Problem, validation: Problem, step: int, metric: str) -> tuple[float, float]:
@@ -202,13 +213,14 @@ def validation_score(fitting: Problem, validation: Problem, step: int, metric: s
 
 
 def _problems(
-    train: LabelledFeatures, val: LabelledFeatures | None, test: LabelledFeatures, *, marks: bool, seed: int
-) -> tuple[Problem, Problem, Problem]:
-    """Return three sets of samples: those to fit while lambda is searched, those to pick lambda, and those to test.
+    train: LabelledFeatures, val: LabelledFeatures | None, test: LabelledFeatures, *, marks: bool
+) -> tuple[Problem, Problem | None, Problem]:
+    """Return three sets of samples: those to train on, those to pick lambda if they are given, and those to test.
 
     Raises UserError when the labels of the sets do not match."""
-    x, y, x_test, y_test = (t.cpu().numpy() for t in (*train, *test))
-    x_val, y_val = (t.cpu().numpy() for t in val) if val else (x[:0], y[:0])
+    x, x_test = (s.x.float().cpu().numpy() for s in (train, test))  # a bank of bfloat16 is none of NumPy's formats
+    y, y_test = (s.y.cpu().numpy() for s in (train, test))
+    x_val, y_val = (val.x.float().cpu().numpy(), val.y.cpu().numpy()) if val else (x[:0], y[:0])
     if marks:
         classes = y.shape[1]
     else:
@@ -224,14 +236,20 @@ def _problems(
         classes = len(names)
     device = train.x.device
     training, final = Problem(x, y, classes, device), Problem(x_test, y_test, classes, device)
-    if val:
-        return training, Problem(x_val, y_val, classes, device), final
-    held_out = validation_rows(logistic_shards.gather(np.zeros(len(y), np.int64) if marks else y), seed)
+    return training, Problem(x_val, y_val, classes, device) if val else None, final
+
+
+def hold_out(training: Problem, seed: int) -> tuple[Problem, Problem]:
+    """Return the training samples in two parts: those to fit while lambda is searched, and those to pick it.
+
+    Raises UserError when no class has enough images for both."""
+    y = training.y
+    held_out = validation_rows(logistic_shards.gather(np.zeros(len(y), np.int64) if y.ndim > 1 else y), seed)
     if not held_out.any():
         raise UserError(f"logistic: no class has {ONE_IN} training images, so none can be held out to pick lambda")
     shard = Shard.of(len(y))
     mine = held_out[shard.first : shard.last]
-    return training.select(~mine), training.select(mine), final
+    return training.select(~mine), training.select(mine)
 
 
 def validation_rows(y: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from eagleray.data.index import Index, Note
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.feature_shards import BATCH
 from eagleray.protocols.features import LabelledFeatures, extract_features
+from eagleray.protocols.image_batches import Reading
 
 TOP = 5
 
@@ -26,7 +27,8 @@ def centre_crops(
     (C,) are their labels in ascending order. Called by all ranks together.
 
     Raises UserError when no image decodes."""
-    x, y = extract_features(backbone, index, samples, size=size, resize=resize, kinds=[kind])[kind]
+    reading = Reading.beside(classes.device)
+    x, y = extract_features(backbone, index, samples, size=size, resize=resize, kinds=[kind], reading=reading)[kind]
     if not sum(dist.gather_objects(len(y))):
         raise UserError(f"{index.shards[0].url}: none of the labelled images in this shard and those beside it decodes")
     return LabelledFeatures(x.to(classes.device), torch.searchsorted(classes, y.to(classes.device)))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from eagleray.base import dist
@@ -179,10 +180,15 @@ def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
     and kept in its cache for further runs of the recipe."""
     recipe = run.plan.recipe
     backbone = on_device(build_method(recipe).export(), run.world.device)
-    path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json" if run.world.rank == 0 else None
-    known = dist.gather_objects(json.loads(path.read_text()) if path and path.exists() else None)[0]
-    if known:
-        return known  # type: ignore[no-any-return]
+    path: Path | None = None
+
+    def read() -> Scores:
+        nonlocal path
+        path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json" if run.world.rank == 0 else None
+        return read_baseline(path) if path else {}
+
+    if known := dist.gather_objects(dist.together(read))[0]:
+        return known
     scores = evaluate(backbone, sets, recipe.evaluate, **how(run))
     try:
         if path:
@@ -191,6 +197,18 @@ def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
     except OSError as e:
         log.debug("%s: the untrained scores cannot be kept: %s", path, e)
     return scores
+
+
+def read_baseline(path: Path) -> Scores:
+    """Return the scores in a file; none if there is no such file, or it cannot be read, which the log says."""
+    try:
+        scores = json.loads(path.read_bytes())
+        return {str(name): float(value) for name, value in scores.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        log.info("%s: cannot be read, so the untrained backbone is evaluated again: %s", path, one_line(e))
+        return {}
 
 
 def baseline_digest(run: RankRun, backbone: Backbone, sets: ProbeSets) -> str:
