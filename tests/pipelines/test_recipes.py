@@ -47,12 +47,13 @@ class Row(NamedTuple):
     params: int | None = None
 
 
-# Every row that is a pretraining of ours. Left out, as we lack them: SimCLR-v2 with selective kernels, iGPT and masked
-# patches on JFT-300M (table 1), DetCo (12), and what is supervised.
+# Every row that is a pretraining of ours. Left out, as we lack them: iGPT and masked patches on JFT-300M (table 1),
+# DetCo (12), and what is supervised.
 ESVIT = {
     1: [
         Row("swav_resnet50w5_in1k_ep400", "78.5 67.1", 586),
         Row("byol_resnet200w2_in1k_ep1000", "79.6 73.9", 250),
+        Row("simclr_resnet152w3sk_in1k_ep800_v2", "79.8 73.1", 794),
         Row("dino_vits8_in1k_ep800", "79.7 78.3", 21),
         Row("dino_vitb8_in1k_ep300", "80.1 77.4", 85),
         Row("mocov3_vitb7bn_in1k_ep600", "79.5", 85),

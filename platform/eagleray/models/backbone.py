@@ -20,7 +20,7 @@ from eagleray.models.micro_batch import micro_batched
 from eagleray.models.packing import Hidden, masked_features, packable, packed_features
 from eagleray.models.stages import Parts, modules, stage_outputs, widths
 from eagleray.models.wide_stem import widen_stem
-from eagleray.models.zoo import cvt13, cvt_esvit, pvt, swin, t2t, vil  # noqa: F401  each registers its models with timm
+from eagleray.models.zoo import cvt13, cvt_esvit, pvt, sk_resnet, swin, t2t, vil  # noqa: F401  each registers with timm
 
 Head = TypeVar("Head", bound=nn.Module)
 

@@ -17,7 +17,7 @@ TESTED = (
     "deit_small_patch16_224",
     "swin_tiny_patch4_window7_224",
     "resnet50",
-    *("esvit_swin_tiny_w7", "vil_tiny", "cvt_tiny_esvit", "pvt_small", "cvt_13", "t2t_vit_14"),
+    *("esvit_swin_tiny_w7", "vil_tiny", "cvt_tiny_esvit", "pvt_small", "cvt_13", "t2t_vit_14", "resnet50_sk"),
 )
 
 
