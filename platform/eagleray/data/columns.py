@@ -1,7 +1,6 @@
 """Chooses samples by expressions of SQL about columns: those of the index, and those of tables of the user's.
 
-DuckDB evaluates the expressions; it can read no files meanwhile. Rows pass through it in parts, so that memory does not
-grow with the data.
+Rows pass through DuckDB in parts, so that memory does not grow with the data.
 """
 
 import fnmatch
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import sample_table
+from eagleray.data.expressions import evaluate
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.data.selection import Selection, check_weights
@@ -276,46 +276,3 @@ def read_file(url: str) -> bytes:
         return store(url).get(url)
     except FileNotFoundError:
         raise UserError(f"{url}: no such table") from None
-
-
-def evaluate(
-    table: pa.Table, kept: NDArray[np.bool_], source: Source, known: Sequence[str], key: str
-) -> NDArray[np.float64]:
-    """Return the weights (n,) of rows by the expressions of a source; 0 of those that are not `kept` (n,). Raises
-    UserError for an expression that is wrong; `known` are the names that it may use."""
-    where = f"{key}where: {source.where}"
-    weight = f"{key}weight: {source.weight}"
-    if source.where:
-        found = _run(table, source.where, where, known)
-        if not (pa.types.is_boolean(found.type) or pa.types.is_null(found.type)):
-            raise UserError(f"{where}: expected true or false, got {found.type}")
-        kept = kept & found.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
-    out = np.zeros(len(table))
-    out[kept] = source.repeat
-    if source.weight:
-        found = _run(table.filter(pa.array(kept)), source.weight, weight, known)
-        if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
-            raise UserError(f"{weight}: expected numbers, got {found.type}")
-        out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
-        check_weights(np.append(out, 1), weight)  # that some are left is checked for all shards together
-    return out
-
-
-def _run(table: pa.Table, expression: str, name: str, known: Sequence[str]) -> pa.ChunkedArray:
-    """Return the values of an expression for every row."""
-    import duckdb
-
-    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
-        connection.register("samples", table)
-        for setting in ("SET enable_external_access=false", "SET lock_configuration=true"):
-            connection.execute(setting)
-        sql = f"SELECT (\n{expression}\n) AS value FROM samples"
-        try:
-            found = connection.sql(sql).to_arrow_table()
-        except (duckdb.Error, RuntimeError, AttributeError) as e:
-            line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            names = f"; there are {', '.join(known)}" if "not found in FROM" in line else ""
-            raise UserError(f"{name}: {line}{names}") from None
-    if found.column_names != ["value"] or len(found) != len(table):
-        raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")
-    return found["value"]
