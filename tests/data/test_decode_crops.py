@@ -15,8 +15,8 @@ from torch import Tensor
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data import decode_crops as decoding
-from eagleray.data.decode import BadImage
-from eagleray.data.decode_crops import decode_crops, factor, orientation, reduced
+from eagleray.data.decode import BadImage, orientation
+from eagleray.data.decode_crops import decode_crops, factor, reduced
 from eagleray.data.index import open_index, write_index
 from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
