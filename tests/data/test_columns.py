@@ -90,6 +90,49 @@ def test_excluded_samples(data: Path, tmp_path: Path):
     assert np.flatnonzero(weights({"url": str(data), "exclude": of_shard}) == 0).tolist() == [7]
 
 
+def test_it_is_counted_why_samples_are_left_out(data: Path, tmp_path: Path):
+    """A sample counts once: excluded, then by `where`, then by its weight."""
+    index = opened({"url": str(data)})
+    keys = [index.key(i) for i in range(SAMPLES)]
+    scores = table(tmp_path / "scores.csv", key=keys[:100], score=[i % 4 for i in range(100)])
+    gone = table(tmp_path / "gone.csv", key=[*keys[:10], *keys[150:]])
+    given = {"url": str(data), "columns": scores, "exclude": gone, "where": "score > 0", "weight": "score - 1"}
+    chosen, plain = select(opened(given)), str(write_shards(tmp_path / "t", 40, 1))
+    assert chosen is not None
+    score = np.arange(10, 100) % 4
+    why = {"excluded": 20, "where is false": int((score == 0).sum()), "where is null": 50}
+    assert chosen.left_out == (why | {"weight is 0": int((score == 1).sum())},)
+    assert sum(chosen.left_out[0].values()) == SAMPLES - chosen.kept
+    both = select(opened(given, {"url": plain}))
+    assert both is not None
+    assert [sum(counts.values()) for counts in both.left_out] == [SAMPLES - chosen.kept, 0]
+
+
+def test_a_list_that_matches_in_part_says_so(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    index = opened({"url": str(data)})
+    gone = table(tmp_path / "gone.csv", key=[index.key(7), "nobody", "noone"])
+    assert np.flatnonzero(weights({"url": str(data), "exclude": gone}) == 0).tolist() == [7]
+    [line] = caplog.messages
+    assert line == f"{gone}: 1 of 3 keys found; nobody, for one, is not there"
+    caplog.clear()
+    whole = table(tmp_path / "whole.csv", key=[index.key(7)])
+    weights({"url": str(data), "exclude": whole})
+    assert not caplog.messages
+
+
+def test_a_list_counts_over_all_sources(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Of the second source it has no key."""
+    index, other = opened({"url": str(data)}), str(write_shards(tmp_path / "t", 40, 1))
+    last = index.shards[2].url.rpartition("/")[2]
+    gone = table(tmp_path / "gone.csv", key=[index.key(SAMPLES - 1)], shard=[last])
+    given = [{"url": str(data), "exclude": gone}, {"url": other, "exclude": gone}]
+    assert (weights(*given) == 0).sum() == 1
+    assert not caplog.messages
+    nobody = table(tmp_path / "nobody.csv", key=["x"])
+    with pytest.raises(UserError, match=f"nobody.csv: none of its 1 keys is in {data}, {other}"):
+        select(opened(*(source | {"exclude": nobody} for source in given)))
+
+
 def test_sources_have_their_shares(data: Path, tmp_path: Path):
     write_shards(tmp_path / "t", 40, 1)
     one, two = {"url": str(data), "share": 0.75}, {"url": str(tmp_path / "t"), "share": 0.25, "where": "label > 2"}

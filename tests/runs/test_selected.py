@@ -126,6 +126,8 @@ def test_the_report_shows_what_is_read_and_what_is_not(small: Path, shards: Path
     assert numbers("Images") == [kept, 320 - kept, 320]  # the last is that of the source
     assert numbers("Readings in an epoch") == pytest.approx([weight.sum()])
     assert numbers("% of an epoch") == [100]
+    assert numbers("where is false") == [320 - kept]
+    assert numbers("excluded") == numbers("where is null") == numbers("weight is 0") == [0]
     assert "where of source 1: label &lt; 8" in section
     assert len(set(re.findall(r'src="(data:image/webp;base64,.*?)"', section))) == 2
     drawn = (tmp_path / "out" / "choice.json").stat().st_mtime_ns

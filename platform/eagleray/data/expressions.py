@@ -5,7 +5,7 @@ A run that continues evaluates them anew. So a function that may give another va
 
 import functools
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data.selection import check_weights
 
+WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # why a sample is read, or not
 CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # written as columns are
 CONSTANT_TABLES = ("unnest", "range", "generate_series", "json_each", "json_tree")
 UNSTABLE = f"""
@@ -28,29 +29,35 @@ UNSTABLE = f"""
 
 
 def evaluate(
-    table: pa.Table, kept: NDArray[np.bool_], source: Source, known: Sequence[str], key: str
-) -> NDArray[np.float64]:
-    """Return the weights (n,) of rows by the expressions of a source; 0 of those that are not `kept` (n,). Raises
-    UserError for an expression that is wrong; `known` are the names that it may use."""
+    table: pa.Table, kept: NDArray[np.bool_], source: Source, there: str, key: str
+) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """Return the weights (n,) of rows by the expressions of a source, 0 of those that are not `kept` (n,), and for each
+    row the position in WHY of the reason. Raises UserError for an expression that is wrong; `there` says which names it
+    may use."""
     where = f"{key}where: {source.where}"
     weight = f"{key}weight: {source.weight}"
+    why = np.where(kept, WHY.index("read"), WHY.index("excluded")).astype(np.uint8)
     if source.where:
-        found = _run(table, source.where, where, known)
+        found = _run(table, source.where, where, there)
         if not (pa.types.is_boolean(found.type) or pa.types.is_null(found.type)):
             raise UserError(f"{where}: expected true or false, got {found.type}")
-        kept = kept & found.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
+        true = found.cast(pa.bool_()).fill_null(False).to_numpy()
+        why[kept & ~true] = WHY.index("where is false")
+        why[kept & found.is_null().to_numpy()] = WHY.index("where is null")
+        kept = kept & true
     out = np.zeros(len(table))
     out[kept] = source.repeat
     if source.weight:
-        found = _run(table.filter(pa.array(kept)), source.weight, weight, known)
+        found = _run(table.filter(pa.array(kept)), source.weight, weight, there)
         if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
             raise UserError(f"{weight}: expected numbers, got {found.type}")
         out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
         check_weights(np.append(out, 1), weight)  # that some are left is checked for all shards together
-    return out
+        why[kept & (out == 0)] = WHY.index("weight is 0")
+    return out, why
 
 
-def _run(table: pa.Table, expression: str, name: str, known: Sequence[str]) -> pa.ChunkedArray:
+def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedArray:
     """Return the values of an expression for every row."""
     import duckdb
 
@@ -68,7 +75,7 @@ def _run(table: pa.Table, expression: str, name: str, known: Sequence[str]) -> p
             found = connection.sql(sql).to_arrow_table()
         except (duckdb.Error, RuntimeError, AttributeError) as e:
             line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            names = f"; there are {', '.join(known)}" if "not found in FROM" in line else ""
+            names = f"; there are {there}" if "not found in FROM" in line else ""
             raise UserError(f"{name}: {line}{names}") from None
     if found.column_names != ["value"] or len(found) != len(table):
         raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")

@@ -28,6 +28,7 @@ class Selection:
     weight: NDArray[np.float32]  # (N,)
     kept_bytes: int = 1  # of the samples that are read at all
     bytes: int = 1  # of all samples
+    left_out: tuple[dict[str, int], ...] = ()  # of each source, how many samples are not read, by the reason
     scales: bool = False  # all weights are scaled to a whole sum first, as in runs that were begun so
 
     @functools.cached_property
