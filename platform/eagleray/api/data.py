@@ -212,8 +212,8 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE))
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
-        starts = [{}, *read_lines(opened.folder / layout.STARTS)]
-        order = next((start["order"] for start in reversed(starts) if "order" in start), None)
+        starts = reversed(read_lines(opened.folder / layout.STARTS))
+        order = next((start["order"] for start in starts if "order" in start), None)
         plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None).as_begun(order)
         found = list(samples_with(plan.index, key))
         if not found:

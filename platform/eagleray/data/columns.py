@@ -136,7 +136,8 @@ def weights_of(
             table = other.join(table, wanted)
         gone = excluded.rows_of(table).is_valid().to_numpy() if excluded else np.zeros(len(table), bool)
         (weights, why), cuts = evaluate(table, ~gone, source, there, key), np.cumsum(lengths)[:-1]
-        yield from zip(*(np.split(values, cuts) for values in (weights, table[SIZE].to_numpy(), why)), strict=True)
+        sizes = np.split(table[SIZE].to_numpy(), cuts)
+        yield from zip(np.split(weights, cuts), sizes, np.split(why, cuts), strict=True)
 
 
 def unfinished(table: SampleTable, url: str) -> str:
