@@ -43,7 +43,7 @@ OWNERS = {
     "jinja2": {"reports/page.py"},
     "h5py": {"datasets/sources/pcam.py"},
     "optuna": {"sweeps/sweep.py"},
-    "duckdb": {"data/columns.py"},
+    "duckdb": {"data/expressions.py"},
     "pillow_heif": {"data/pixels.py"},
     "faster_coco_eval": {"protocols/detection/scores.py"},
     "sklearn": {"protocols/"},

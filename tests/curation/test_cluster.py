@@ -24,7 +24,7 @@ from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
 from eagleray.data.sample_table import About, SampleTable
 from eagleray.datasets.shards import Sample, write_shards
-from eagleray.evaluation.embeddings import COLUMN, WHAT, column_of
+from eagleray.evaluation.embeddings import COLUMN, WHAT, column_of, read_features
 
 SUBJECTS = (150, 30, 15)  # samples of each; every tenth is a copy of the one before it
 DIM = 12
@@ -117,8 +117,39 @@ def test_ranks_write_what_one_process_writes(
     shown = on_ranks(2, work, tmp_path, task)
     pandas.testing.assert_frame_equal(columns(table.folder), alone, atol=1e-5)
     for phases in shown:
-        assert set(phases) == {"k-means", "near copies"}
+        assert set(phases) == {"k-means", "sorting by cluster", "near copies"}
         assert all(0 < done <= total for done, total in phases.values())
+
+
+def test_each_part_is_read_once_for_all_batches(
+    features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch holds whole clusters, whose samples are spread over all parts; how large it is changes nothing."""
+    options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.98, "seed": 3}
+    whole = Path(eagleray.find_clusters(features, shards, tmp_path / "whole", **options))
+    read: list[int] = []
+
+    def counted(table: SampleTable, samples: NDArray[np.int64]) -> Any:
+        read.append(int(samples[0]))
+        return read_features(table, samples)
+
+    monkeypatch.setattr(clustering, "TOGETHER", 4 * DIM * 20)
+    monkeypatch.setattr(clustering, "find_clusters", remembering(clustering.find_clusters, read))
+    monkeypatch.setattr(clustering, "read_features", counted)
+    again = Path(eagleray.find_clusters(features, shards, tmp_path / "again", **options))
+    assert read == list(range(0, sum(SUBJECTS), 64))
+    assert all((again / p.name).read_bytes() == p.read_bytes() for p in whole.glob("part-*"))
+
+
+def remembering(honest: Any, read: list[int]) -> Any:
+    """Forget what was read in finding the clusters."""
+
+    def found(*given: Any) -> Any:
+        clusters = honest(*given)
+        read.clear()
+        return clusters
+
+    return found
 
 
 @pytest.mark.slow

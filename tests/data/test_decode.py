@@ -48,6 +48,32 @@ def test_jpegs_are_as_pil_decodes_them(options: dict[str, Any]) -> None:
     assert distance(pixels(data), np.asarray(Image.open(io.BytesIO(data)))) <= 1
 
 
+@pytest.mark.parametrize("turned", range(1, 9))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}, {"quality": 30}, {"keep_rgb": True}],
+)
+@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (33, 47), (1, 1)])
+def test_pixels_do_not_depend_on_the_decoder(
+    options: dict[str, Any], turned: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision's will be removed."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = turned
+    colours = encode(picture(1, *size), **options, exif=exif)
+    grey = encode(picture(1, *size)[..., 0], exif=exif)
+    before = [decode(memoryview(data)) for data in (colours, grey)]
+    with pytest.raises(BadImage):
+        decode(colours[: len(colours) // 2])
+    monkeypatch.setattr(decoding, "decode_jpeg", None)
+    for one, data in zip(before, (colours, grey), strict=True):
+        again = decode(memoryview(data))
+        assert torch.equal(again, one)
+        assert again.is_contiguous()
+    with pytest.raises(BadImage):
+        decode(colours[: len(colours) // 2])
+
+
 def test_a_view_of_the_bytes_will_do() -> None:
     """The stream hands out parts of a block, which are not copied and must not be written to."""
     for kind in ("JPEG", "PNG"):

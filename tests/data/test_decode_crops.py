@@ -15,8 +15,8 @@ from torch import Tensor
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data import decode_crops as decoding
-from eagleray.data.decode import BadImage
-from eagleray.data.decode_crops import decode_crops, factor, orientation, reduced
+from eagleray.data.decode import ORIENTATION, BadImage, orientation
+from eagleray.data.decode_crops import decode_crops, factor, reduced
 from eagleray.data.index import open_index, write_index
 from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
@@ -65,7 +65,7 @@ def test_no_crop_is_enlarged_and_none_leaves_the_image(height: int, width: int, 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
 def test_views_hardly_differ(turned: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     exif = Image.Exif()
-    exif[decoding.ORIENTATION] = turned
+    exif[ORIENTATION] = turned
     data = encode(picture(turned, HEIGHT, WIDTH), exif=exif.tobytes(), quality=95, **options)
     assert orientation(data) == turned
     whole = crops(data, scaled=False, sample=turned)

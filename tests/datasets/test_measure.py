@@ -1,6 +1,9 @@
 """`eagleray data measure`: what the columns say of planted faults, and that a recipe chooses by them."""
 
 import io
+import itertools
+import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from helpers.commands import refused
 from PIL import Image
 
 import eagleray
+from eagleray.cli import main
 from eagleray.config.source import Source
 from eagleray.data import sample_table
 from eagleray.data.columns import select
@@ -75,7 +79,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards(given: Path, tmp_path: Path) -> Path:
     import shutil
 
-    return Path(shutil.copytree(given, tmp_path / "shards"))
+    without = shutil.ignore_patterns("columns")  # which another test may have measured
+    return Path(shutil.copytree(given, tmp_path / "shards", ignore=without))
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +165,53 @@ def test_samples_that_changed_are_measured_again(shards: Path):
     eagleray.index(shards)
     with pytest.raises(eagleray.UserError, match=rf"columns/size: was measured before {last.name} changed; delete it"):
         kept(shards, "width > 100")
+
+
+def test_samples_in_another_order_are_measured_again(shards: Path):
+    """The number of samples of each shard stays what it was."""
+    folder = Path(eagleray.measure(shards, "size", workers=0))
+    before = kept(shards, "width > 200")
+    about = json.loads((folder / "_table.json").read_text())
+    moved = about | {"shards": {name: ["1 s3:etag", crc] for name, (_, crc) in about["shards"].items()}}
+    (folder / "_table.json").write_text(json.dumps(moved))
+    assert kept(shards, "width > 200") == before, "a copy in another store has the same samples"
+    first = min(shards.glob("*.tar"))
+    with tarfile.open(first) as tar:
+        members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
+    pairs = [list(of) for _, of in itertools.groupby(members, lambda each: each[0].name.partition(".")[0])]
+    with tarfile.open(first, "w") as tar:
+        for member, data in itertools.chain(*reversed(pairs)):
+            tar.addfile(member, io.BytesIO(data))
+    eagleray.index(shards)
+    with pytest.raises(eagleray.UserError, match=rf"columns/size: was measured before {first.name} changed; delete it"):
+        kept(shards, "width > 200")
+    del about["shards"]
+    (folder / "_table.json").write_text(json.dumps(about))
+    assert kept(shards, "width > 200"), "a table of an earlier version does not say it"
+
+
+def test_an_unfinished_table_is_named_with_the_command_that_continues_it(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    honest = measuring.measure_part
+
+    def dies(part: measuring.Part) -> int:
+        if part.number == 1:
+            raise KeyboardInterrupt
+        return honest(part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "measure_part", dies)
+        with pytest.raises(KeyboardInterrupt):
+            eagleray.measure(shards, "size,luma", workers=0)
+    with pytest.raises(
+        eagleray.UserError, match=r"there are key, shard, label, bytes; .*columns/size-luma is not"
+    ) as e:
+        kept(shards, "width > 200")
+    command = str(e.value).partition("is not finished: eagleray ")[2].partition(" continues it")[0]
+    main.app([*command.split(), "--workers", "0"], standalone_mode=False)
+    assert kept(shards, "width > 200")
+    assert "8 of 80 images did not decode, such as " in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas
 import pyarrow.parquet as pq
@@ -70,6 +71,21 @@ def test_a_row_for_each_sample_in_the_order_of_the_index(shards: Path, tmp_path:
     backbone, settings = eagleray.load(BACKBONE), sample_table.read_about(folder).settings
     alone = embedding.features_of(backbone, index, np.arange(3, 9), settings, "fp32")[0]
     np.testing.assert_allclose(np.stack(table["feature"][3:9]), alone, atol=1e-5)
+
+
+def test_duckdb_reads_the_features(shards: Path, tmp_path: Path):
+    """With the statement of docs/select.md: what is most like an image."""
+    folder = eagleray.embed(BACKBONE, shards, tmp_path / "out", **SIZES)
+    page = (Path(__file__).parents[2] / "docs" / "select.md").read_text()
+    statement = page.partition('duckdb.sql("""')[2].partition('""")')[0].replace("features/part", f"{folder}/part")
+    table, index = pandas.read_parquet(folder), open_index(str(shards))
+    found = duckdb.sql(statement.replace("000123", index.key(5))).fetchall()
+    features = np.stack([x if x is not None else np.zeros(len(table["feature"][0])) for x in table["feature"]])
+    features /= np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
+    similarity = features @ features[5]
+    assert found[0][1] == index.key(5)
+    assert [value for *_, value in found] == pytest.approx(np.sort(similarity)[::-1][: len(found)].tolist(), abs=1e-5)
+    assert len(found) == 10
 
 
 def test_what_was_killed_ends_with_the_same_bytes(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

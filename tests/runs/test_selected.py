@@ -1,6 +1,8 @@
 """Runs that read a selection of their data: exact over a stop, recorded, and answerable for each sample."""
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,10 @@ from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
 from eagleray.cli import main
 from eagleray.config import yaml_text
-from eagleray.data.index import open_index
+from eagleray.data.columns import select
+from eagleray.data.index import Index, open_index, write_index
 from eagleray.data.selection import Selection
+from eagleray.runs import plan
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 CHOICE = '{url: "%s", where: "label < 8", weight: "1 + (label %% 3) / 2"}'
@@ -44,6 +48,70 @@ def test_a_stop_changes_nothing(small: Path, shards: Path, tmp_path: Path):
     assert whole.summary["steps"] == 14
 
 
+def test_a_run_does_not_continue_with_another_table(
+    small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    index = open_index(str(shards / "train"))
+    keys = [index.key(i) for i in range(len(index))]
+    table, out = tmp_path / "scores.csv", tmp_path / "out"
+
+    def write(least: int) -> None:
+        table.write_text("key,score\n" + "".join(f"{key},{i % least}\n" for i, key in enumerate(keys)))
+
+    choice = f'{{url: "%s", columns: "{table}", where: "score > 0"}}'
+    write(5)
+    api.pretrain(*given(small, shards, out, "max_steps=4", choice=choice))
+    before = table.read_text()
+    write(4)
+    name, more = given(small, shards, out, "max_steps=6", choice=choice)
+    line = refused(capsys, "pretrain", name, *more)
+    assert "out: a table of data.train (columns, exclude, or one beside the shards) or the order is not the one" in line
+    assert "up to step 4, so it cannot continue exactly; put back what was there, or begin another run" in line
+    assert line.endswith(f"start.from={out}")
+    table.write_text(before)
+    assert api.pretrain(name, [*more, "data.workers=1"]).summary["steps"] == 6
+
+
+def test_shards_that_were_replaced_meanwhile_are_refused(
+    small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(shards, tmp_path / "data")
+    name, keys = given(small, tmp_path / "data", tmp_path / "out", "max_steps=2", choice='{url: "%s"}')
+    api.pretrain(name, keys)
+    one, two, *_ = sorted((tmp_path / "data" / "train").glob("*.tar"))
+    swapped = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(swapped)
+    write_index(str(tmp_path / "data" / "train"))
+    line = refused(capsys, "pretrain", name, *keys[:-2], "max_steps=4", keys[-1])
+    assert "out: the shards of data.train are not those that the run has read by up to step 2" in line
+
+
+def test_a_run_begun_with_scaled_weights_keeps_its_order(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def earlier(index: Index) -> Selection | None:
+        chosen = select(index)
+        return chosen and replace(chosen, scales=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "select", earlier)
+        api.pretrain(*given(small, shards, tmp_path / "whole", "max_steps=14", "optim.epochs=4"))
+        api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=5", "optim.epochs=4"))
+    api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=14", "optim.epochs=4"))
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    orders = [line["order"] for line in read_lines(tmp_path / "out" / "starts.jsonl") if "order" in line]
+    assert len(orders) == 2
+    assert len(set(orders)) == 1
+    again = eagleray.replay(tmp_path / "out", 9, from_start=True)
+    assert again.exact
+    assert not again.changed
+    [found] = eagleray.which(tmp_path / "out", again.keys[0])
+    assert 9 in found["steps"]
+    api.pretrain(*given(small, shards, tmp_path / "new", "max_steps=1", "optim.epochs=4"))
+    assert read_lines(tmp_path / "new" / "starts.jsonl")[0]["order"] != orders[0]
+
+
 def test_the_report_shows_what_is_read_and_what_is_not(small: Path, shards: Path, tmp_path: Path):
     run = api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=1"))
     page = Path(eagleray.report(run)[0]).read_text()
@@ -58,6 +126,8 @@ def test_the_report_shows_what_is_read_and_what_is_not(small: Path, shards: Path
     assert numbers("Images") == [kept, 320 - kept, 320]  # the last is that of the source
     assert numbers("Readings in an epoch") == pytest.approx([weight.sum()])
     assert numbers("% of an epoch") == [100]
+    assert numbers("where is false") == [320 - kept]
+    assert numbers("excluded") == numbers("where is null") == numbers("weight is 0") == [0]
     assert "where of source 1: label &lt; 8" in section
     assert len(set(re.findall(r'src="(data:image/webp;base64,.*?)"', section))) == 2
     drawn = (tmp_path / "out" / "choice.json").stat().st_mtime_ns

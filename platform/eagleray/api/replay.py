@@ -117,6 +117,7 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
         gpus=not on.startswith("cpu") and recipe.gpus is not False and has_accelerators(ranks),
         threads=start.get("threads"),
         from_start=from_start,
+        order=start.get("order"),
     )
     taken = take(task, say) if ranks == 1 else take_on_ranks(task, ranks)
     return Replay(

@@ -1,7 +1,9 @@
 """Cluster the samples of a data set by their features, and name near copies: columns for `data.train` to choose by."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +15,13 @@ from torch.nn import functional
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
+from eagleray.base.files import writing
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
 from eagleray.curation.near_copies import near_copies
 from eagleray.data.columns import MEASURED
+from eagleray.data.digests import shard_digests
 from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
@@ -71,7 +75,8 @@ def cluster(
     levels = list(clusters) or default_levels(len(index))
     check(levels, similar, keep, len(index))
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
-    about = About(MEASURED, choice | dict(embedding.about.settings), embedding.about.data, len(index))
+    settings = choice | dict(embedding.about.settings)
+    about = About(MEASURED, settings, embedding.about.data, len(index), shards=shard_digests(index))
     table = SampleTable.create(out or f"{home_of(index)}/{MEASURED}/clusters", about)
     if table.missing():
         task = Task(embedding, table, url, gpus)
@@ -134,7 +139,12 @@ def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note)
 def vectors(table: SampleTable, samples: NDArray[np.int64], device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
     """Return the features (n, D) of those samples that have some, of length 1, and which these are (N,)."""
     features, good = read_features(table, samples)
-    return functional.normalize(torch.from_numpy(features[good]).to(device), dim=1), good
+    return unit(features[good], features.shape[1], device), good
+
+
+def unit(features: NDArray[np.float32], dim: int, device: torch.device) -> Tensor:
+    """Return features (n, D) at length 1."""
+    return functional.normalize(torch.from_numpy(features).reshape(-1, dim).to(device), dim=1)
 
 
 def find_clusters(task: Task, device: torch.device, tick: Tick) -> Clusters:
@@ -183,22 +193,44 @@ def find_copies(
     order = order[of[order] >= 0]  # by cluster, the largest files first
     starts = np.flatnonzero(np.diff(of[order], prepend=-1))
     found, done = [], 0
-    batches = list(in_batches(starts, len(order), TOGETHER // (4 * task.features.about.settings["dim"])))
-    for first, last in batches[dist.rank() :: dist.size()]:
-        rows = order[first:last]
-        x = torch.empty(len(rows), task.features.about.settings["dim"], device=device)
-        x[torch.from_numpy(np.argsort(rows)).to(device)] = vectors(task.features, np.sort(rows), device)[0]
-        inside = starts[(starts > first) & (starts < last)] - first
-        for some, part in zip(np.split(rows, inside), x.tensor_split(inside.tolist()), strict=True):
-            copy, similarity = (v.cpu().numpy() for v in near_copies(part, task.table.about.settings["similar"]))
-            found.append((some, np.where(copy < 0, -1, some[copy]), similarity))
-        done += last - first
-        tick("near copies", min(dist.size() * done, len(order)), len(order))
+    dim = task.features.about.settings["dim"]
+    mine = list(in_batches(starts, len(order), TOGETHER // (4 * dim)))[dist.rank() :: dist.size()]
+    with tempfile.TemporaryDirectory(prefix="eagleray-cluster-") as scratch:
+        files = sort_features(task.features, [order[first:last] for first, last in mine], Path(scratch), tick)
+        for (first, last), file in zip(mine, files, strict=True):
+            rows = order[first:last]
+            x = torch.empty(len(rows), dim, device=device)
+            x[torch.from_numpy(np.argsort(rows)).to(device)] = unit(np.fromfile(file, np.float32), dim, device)
+            file.unlink()
+            inside = starts[(starts > first) & (starts < last)] - first
+            for some, part in zip(np.split(rows, inside), x.tensor_split(inside.tolist()), strict=True):
+                copy, similarity = (v.cpu().numpy() for v in near_copies(part, task.table.about.settings["similar"]))
+                found.append((some, np.where(copy < 0, -1, some[copy]), similarity))
+            done += last - first
+            tick("near copies", min(dist.size() * done, len(order)), len(order))
     original, near = np.full(len(of), -1, np.int64), np.full(len(of), np.nan, np.float32)
     for parts in dist.gather_at_zero(found) or ():
         for some, copy, similarity in parts:
             original[some], near[some] = copy, np.where(similarity > -1, similarity, np.nan)
     return original, near
+
+
+def sort_features(table: SampleTable, batches: Sequence[NDArray[np.int64]], folder: Path, tick: Tick) -> list[Path]:
+    """Write the features of each batch of samples into a file of its own, in the order of the table, and return the
+    files. The table is read once, whatever the number of batches. Raises UserError when the disk is full."""
+    batch = np.full(table.about.images, -1, np.int32)
+    for number, rows in enumerate(batches):
+        batch[rows] = number
+    files = [folder / f"{number}.f32" for number in range(len(batches))]
+    for part in table.parts:
+        samples = table.samples(part)
+        if here := np.unique(batch[samples][batch[samples] >= 0]).tolist():
+            features, _ = read_features(table, samples)
+            for number in here:
+                with writing(f"TMPDIR={folder.parent}"), files[number].open("ab") as file:
+                    features[batch[samples] == number].tofile(file)
+        tick("sorting by cluster", int(samples[-1]) + 1, table.about.images)
+    return files
 
 
 def in_batches(starts: NDArray[np.int64], samples: int, most: int) -> Iterator[tuple[int, int]]:

@@ -1,15 +1,15 @@
 """Chooses samples by expressions of SQL about columns: those of the index, and those of tables of the user's.
 
-DuckDB evaluates the expressions; it can read no files meanwhile. Rows pass through it in parts, so that memory does not
-grow with the data.
+Rows pass through DuckDB in parts, so that memory does not grow with the data.
 """
 
 import fnmatch
 import functools
 import io
 import itertools
+import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,14 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import sample_table
+from eagleray.data.digests import same_samples
+from eagleray.data.expressions import WHY, evaluate
 from eagleray.data.index import Index
-from eagleray.data.sample_table import SampleTable, complete_tables
+from eagleray.data.sample_table import SampleTable, tables_beside
 from eagleray.data.selection import Selection, check_weights
 from eagleray.storage.store import absolute, expand_braces, store
 
+log = logging.getLogger(__name__)
 KEY = "data.train"
 OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns of every index, and their names there
 SIZE = " size"  # the column of bytes of every table here; expressions know it as `bytes`
@@ -46,16 +49,22 @@ def select(index: Index) -> Selection | None:
     if None in shares and any(shares):
         raise UserError(f"{KEY}: some sources have a share and others none; give all of them one")
     mine = [np.flatnonzero([s == source for s in index.sources]) for source in sources]
+    tables = open_tables(sources)
+    left_out: list[dict[str, int]] = []
     for source, shards in zip(sources, mine, strict=True):
-        weighed = weights_of(index, shards, source)
-        for rows, (values, size) in zip(rows_of(index, shards), weighed, strict=True):
+        weighed = weights_of(index, shards, source, tables)
+        counts = np.zeros(len(WHY), np.int64)
+        for rows, (values, size, why) in zip(rows_of(index, shards), weighed, strict=True):
             weight[rows] = values
+            counts += np.bincount(why, minlength=len(WHY))
             kept, total = kept + int(size[values > 0].sum()), total + int(size.sum())
+        left_out.append(dict(zip(WHY[1:], counts[1:].tolist(), strict=True)))
+    check_found(tables, sources)
     check_weights(weight, KEY)
     if all(shares):
         _share_out(weight, index, [(s, float(s.share or 0), m) for s, m in zip(sources, mine, strict=True)])
         check_weights(weight, f"{KEY}.share")
-    return Selection(weight.astype(np.float32), kept, total)
+    return Selection(weight.astype(np.float32), kept, total, tuple(left_out))
 
 
 def rows_of(index: Index, shards: NDArray[np.int64]) -> Iterator[slice]:
@@ -74,18 +83,50 @@ def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tupl
         weight[rows] *= share / whole * total / own
 
 
+def open_tables(sources: Sequence[Source]) -> dict[str, "Table"]:
+    """Read the tables that sources name, each once with the columns that any of them needs. Raises UserError."""
+    wanted: dict[str, set[str]] = {}
+    for source in sources:
+        for url in source.columns:
+            wanted.setdefault(url, set()).update(names_in(source.where) | names_in(source.weight))
+        if source.exclude:
+            wanted.setdefault(source.exclude, set())
+    return {url: Table(url, names) for url, names in wanted.items()}
+
+
+def check_found(tables: Mapping[str, "Table"], sources: Sequence[Source]) -> None:
+    """Log how much of a list of excluded samples was found, where that is not all. Raises UserError when nothing of a
+    table was found in any of the sources that name it."""
+    for url, table in tables.items():
+        named = [source for source in sources if url in (*source.columns, source.exclude)]
+        if not table.found.any():
+            raise UserError(f"{url}: none of its {len(table.keys)} keys is in {', '.join(s.url for s in named)}")
+        if url in [source.exclude for source in named] and not table.found.all():
+            example = table.keys[int(np.argmin(table.found))]
+            log.warning(
+                "%s: %d of %d keys found; %s, for one, is not there", url, table.found.sum(), len(table.keys), example
+            )
+
+
 def weights_of(
-    index: Index, shards: NDArray[np.int64], source: Source, key: str = f"{KEY}."
-) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-    """Yield the weights of the samples of each of some shards, all of one source, and their bytes. Raises UserError,
-    which begins with what the user calls the expression: `key` and `where` or `weight`."""
+    index: Index,
+    shards: NDArray[np.int64],
+    source: Source,
+    opened: Mapping[str, "Table"],
+    key: str = f"{KEY}.",
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]]]:
+    """Yield the weights of the samples of each of some shards, all of one source, their bytes, and the position in WHY
+    of the reason. Raises UserError, which begins with what the user calls the expression: `key` and `where` or
+    `weight`."""
     names = names_in(source.where) | names_in(source.weight)
-    tables = complete_tables([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
-    measured = [Measured(table) for table in tables] if names else []
-    given = [Table(url, names) for url in source.columns]
-    excluded = Table(source.exclude) if source.exclude else None
+    beside = tables_beside([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
+    tables = list(beside) if names else []
+    measured = [Measured(table) for table in tables if not table.missing()]
+    given = [opened[url] for url in source.columns]
+    excluded = opened[source.exclude] if source.exclude else None
     known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
     wanted = [name for name in known if name in names]
+    there = "; ".join([", ".join(known), *(unfinished(table, source.url) for table in tables if table.missing())])
     check_meaning(source, measured, given, key)
     keyed = wanted + (["key", "shard"] if given or excluded else [])
     for chunk in in_chunks(index, shards):
@@ -94,11 +135,19 @@ def weights_of(
         for other in given:
             table = other.join(table, wanted)
         gone = excluded.rows_of(table).is_valid().to_numpy() if excluded else np.zeros(len(table), bool)
-        weights, cuts = evaluate(table, ~gone, source, known, key), np.cumsum(lengths)[:-1]
-        yield from zip(np.split(weights, cuts), np.split(table[SIZE].to_numpy(), cuts), strict=True)
-    for table in (*given, *([excluded] if excluded else [])):
-        if not table.found:
-            raise UserError(f"{table.url}: none of its {len(table.keys)} keys is in {source.url}")
+        (weights, why), cuts = evaluate(table, ~gone, source, there, key), np.cumsum(lengths)[:-1]
+        sizes = np.split(table[SIZE].to_numpy(), cuts)
+        yield from zip(np.split(weights, cuts), sizes, np.split(why, cuts), strict=True)
+
+
+def unfinished(table: SampleTable, url: str) -> str:
+    """Return what an interrupted table of the shards at a URL is called, and what continues it."""
+    settings = table.about.settings
+    if "measures" not in settings:
+        return f"{table.folder} is not finished: the same eagleray data cluster continues it"
+    names = [*settings["measures"], *(f"json.{name}" for name in settings.get("json", {}))]
+    command = f"eagleray data measure {url} --columns {','.join(names)} out={table.folder}"
+    return f"{table.folder} is not finished: {command} continues it"
 
 
 def names_in(expression: str | None) -> set[str]:
@@ -126,8 +175,10 @@ def samples_where(
     """Yield for which samples of each shard the expression of the option `--where` is true, and their bytes. `columns`
     is the file of `--columns` or empty. Raises UserError."""
     source = Source(url=url, where=where, columns=(columns,) if columns else ())
-    for weight, size in weights_of(index, np.arange(len(index.shards)), source, key="--"):
+    tables = open_tables([source])
+    for weight, size, _ in weights_of(index, np.arange(len(index.shards)), source, tables, key="--"):
         yield weight > 0, size
+    check_found(tables, [source])
 
 
 def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
@@ -145,7 +196,7 @@ def own_columns(index: Index, shard: int, wanted: Sequence[str], measured: Seque
     if "shard" in wanted:
         columns["shard"] = pa.array([name]).take(pa.array(np.zeros(len(read), np.int64)))
     for table in measured:
-        columns |= table.columns_of(name, len(read), [c for c in table.names if c in wanted])
+        columns |= table.columns_of(index, shard, [c for c in table.names if c in wanted])
     return pa.table(columns)
 
 
@@ -156,7 +207,7 @@ class Table:
     def __init__(self, url: str, wanted: Collection[str] = ()) -> None:
         """Read the keys and the columns that are `wanted`. Raises UserError when there is no such table, it has no
         keys, or some of them twice, and when its files have other columns than each other."""
-        self.url, self.found = url, 0
+        self.url = url
         read = [_read(file, {"key", "shard", *wanted}) for file in files_of(url)]
         try:
             self.table = pa.concat_tables([table for table, _ in read], promote_options="permissive")
@@ -168,12 +219,13 @@ class Table:
         self.keys = self._joined(self.table["key"].cast(pa.string()), self.table["shard"] if self.by_shard else None)
         if len(pc.unique(self.keys)) < len(self.keys):
             raise UserError(f"{url}: has a key twice; a column shard tells samples of one key apart")
+        self.found = np.zeros(len(self.keys), bool)  # the keys that some sample has
         self.names = [c for c in dict.fromkeys(c for _, names in read for c in names) if c not in ("key", "shard")]
 
     def rows_of(self, samples: pa.Table) -> pa.ChunkedArray:
         """Return the row of each sample, by its columns key and shard; null where the table has none."""
         rows = pc.index_in(self._joined(samples["key"], samples["shard"]), value_set=self.keys)
-        self.found += len(rows) - rows.null_count
+        self.found[rows.drop_null().to_numpy()] = True
         return rows
 
     def join(self, samples: pa.Table, wanted: Sequence[str]) -> pa.Table:
@@ -217,13 +269,16 @@ class Measured:
                 start = first + end
         return places
 
-    def columns_of(self, shard: str, samples: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """Return some columns for the samples of a shard. Raises UserError when the shard had another number."""
+    def columns_of(self, index: Index, shard: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """Return some columns for the samples of a shard. Raises UserError when the shard had others, or another
+        order."""
         if not names:
             return {}
-        first, last = self.places.get(shard, (0, 0))
-        if last - first != samples:
-            raise UserError(f"{self.table.folder}: was measured before {shard} changed; delete it, and measure again")
+        name, samples = index.shards[shard].url.rpartition("/")[2], int(index.first[shard + 1] - index.first[shard])
+        first, last = self.places.get(name, (0, 0))
+        digests = self.table.about.shards.get(name)
+        if last - first != samples or (digests and not same_samples(index, shard, digests)):
+            raise UserError(f"{self.table.folder}: was measured before {name} changed; delete it, and measure again")
         size = sample_table.ROWS
         parts = [self._part(number).select(names) for number in range(first // size, -(-last // size))]
         whole = pa.concat_tables(parts).slice(first % size, samples)
@@ -276,46 +331,3 @@ def read_file(url: str) -> bytes:
         return store(url).get(url)
     except FileNotFoundError:
         raise UserError(f"{url}: no such table") from None
-
-
-def evaluate(
-    table: pa.Table, kept: NDArray[np.bool_], source: Source, known: Sequence[str], key: str
-) -> NDArray[np.float64]:
-    """Return the weights (n,) of rows by the expressions of a source; 0 of those that are not `kept` (n,). Raises
-    UserError for an expression that is wrong; `known` are the names that it may use."""
-    where = f"{key}where: {source.where}"
-    weight = f"{key}weight: {source.weight}"
-    if source.where:
-        found = _run(table, source.where, where, known)
-        if not (pa.types.is_boolean(found.type) or pa.types.is_null(found.type)):
-            raise UserError(f"{where}: expected true or false, got {found.type}")
-        kept = kept & found.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
-    out = np.zeros(len(table))
-    out[kept] = source.repeat
-    if source.weight:
-        found = _run(table.filter(pa.array(kept)), source.weight, weight, known)
-        if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
-            raise UserError(f"{weight}: expected numbers, got {found.type}")
-        out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
-        check_weights(np.append(out, 1), weight)  # that some are left is checked for all shards together
-    return out
-
-
-def _run(table: pa.Table, expression: str, name: str, known: Sequence[str]) -> pa.ChunkedArray:
-    """Return the values of an expression for every row."""
-    import duckdb
-
-    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
-        connection.register("samples", table)
-        for setting in ("SET enable_external_access=false", "SET lock_configuration=true"):
-            connection.execute(setting)
-        sql = f"SELECT (\n{expression}\n) AS value FROM samples"
-        try:
-            found = connection.sql(sql).to_arrow_table()
-        except (duckdb.Error, RuntimeError, AttributeError) as e:
-            line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            names = f"; there are {', '.join(known)}" if "not found in FROM" in line else ""
-            raise UserError(f"{name}: {line}{names}") from None
-    if found.column_names != ["value"] or len(found) != len(table):
-        raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")
-    return found["value"]

@@ -1,15 +1,23 @@
-"""Decodes image files, JPEG with torchvision and all other formats with PIL, by content and not by file name."""
+"""Decodes image files, JPEG with torchvision and all other formats with PIL, by content and not by file name.
+
+Where torchvision has no decoder of JPEG any more, simplejpeg gives the same pixels.
+"""
 
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from PIL import Image
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from eagleray.data.channels import decode_channels
 from eagleray.data.pixels import BadImage, open_upright, reason
+
+try:
+    from torchvision.io import ImageReadMode, decode_jpeg
+except ImportError:  # it is deprecated
+    decode_jpeg = None
 
 if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which has no other files of eagleray
     from eagleray.config.channels import Channel
@@ -18,6 +26,7 @@ MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
 # Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
 MAX_SCANS = 100
 JPEG = b"\xff\xd8"  # the first bytes of such a file
+EXIF, ORIENTATION = b"Exif\0\0", 0x112
 
 
 def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tensor:
@@ -36,10 +45,22 @@ def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tens
 def _jpeg(data: bytes | memoryview) -> Tensor:
     if check_jpeg(data)[2] == 4:  # only PIL decodes Adobe's inverted CMYK
         return _other(data)
+    if decode_jpeg is None:
+        return _of_simplejpeg(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the bytes are read-only, and nobody writes to them
         view = torch.frombuffer(data, dtype=torch.uint8)
     return decode_jpeg(view, ImageReadMode.RGB, apply_exif_orientation=True)
+
+
+def _of_simplejpeg(data: bytes | memoryview) -> Tensor:
+    import simplejpeg
+
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB")
+    except ValueError:  # of what others only warn about: PIL takes or refuses it
+        return _other(data)
+    return upright(torch.from_numpy(pixels).permute(2, 0, 1), orientation(data)).contiguous()
 
 
 def check_jpeg(data: bytes | memoryview) -> tuple[int, int, int]:
@@ -87,3 +108,29 @@ def jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
 
 def _other(data: bytes | memoryview) -> Tensor:
     return torch.from_numpy(open_upright(data)).permute(2, 0, 1)
+
+
+def orientation(data: bytes | memoryview) -> int:
+    """Return how a JPEG's camera was held, 1 to 8 as EXIF counts them; 1 where it does not say. Raises BadImage."""
+    for kind, at in jpeg_segments(data):
+        if is_frame(kind):
+            break
+        if kind == 0xE1 and data[at + 4 : at + 10] == EXIF:
+            exif = Image.Exif()
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about damaged tags
+                    exif.load(bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4])]))
+                    found = int(exif.get(ORIENTATION, 1))
+            except Exception:  # whatever a damaged table of tags leads to
+                return 1
+            return found if 1 <= found <= 8 else 1
+    return 1
+
+
+def upright(image: Tensor, turned: int) -> Tensor:
+    """Turn or mirror an image (3, H, W) by its EXIF orientation."""
+    if turned > 4:
+        image = image.mT
+    flips = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}.get(turned)
+    return image.flip(flips) if flips else image

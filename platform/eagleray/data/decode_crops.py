@@ -4,26 +4,23 @@ A JPEG is stored in blocks of 8 x 8 pixels, of which a decoder can compute 4 x 4
 fraction of the time, and where every crop is reduced further the views hardly differ.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.channels import Channel
-from eagleray.data.decode import JPEG, check_jpeg, decode, is_frame, jpeg_segments, jpeg_size
+from eagleray.data.decode import JPEG, check_jpeg, decode, jpeg_size, orientation, upright
 from eagleray.views import sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 Boxes = NDArray[np.int64]  # (V, 4) top, left, height and width in pixels
 FACTORS = (8, 4, 2)
-EXIF, ORIENTATION = b"Exif\0\0", 0x112
 
 
 def check_scaled(channels: Sequence[Channel]) -> None:
@@ -97,29 +94,3 @@ def _reduced(
     if pixels.shape[:2] != (least["min_height"], least["min_width"]):
         return None
     return upright(torch.from_numpy(pixels).permute(2, 0, 1), turned), reduced(placed, by)
-
-
-def orientation(data: bytes | memoryview) -> int:
-    """Return how a JPEG's camera was held, 1 to 8 as EXIF counts them; 1 where it does not say. Raises BadImage."""
-    for kind, at in jpeg_segments(data):
-        if is_frame(kind):
-            break
-        if kind == 0xE1 and data[at + 4 : at + 10] == EXIF:
-            exif = Image.Exif()
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about damaged tags
-                    exif.load(bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4])]))
-                    found = int(exif.get(ORIENTATION, 1))
-            except Exception:  # whatever a damaged table of tags leads to
-                return 1
-            return found if 1 <= found <= 8 else 1
-    return 1
-
-
-def upright(image: Tensor, turned: int) -> Tensor:
-    """Turn or mirror an image (3, H, W) by its EXIF orientation."""
-    if turned > 4:
-        image = image.mT
-    flips = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}.get(turned)
-    return image.flip(flips) if flips else image

@@ -8,7 +8,7 @@ import functools
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class About:
     images: int
     note: str = ""  # for people
     format: int = FORMAT
+    shards: Mapping[str, list[str]] = field(default_factory=dict)  # `shard_digests`; older tables do not say it
 
     def difference(self, other: "About") -> str:
         """Return what of this another table has otherwise, such as `size=224`; empty if their rows are equal."""
@@ -158,11 +159,17 @@ def homes(shards: Iterable[Blob]) -> set[str]:
 def complete_tables(shards: Iterable[Blob], inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
     """Yield the tables in the folder `inside` beside some shards that are wanted and complete; none where the shards
     are in several folders."""
+    return (table for table in tables_beside(shards, inside, wanted) if not table.missing())
+
+
+def tables_beside(shards: Iterable[Blob], inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
+    """Yield the tables in the folder `inside` beside some shards that are wanted, complete or not; none where the
+    shards are in several folders."""
     home, *others = homes(shards)
     if others:
         return
     folders = {b.url.rpartition("/")[0] for b in store(home).walk(f"{home}/{inside}/") if b.url.endswith(f"/{ABOUT}")}
     for folder in sorted(folders):
         about = read_about(folder)
-        if about and wanted(about) and not (table := SampleTable(folder, about)).missing():
-            yield table
+        if about and wanted(about):
+            yield SampleTable(folder, about)

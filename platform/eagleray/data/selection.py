@@ -28,16 +28,28 @@ class Selection:
     weight: NDArray[np.float32]  # (N,)
     kept_bytes: int = 1  # of the samples that are read at all
     bytes: int = 1  # of all samples
+    left_out: tuple[dict[str, int], ...] = ()  # of each source, how many samples are not read, by the reason
+    scales: bool = False  # all weights are scaled to a whole sum first, as in runs that were begun so
 
     @functools.cached_property
     def sum(self) -> float:
         """The sum of all weights."""
         return sum(float(part.sum(dtype=np.float64)) for part in self._parts())
 
+    @functools.cached_property
+    def whole(self) -> int:
+        """The sum of all weights, each rounded down."""
+        return sum(int(np.floor(part).sum(dtype=np.float64)) for part in self._parts())
+
+    @functools.cached_property
+    def rest(self) -> float:
+        """The sum of what is left of the weights after rounding down."""
+        return sum(float((part - np.floor(part)).sum(dtype=np.float64)) for part in self._parts())
+
     @property
     def total(self) -> int:
-        """Return the readings of an epoch."""
-        return round(self.sum)
+        """Return the readings of an epoch: one at least for what is left, so that no sample is never read."""
+        return round(self.sum) if self.scales else self.whole + max(round(self.rest), int(self.rest > 0))
 
     @functools.cached_property
     def kept(self) -> int:
@@ -52,17 +64,21 @@ class Selection:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of all weights."""
-        return hashlib.sha256(self.weight.tobytes()).hexdigest()[:16]
+        """A digest of all weights, and of how they are rounded where they are not whole."""
+        exact = "" if self.scales or not self.rest else "-exact"
+        return hashlib.sha256(self.weight.tobytes()).hexdigest()[:16] + exact
 
     def copies(self, *, seed: int, epoch: int) -> NDArray[np.uint16]:
         """Return how often each sample (N,) is read in an epoch: its weight, rounded down or up.
 
         What is left of the weights after rounding down is laid out along a line, in a random order, and a sample is
-        read once more for a point u, 1 + u, 2 + u, ... in its stretch, where u is drawn for the epoch: systematic
-        sampling."""
+        read once more for a point u, 1 + u, 2 + u, ... in its stretch, where u is drawn for the epoch from those for
+        which there are as many points in every epoch: systematic sampling."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
-        scale = self.total / max(self.sum, 1e-300)
+        scale = self.total / max(self.sum, 1e-300) if self.scales else 1.0
+        if not self.scales:  # with this u, and floor(x + u) points up to x, self.rest has just so many
+            spare = self.total - self.whole - self.rest
+            u = max(spare, 0.0) + u * (1 - abs(spare))
         out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
         for number, part in enumerate(self._parts()):
             rows = out[number * CHUNK : number * CHUNK + len(part)]
@@ -103,11 +119,13 @@ def visits_of(copies: NDArray[np.uint16], starts: NDArray[np.int64]) -> Visits:
     """Return the visits of an epoch in which samples are read so often, in blocks that begin at `starts` (B + 1,)."""
     most = np.maximum.reduceat(copies, starts[:-1]).astype(np.int64) if len(copies) else np.zeros(0, np.int64)
     blocks = np.repeat(np.arange(len(most)), most)
-    number = np.arange(len(blocks)) - np.repeat(np.cumsum(most) - most, most)
     sizes = np.empty(len(blocks), np.int64)
+    first, many = np.cumsum(most) - most, np.diff(starts)  # the first visit of each block, and its samples
     for c in range(int(most.max(initial=0))):
-        mine = number == c
-        sizes[mine] = np.add.reduceat(copies > c, starts[:-1], dtype=np.int64)[blocks[mine]]
+        if not (busy := most > c).all():  # one large weight costs visits of its block, not of all
+            copies = copies[np.repeat(busy, many)]
+            first, many, most = first[busy], many[busy], most[busy]
+        sizes[first + c] = np.add.reduceat(copies > c, np.cumsum(many) - many, dtype=np.int64)
     return Visits(blocks, sizes)
 
 

@@ -20,7 +20,7 @@ from eagleray.base.errors import UserError
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.columns import MEASURED
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.digests import data_digest
+from eagleray.data.digests import data_digest, shard_digests
 from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.datasets import sidecars
@@ -131,7 +131,8 @@ def measure(
     if fields:
         settings["json"] = sidecars.kinds_of(index, fields)
     folder = out or f"{home_of(index)}/{MEASURED}/{'-'.join(names)}"
-    about = About(MEASURED, settings, data_digest(index, np.arange(len(index))), len(index))
+    data = data_digest(index, np.arange(len(index)))
+    about = About(MEASURED, settings, data, len(index), shards=shard_digests(index))
     table = SampleTable.create(folder, about)
     missing = table.missing()
     done = len(index) - sum(len(table.samples(number)) for number in missing)
@@ -139,9 +140,23 @@ def measure(
     for number in run(measure_part, [Part(number, table, url) for number in missing]):
         done += len(table.samples(number))
         tick(done, len(index))
-    for line in sidecars.fault_lines(table) if fields else ():
+    for line in (*(undecoded(table) if measures else ()), *(sidecars.fault_lines(table) if fields else ())):
         note(line)
     return table
+
+
+def undecoded(table: SampleTable) -> Iterator[str]:
+    """Yield a line about the images of a table that did not decode, if there are any."""
+    column = next(iter(MEASURES[table.about.settings["measures"][0]][1]))
+    count, example = 0, ""
+    for number in table.parts:
+        rows = table.read(number, [column, "shard", "key"])
+        without = rows.filter(rows[column].is_null())
+        if len(without) and not count:
+            example = "/".join(str(without[name][0]) for name in ("shard", "key"))
+        count += len(without)
+    if count:
+        yield f"{count:,} of {table.about.images:,} images did not decode, such as {example}: their columns are null"
 
 
 def measure_part(part: Part) -> int:

@@ -43,7 +43,12 @@ def choice_of_plan(plan: Plan) -> Choice:
         text += [f"{k} of source {number + 1}: {v}" for k, v in said.items()]
     whole = choice_of(selection.weight > 0, (selection.kept_bytes, selection.bytes), index, text)
     columns = ["Source", "Images", "Read", "Readings in an epoch", "% of an epoch"]
-    return Choice(selection.digest, [*whole.tables, ("What each source gives", columns, rows)], whole.sheets, text)
+    tables = [*whole.tables, ("What each source gives", columns, rows)]
+    if selection.left_out:
+        urls = [source.url for source in dict.fromkeys(index.sources)]
+        lost = [[url, *counts.values()] for url, counts in zip(urls, selection.left_out, strict=True)]
+        tables.append(("What is left out, and why", ["Source", *selection.left_out[0]], lost))
+    return Choice(selection.digest, tables, whole.sheets, text)
 
 
 def some_of(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:

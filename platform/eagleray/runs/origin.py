@@ -6,6 +6,7 @@ repeated.
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import eagleray
 from eagleray.base import devices
+from eagleray.base.errors import UserError
 from eagleray.config.plugins import Copy
 from eagleray.data.digests import LENGTH
 from eagleray.data.index import Index
@@ -21,6 +23,10 @@ from eagleray.protocols.digests import digest
 from eagleray.runs.recipe import Recipe
 
 DIGESTS = ("recipe", "data", "order", "code")
+CHANGED = {
+    "data": "the shards of data.train are not those",
+    "order": "a table of data.train (columns, exclude, or one beside the shards) or the order is not the one",
+}
 
 
 def shards_digest(index: Index) -> str:
@@ -35,6 +41,19 @@ def order_digest(stream: Stream) -> str:
     blocks = hashlib.sha256(stream.visits.sizes.tobytes()).hexdigest()
     chosen = [stream.selection.digest] if stream.selection else []
     return digest(stream.seed, stream.lanes, stream.batch, blocks, *chosen)
+
+
+def check_same_order(origin: Mapping[str, str], state: Mapping[str, Any] | None, out: str) -> None:
+    """Raises UserError when the data or the order is not that of the run whose checkpoint's `state` is to continue.
+
+    Nothing is expected of a checkpoint that does not say what they were."""
+    begun = (state or {}).get("origin", {})
+    for name, what in CHANGED.items():
+        if begun.get(name, origin[name]) != origin[name]:
+            raise UserError(
+                f"{out}: {what} that the run has read by up to step {state and state['step']}, so it cannot continue "
+                f"exactly; put back what was there, or begin another run with start.from={out}"
+            )
 
 
 @functools.cache

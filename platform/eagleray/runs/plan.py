@@ -58,6 +58,17 @@ class Plan:
         values = digest(written), origin.shards_digest(self.index), origin.order_digest(self.stream)
         return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
 
+    def as_begun(self, order: str | None) -> "Plan":
+        """Return the plan of a run that was begun with this digest of its order. It differs where weights are not whole
+        and the version that began the run scaled the whole ones too."""
+        selection = self.stream.selection
+        if selection is None or order in (None, self.origin["order"]):
+            return self
+        stream = replace(self.stream, selection=replace(selection, scales=True))
+        if origin.order_digest(stream) != order:
+            return self
+        return replace(self, stream=stream, steps=steps_of(self.recipe, stream))
+
     def at(self, step: int) -> Progress:
         return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs, self.recipe.seed)
 
@@ -194,8 +205,13 @@ def open_plan(
     )
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)
+    return Plan(recipe, stream, test, steps_of(recipe, stream))
+
+
+def steps_of(recipe: Recipe, stream: Stream) -> int:
+    """Return the steps of a whole run."""
     steps = recipe.optim.epochs * stream.steps_per_epoch
-    return Plan(recipe, stream, test, min(steps, recipe.max_steps or steps))
+    return min(steps, recipe.max_steps or steps)
 
 
 def check_shares(recipe: Recipe, norm_group: int | None) -> None:

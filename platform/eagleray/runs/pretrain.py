@@ -39,7 +39,7 @@ from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
-from eagleray.runs.origin import arithmetic
+from eagleray.runs.origin import arithmetic, check_same_order
 from eagleray.runs.plan import Plan, open_plan
 from eagleray.runs.profile import profiled
 from eagleray.runs.rank_run import RankRun, Stateful, clock_of
@@ -84,6 +84,8 @@ def pretrain(
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
         state = newest_checkpoint(folder)
         resumes = state is not None
+        plan = plan.as_begun((state or {}).get("origin", {}).get("order"))
+        check_same_order(plan.origin, state, folder.out)
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
         about = plan.origin | arithmetic(recipe, world.device)

@@ -53,6 +53,7 @@ class Task:
     gpus: bool  # each rank has an accelerator
     threads: int | None  # of a CPU; None: PyTorch's choice
     from_start: bool  # with fresh weights where no checkpoint is early enough
+    order: str | None = None  # the digest of the order in which the run took the step
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def take(task: Task, note: Note) -> Taken:
         cpu_threads(task.threads),
         numerics(precision, deterministic=recipe.deterministic),
     ):
-        plan = open_data(recipe, task.out, Path(scratch), note)
+        plan = open_data(recipe, task.out, Path(scratch), note).as_begun(task.order)
         try:
             state = checkpoint_below(recipe, task.out, Path(scratch), task.first)
         except FileNotFoundError as e:  # the run goes on, and keeps newer ones

@@ -1,0 +1,117 @@
+"""Evaluates expressions of SQL about samples with DuckDB, which can read no files meanwhile.
+
+A run that continues evaluates them anew. So a function that may give another value then, as random() does, is refused.
+"""
+
+import functools
+import json
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eagleray.base.errors import UserError
+from eagleray.config.source import Source
+from eagleray.data.selection import check_weights
+
+WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # why a sample is read, or not
+CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # written as columns are
+CONSTANT_TABLES = ("unnest", "range", "generate_series", "json_each", "json_tree")
+UNSTABLE = f"""
+    SELECT DISTINCT function_name FROM duckdb_functions()
+    WHERE stability <> 'CONSISTENT' OR macro_definition LIKE '%current_%'
+        OR function_name LIKE 'current_local%' -- which DuckDB takes for constants
+        OR function_type = 'table' AND function_name NOT IN {CONSTANT_TABLES}
+            AND function_name NOT IN (SELECT function_name FROM duckdb_functions() WHERE function_type = 'scalar')
+"""
+
+
+def evaluate(
+    table: pa.Table, kept: NDArray[np.bool_], source: Source, there: str, key: str
+) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """Return the weights (n,) of rows by the expressions of a source, 0 of those that are not `kept` (n,), and for each
+    row the position in WHY of the reason. Raises UserError for an expression that is wrong; `there` says which names it
+    may use."""
+    where = f"{key}where: {source.where}"
+    weight = f"{key}weight: {source.weight}"
+    why = np.where(kept, WHY.index("read"), WHY.index("excluded")).astype(np.uint8)
+    if source.where:
+        found = _run(table, source.where, where, there)
+        if not (pa.types.is_boolean(found.type) or pa.types.is_null(found.type)):
+            raise UserError(f"{where}: expected true or false, got {found.type}")
+        true = found.cast(pa.bool_()).fill_null(False).to_numpy()
+        why[kept & ~true] = WHY.index("where is false")
+        why[kept & found.is_null().to_numpy()] = WHY.index("where is null")
+        kept = kept & true
+    out = np.zeros(len(table))
+    out[kept] = source.repeat
+    if source.weight:
+        found = _run(table.filter(pa.array(kept)), source.weight, weight, there)
+        if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
+            raise UserError(f"{weight}: expected numbers, got {found.type}")
+        out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
+        check_weights(np.append(out, 1), weight)  # that some are left is checked for all shards together
+        why[kept & (out == 0)] = WHY.index("weight is 0")
+    return out, why
+
+
+def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedArray:
+    """Return the values of an expression for every row."""
+    import duckdb
+
+    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
+        connection.register("samples", table)
+        for setting in ("SET enable_external_access=false", "SET lock_configuration=true"):
+            connection.execute(setting)
+        sql = f"SELECT (\n{expression}\n) AS value FROM samples"
+        if changing := changes_in(connection, sql, table.column_names):
+            raise UserError(
+                f"{name}: {changing[0]} may give another value when the run continues; expected columns and functions "
+                "that depend on them alone"
+            )
+        try:
+            found = connection.sql(sql).to_arrow_table()
+        except (duckdb.Error, RuntimeError, AttributeError) as e:
+            line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            names = f"; there are {there}" if "not found in FROM" in line else ""
+            raise UserError(f"{name}: {line}{names}") from None
+    if found.column_names != ["value"] or len(found) != len(table):
+        raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")
+    return found["value"]
+
+
+@functools.cache
+def unstable() -> frozenset[str]:
+    """Return the names of DuckDB's functions that may give another value when they are called again."""
+    import duckdb
+
+    with duckdb.connect(":memory:") as connection:
+        return frozenset(name for (name,) in connection.execute(UNSTABLE).fetchall())
+
+
+def changes_in(connection: Any, sql: str, columns: Collection[str]) -> list[str]:
+    """Return what may give another value when a statement about these columns is run again; nothing of a statement that
+    DuckDB does not understand."""
+    ((text,),) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
+    found = []
+    for part in parts_of(json.loads(text)):
+        name = part.get("function_name", "")
+        arguments = part.get("arguments", part.get("children", ()))  # of DuckDB 2, and of older ones
+        if name in unstable() or (name == "age" and len(arguments) == 1):  # since then until now
+            found.append(f"{name}()")
+        if part.get("sample"):
+            found.append("a sample of rows")
+        if part.get("class") == "COLUMN_REF":
+            known = {column.lower() for column in columns}
+            found += [n for n in part["column_names"] if n.lower() in CLOCKS and n.lower() not in known]
+    return found
+
+
+def parts_of(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield all mappings in a tree of JSON."""
+    if isinstance(tree, dict):
+        yield tree
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from parts_of(part)
