@@ -69,7 +69,8 @@ class TaskWaiting(Waiting):
         return {}  # tasks are in none
 
     def look(self) -> bool:
-        return joining() and super().look()  # a Ray of this machine alone has room
+        """Do as every Waiting, but nothing in a Ray of this machine alone, which has room."""
+        return joining() and super().look()
 
     def _placed(self) -> bool:
         """Return whether a machine is large enough for a task, and a task has begun, so that the others take turns."""
