@@ -172,8 +172,6 @@ def test_a_file_of_tensors_needs_its_architecture(tmp_path: Path):
     assert found.digest != load_target("untrained:resnet18").digest
     with pytest.raises(UserError, match=r"^resnt18: timm has no such model"):
         load_target(str(tmp_path / "w.pth"), "resnt18")
-    with pytest.raises(UserError, match=r"^hf:a/b: needs --architecture NAME, the timm model that its weights fit$"):
-        load_target("hf:a/b")
 
 
 def test_pixels_are_as_the_weights_want_them():

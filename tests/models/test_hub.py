@@ -17,6 +17,8 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from eagleray.base.errors import UserError
+from eagleray.evaluation.target import load_target
+from eagleray.models.backbone import Backbone
 from eagleray.models.pixels import OURS
 from eagleray.models.weights import fill
 from eagleray.runs.restore import public_weights
@@ -140,3 +142,15 @@ def test_a_repository_that_needs_a_token_says_so(gate: type[BaseHTTPRequestHandl
     assert "accept its terms there and set HF_TOKEN to a token that may read it" in refused(f"hf:{NAME}")
     gate.code = "RepoNotFound"  # type: ignore[attr-defined]
     assert "no such repository, or a private one; set HF_TOKEN" in refused(f"hf:{NAME}")
+
+
+def test_an_evaluation_asks_for_the_architecture_and_takes_the_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"^hf:a/b: needs --architecture NAME, the timm model that its weights fit$"):
+        load_target("hf:a/b")
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    theirs = Backbone("resnet18")
+    cached(tmp_path, theirs.model.state_dict(), {"preprocessor_config.json": half})
+    found = load_target(f"hf:{NAME}", "resnet18")
+    assert found.pixels == ((0.5,) * 3, (0.5,) * 3)
+    assert torch.equal(found.backbone.model.conv1.weight, theirs.model.conv1.weight)
