@@ -102,10 +102,12 @@ def _rgb(image: Image.Image) -> NDArray[np.uint8]:
 
     out = np.empty((height, width, 3), np.uint8)
     deep = image.mode.startswith("I") or image.mode == "F"  # 16 bits and more, which Pillow would clip to white
-    unit = _unit(parts(), fractions=image.mode == "F") if deep else None
+    unit = _unit(parts(), fractions=image.mode == "F") if deep else np.float32(1)
     for top, part in zip(range(0, height, rows), parts(), strict=True):
-        values = (np.array(part, np.float32) * unit).astype(np.uint8)[..., None] if deep else part.convert("RGB")
-        out[top : top + rows] = values
+        if deep:
+            out[top : top + rows] = (np.array(part, np.float32) * unit).astype(np.uint8)[..., None]
+        else:
+            out[top : top + rows] = np.asarray(part.convert("RGB"))
     return out
 
 

@@ -223,9 +223,9 @@ def from_timm(source: str, key: str = KEY) -> Weights:
     except Exception as e:  # of many libraries: no network, a full disk, no such file
         why = (str(e).splitlines() or [""])[0]
         raise UserError(f"{key}={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
-    known = timm.get_pretrained_cfg(name)
-    assert known is not None  # its weights were just loaded by this name
-    return from_module(source, model, key)._replace(pixels=Pixels(tuple(known.mean), tuple(known.std)))
+    settings = timm.get_pretrained_cfg(name)
+    assert settings is not None  # its weights were just loaded by this name
+    return from_module(source, model, key)._replace(pixels=Pixels(tuple(settings.mean), tuple(settings.std)))
 
 
 def from_hub(source: str, key: str = KEY) -> Weights:
