@@ -114,7 +114,7 @@ def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> 
 
     `named`: the recipe may be a stranger's, so none is loaded that the user has not named before. Raises PluginError
     then, and when an entry of a resolved recipe has another digest than the source."""
-    folders = (folder / FOLDER, folder) if folder else ()
+    folders = [folder / FOLDER, folder] if folder else []
     plugins: dict[str, Plugin] = {}
     for name, digest in _entries(listed):
         known = _known(name)

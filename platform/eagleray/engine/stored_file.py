@@ -29,7 +29,7 @@ def parse_manifest(text: bytes) -> dict[str, Any] | None:
     of other files."""
     with contextlib.suppress(ValueError, RecursionError):
         manifest = json.loads(text)
-        shards = manifest.get("shards", {}) if isinstance(manifest, dict) else None
+        shards: Any = manifest.get("shards", {}) if isinstance(manifest, dict) else None
         files = [manifest, *shards.values()] if isinstance(shards, dict) else [None]
         if all(map(_describes_file, files)) and all(n == METADATA or SHARD_FILE.fullmatch(n) for n in shards):
             return dict(manifest)
