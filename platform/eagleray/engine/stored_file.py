@@ -29,12 +29,9 @@ def parse_manifest(text: bytes) -> dict[str, Any] | None:
     of other files."""
     with contextlib.suppress(ValueError, RecursionError):
         manifest = json.loads(text)
-        shards = manifest.get("shards", {}) if isinstance(manifest, dict) else None
-        if (
-            isinstance(shards, dict)
-            and all(map(_describes_file, (manifest, *shards.values())))
-            and all(n == METADATA or SHARD_FILE.fullmatch(n) for n in shards)
-        ):
+        shards: Any = manifest.get("shards", {}) if isinstance(manifest, dict) else None
+        files = [manifest, *shards.values()] if isinstance(shards, dict) else [None]
+        if all(map(_describes_file, files)) and all(n == METADATA or SHARD_FILE.fullmatch(n) for n in shards):
             return dict(manifest)
     return None
 
