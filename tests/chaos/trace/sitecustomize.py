@@ -2,6 +2,7 @@
 
 With EAGLERAY_TRACE=DIR, `Loader.batches` writes one JSON line per step that it hands over to `DIR/rank-<pid>.jsonl`,
 and with EAGLERAY_PACE=SECONDS it takes at least so long over one. With EAGLERAY_SAVE=SECONDS, so does a checkpoint.
+With EAGLERAY_UNREADABLE=RANK, no image of an evaluation can be read on that rank.
 With EAGLERAY_SKEW=SECONDS, the clock of the machine is so much ahead.
 Nothing else changes: a `sitecustomize` of the site's own, which this one hides, is run as well.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 
 class Hook:
-    """Patches two modules once they have been imported; all other imports are none of its business."""
+    """Patches a few modules once they have been imported; all other imports are none of its business."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in PATCHES else None
@@ -75,7 +76,24 @@ def patch_checkpoint(module: ModuleType) -> None:
     module.Writer._verify = slowed(module.Writer._verify)  # type: ignore[attr-defined]
 
 
-PATCHES = {"eagleray.data.loader": patch_loader, "eagleray.engine.checkpoint": patch_checkpoint}
+def unreadable(embedded: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*given: Any) -> Any:
+        if os.environ.get("EAGLERAY_UNREADABLE", "none") == os.environ.get("RANK", "0"):
+            raise RuntimeError("no image can be read")
+        return embedded(*given)
+
+    return wrapped
+
+
+def patch_features(module: ModuleType) -> None:
+    module.embedded = unreadable(module.embedded)  # type: ignore[attr-defined]
+
+
+PATCHES = {
+    "eagleray.data.loader": patch_loader,
+    "eagleray.engine.checkpoint": patch_checkpoint,
+    "eagleray.protocols.features": patch_features,
+}
 
 
 def skew(seconds: float) -> None:
