@@ -28,7 +28,8 @@ class SKResNet(ResNet):
         channels = [width * c for c in (64, 128, 256, 512)]
         stem = {"stem_type": "deep", "stem_width": width * 32}
         super().__init__(SKBottleneck, channels=channels, avg_down=True, **stem, **options)  # type: ignore[arg-type]
-        self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)  # TensorFlow's: an even side is padded at its end alone
+        # TensorFlow's padding: of an even side at its end alone.
+        self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)  # type: ignore[assignment]
 
     def init_weights(self, zero_init_last: bool = True) -> None:
         """Initialise convolutions by their inputs, as in the authors' code, and the norms as timm does."""
