@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from eagleray.base.files import read_lines
 from eagleray.engine.export import to_timm
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
+from eagleray.runs import layout
 
 ROOT = Path(eagleray.__file__).parent
 QUICK: dict[str, Any] = {"evaluate.probe_epochs": 0, "evaluate.limit": 32}
@@ -117,6 +119,13 @@ def test_a_run_its_checkpoint_and_its_export_are_one_backbone(run: eagleray.Run,
             assert torch.allclose(backbone(x).pooled, want, atol=1e-5), source
     with pytest.raises(eagleray.UserError, match=r"none\.pt: no such checkpoint"):
         eagleray.load(tmp_path / "none.pt")
+
+
+def test_the_export_of_a_run_says_what_it_was_made_from(run: eagleray.Run):
+    described = json.loads((run.folder / "export" / "backbone.json").read_text())
+    begun = read_lines(run.folder / layout.STARTS)[-1]
+    assert list(described["origin"]) == ["recipe", "data", "order", "code"]
+    assert described["origin"].items() <= begun.items()
 
 
 @pytest.mark.parametrize("keys", [{"pool": "mean"}, {"position": "dino"}, {"norm": "batch", "position": "sincos"}])

@@ -106,7 +106,7 @@ def test_an_image_that_is_gone_or_changed_is_refused_in_a_line(
     victim.unlink() if harm == "is gone" else victim.write_bytes(victim.read_bytes()[:-7])
     (tmp_path / "small.yaml").write_text(SMALL)
     line = refused(capsys, "pretrain", str(tmp_path / "small.yaml"), f"data.train={photos}", f"out={tmp_path / 'out'}")
-    assert line == f"error: {victim}: {harm} since it was indexed; `eagleray index {photos}` accepts that"
+    assert line == f"error: data.train: {victim}: {harm} since it was indexed; `eagleray index {photos}` accepts that"
     [(_, images, bad)] = write_index(str(photos))
     assert (images, bad) == (IMAGES - (harm == "is gone"), 0)
     opened(photos)

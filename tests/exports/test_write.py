@@ -221,7 +221,9 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch):
     write.check_target("timm")
 
 
-def test_the_lines_that_load_are_python():
-    folder = Path('/it\'s "here"')
+def test_the_lines_that_load_are_python(tmp_path: Path):
+    folder = tmp_path / 'it\'s "here"'
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["ViTModel"]}')
     for line in (timm_hub.line, hugging_face.line, traced.onnx_line, traced.torch_line):
         compile(line(folder), "line", "eval")

@@ -231,10 +231,10 @@ def test_a_broken_plugin_is_one_line_and_status_2(case: str, mine: Path, shards:
     assert wanted in refused(capsys, "pretrain", *arguments(mine, shards, tmp_path / "out", *SHORT))
 
 
-def test_a_method_of_ours_is_not_replaced(mine: Path, capsys: Any):
+def test_a_method_of_ours_is_not_replaced(mine: Path, shards: Path, tmp_path: Path, capsys: Any):
     path = mine.parent / "my_method.py"
     path.write_text(path.read_text().replace("cosine_pairs", "dino"))
-    line = refused(capsys, "show", str(mine), "method.name=dino")
+    line = refused(capsys, "pretrain", *arguments(mine, shards, tmp_path / "out", *SHORT, "method.name=dino"))
     assert "method.name: 'dino' already exists in eagleray; rename the one that my_method registers" in line
 
 
