@@ -31,6 +31,7 @@ from eagleray.evaluation.results import Result
 from eagleray.evaluation.target import Target, expect, load_target
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
+from eagleray.models.pixels import Pixels
 from eagleray.protocols import feature_types
 from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled, labelled_samples
 from eagleray.protocols.knn import knn
@@ -176,7 +177,7 @@ def test_a_file_of_tensors_needs_its_architecture(tmp_path: Path):
 
 def test_pixels_are_as_the_weights_want_them():
     plain, other = network("resnet50").eval(), network("resnet50").eval()
-    expect(other, (0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
+    expect(other, Pixels((0.5, 0.5, 0.5), (0.25, 0.5, 1.0)))
     raw = torch.rand(2, 3, 32, 32)
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (MEAN, STD))
     theirs = (raw - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)

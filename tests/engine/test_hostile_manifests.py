@@ -16,12 +16,17 @@ from eagleray.engine.serialise import sha256
 from eagleray.storage.blob import Blob
 
 
-@pytest.mark.parametrize("count", counts(100))
-def test_a_changed_manifest_costs_its_own_checkpoint_at_most(count: int | None, tmp_path: Path):
-    place = Place(str(tmp_path / "checkpoints"), tmp_path / "scratch")
+def two_checkpoints(folder: Path) -> tuple[Place, Path]:
+    """A place with checkpoints of steps 1 and 2, and the manifest of the second."""
+    place = Place(str(folder / "checkpoints"), folder / "scratch")
     for step in (1, 2):
         keep_one(place.writer(), step)
-    path = tmp_path / "checkpoints" / "step-000000002.json"
+    return place, folder / "checkpoints" / "step-000000002.json"
+
+
+@pytest.mark.parametrize("count", counts(100))
+def test_a_changed_manifest_costs_its_own_checkpoint_at_most(count: int | None, tmp_path: Path):
+    place, path = two_checkpoints(tmp_path)
     text = path.read_bytes()
 
     def check(data: bytes) -> None:
@@ -36,10 +41,7 @@ def test_a_changed_manifest_costs_its_own_checkpoint_at_most(count: int | None, 
 
 @pytest.mark.parametrize("count", counts(100))
 def test_a_changed_list_of_rows_costs_its_own_checkpoint_at_most(count: int | None, tmp_path: Path):
-    place = Place(str(tmp_path / "checkpoints"), tmp_path / "scratch")
-    for step in (1, 2):
-        keep_one(place.writer(), step)
-    path = tmp_path / "checkpoints" / "step-000000002.json"
+    place, path = two_checkpoints(tmp_path)
     folder = path.with_suffix(".shards")
     folder.mkdir()
     shards = {}

@@ -104,7 +104,7 @@ def test_a_repository_says_the_colours_of_its_weights(
     assert weights.pixels == want
     warning = fill(network(), weights).warning
     if want is None:
-        assert warning.startswith(f"warning: start.from=hf:{NAME}: its repository says no mean and deviation of pixels")
+        assert warning.startswith(f"start.from=hf:{NAME}: its repository says no mean and deviation of pixels")
     else:
         assert not warning
 

@@ -235,7 +235,7 @@ def check_teacher(recipe: Recipe, network: Network) -> None:
 def warn(report: pretrained_weights.Report) -> None:
     """Say what is wrong with the colours that a backbone gets, if anything is."""
     if report.warning:
-        say(report.warning)
+        say(f"warning: {report.warning}")
 
 
 def check_device(recipe: Recipe) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from eagleray.reports import listing, write
 from eagleray.reports.listing import Listed
 from eagleray.reports.watch import Watch
+from eagleray.runs.metrics import full_name
 
 Source = str | os.PathLike[str]  # a Run is one, too
 
@@ -50,5 +51,6 @@ def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str =
         for run in eagleray.list_runs("runs", best="knn"):
             print(run.name, run.state, run.best)
     """
-    found = listing.list_runs(str(folder), best or metric)
-    return listing.by_score(found, best) if best else found
+    metric = full_name(best or metric)
+    found = listing.list_runs(str(folder), metric)
+    return listing.by_score(found, metric) if best else found

@@ -1,5 +1,6 @@
 """Apply a function to tasks on Ray, with a limited number of them at once."""
 
+import contextlib
 import pickle
 import secrets
 import time
@@ -55,6 +56,8 @@ def ray_map(
         except RayError as e:
             said = " ".join(str(e).split())[:300]
             raise RuntimeError(f"the process of a Ray task died twice: {said}; the same command continues") from None
+        finally:
+            _forget(name)
 
 
 class TaskWaiting(Waiting):
@@ -90,6 +93,14 @@ def _begun(name: str) -> bool:
     from ray.experimental.internal_kv import _internal_kv_exists
 
     return bool(_internal_kv_exists(name))
+
+
+def _forget(name: str) -> None:
+    """Take back what `_begin` told the cluster, which may outlive many maps."""
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    with contextlib.suppress(Exception):  # of a cluster that has gone
+        _internal_kv_del(name)
 
 
 def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:

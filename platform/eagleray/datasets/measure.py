@@ -150,11 +150,11 @@ def undecoded(table: SampleTable) -> Iterator[str]:
     column = next(iter(MEASURES[table.about.settings["measures"][0]][1]))
     count, example = 0, ""
     for number in table.parts:
-        rows = table.read(number, [column, "shard", "key"])
-        without = rows.filter(rows[column].is_null())
-        if len(without) and not count:
-            example = "/".join(str(without[name][0]) for name in ("shard", "key"))
-        count += len(without)
+        values = table.read(number, [column])[column]
+        if values.null_count and not count:
+            names = table.read(number, ["shard", "key"]).filter(values.is_null())
+            example = "/".join(str(names[name][0]) for name in ("shard", "key"))
+        count += values.null_count
     if count:
         yield f"{count:,} of {table.about.images:,} images did not decode, such as {example}: their columns are null"
 

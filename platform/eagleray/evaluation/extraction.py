@@ -47,7 +47,7 @@ class Task:
 
     @property
     def how(self) -> tuple[object, ...]:
-        """What the features depend on beside the backbone, the images, their type and the precision."""
+        """Return what the features depend on beside the backbone, the images, their type and the precision."""
         return (self.size, self.resize, *(() if self.bank == "fp32" else (self.bank,)))
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:

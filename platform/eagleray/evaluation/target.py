@@ -3,11 +3,9 @@
 import functools
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import HF, TIMM, Network
-from eagleray.models.pixels import OURS, first_convolution
+from eagleray.models.pixels import OURS, Pixels, conversion, first_convolution
 from eagleray.models.token_linear import on_device
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
@@ -32,7 +30,6 @@ from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
 from eagleray.storage.store import is_remote
-from eagleray.views.colours import MEAN, STD
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +44,7 @@ class Target:
     settings: Evaluate
     recipe: Recipe | None = None  # of a run
     run: str | None = None  # folder or s3:// URL
-    pixels: tuple[Any, Any] = (MEAN, STD)  # mean and standard deviation that the weights were trained with
+    pixels: Pixels = OURS  # that the weights were trained with
     channels: Channels = ()  # of its images; none: red, green and blue
 
     @property
@@ -64,7 +61,7 @@ class Target:
     @cached_property
     def digest(self) -> str:
         """The digest of the architecture, the weights, and the mean and standard deviation of its training pixels."""
-        return weights_digest(self.backbone, self.architecture, self.pixels, *self.channels)
+        return weights_digest(self.backbone, self.architecture, tuple(self.pixels), *self.channels)
 
     @property
     def published(self) -> dict[str, float]:
@@ -152,32 +149,33 @@ def _build(network: Network) -> Backbone:
 def _fill(source: str, network: Network) -> Target:
     backbone = _build(network)
     given = pretrained(source)
-    report = weights.fill(backbone, given.unconverted())
+    report = weights.fill(backbone, given.unconverted()._replace(key=""))
     if report.warning:
-        log.warning("%s", report.warning.removeprefix("warning: ").replace(f"{weights.KEY}=", ""))
+        log.warning("%s", report.warning)
     theirs = given.pixels or OURS
-    expect(backbone, *theirs)
-    return Target(source, backbone, network, Evaluate(), pixels=(theirs.mean, theirs.std))
+    expect(backbone, theirs)
+    return Target(source, backbone, network, Evaluate(), pixels=theirs)
 
 
-def expect(backbone: Backbone, mean: Sequence[float], std: Sequence[float]) -> None:
+def expect(backbone: Backbone, theirs: Pixels) -> None:
     """Give a backbone pixels with the mean and standard deviation with which it was trained.
 
     All images are normalised in the same way in Eagleray. A hook therefore converts the input of the first convolution,
     before the convolution pads it with zeros.
 
     Raises UserError when the backbone has no convolution with 3 input channels."""
-    if (tuple(mean), tuple(std)) == (tuple(MEAN), tuple(STD)):
+    if theirs == OURS:
         return
     first = first_convolution(backbone)
     if first is None:
         raise UserError(
-            f"{type(backbone.model).__name__}: was trained with pixels of mean {mean} and std {std}, and has no "
-            f"convolution of 3 input channels that could convert them; expected mean {tuple(MEAN)} and std {tuple(STD)}"
+            f"{type(backbone.model).__name__}: was trained with pixels of {theirs}, and has no convolution of 3 "
+            f"input channels that could convert them; expected {OURS}"
         )
+    exact = conversion(theirs).view(2, 3, 1, 1)
 
     def convert(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        m0, s0, m1, s1 = (args[0].new_tensor(x).view(3, 1, 1) for x in (MEAN, STD, mean, std))
-        return (args[0] * (s0 / s1) + (m0 - m1) / s1, *args[1:])
+        factor, summand = exact.to(args[0])
+        return (args[0] * factor + summand, *args[1:])
 
     first[1].register_forward_pre_hook(convert)

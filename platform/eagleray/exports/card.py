@@ -22,6 +22,7 @@ from eagleray.exports.source import Source
 from eagleray.runs import layout, recipe
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 from eagleray.runs.origin import DIGESTS
+from eagleray.runs.summary import read_summary
 from eagleray.views.preprocessing import Preprocessing
 
 LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
@@ -115,9 +116,7 @@ def training_set(source: Source) -> tuple[str, str]:
 
 def final(source: Source) -> dict[str, Any]:
     """Return the summary of the run if its numbers are those of the exported weights, else nothing."""
-    if not source.evaluated or not (source.folder / layout.SUMMARY).exists():
-        return {}
-    summary: dict[str, Any] = json.loads((source.folder / layout.SUMMARY).read_text())
+    summary = read_summary(source.folder) if source.evaluated else {}
     return summary if source.step in (None, summary.get("steps")) else {}
 
 

@@ -52,8 +52,13 @@ class Weights(NamedTuple):
     source: str
     state: dict[str, Tensor]
     heads: dict[str, int]
-    key: str = KEY  # of the recipe, which named the source
+    key: str = KEY  # of the recipe, which named the source; empty without a recipe
     pixels: Pixels | None = OURS  # with which they were trained; None: the source should say it and does not
+
+    @property
+    def given(self) -> str:
+        """The source as a recipe names it, behind its key; by itself where no recipe names it."""
+        return f"{self.key}={self.source}" if self.key else self.source
 
     def unconverted(self) -> "Weights":
         """Return the same for a backbone whose images are converted before it gets them."""
@@ -82,7 +87,7 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Yield the summary and the warning, then a line for every key."""
         yield str(self)
-        yield from [self.warning] * bool(self.warning)
+        yield from [f"warning: {self.warning}"] * bool(self.warning)
         for kind in ("matched", "resized", "missing"):
             yield from (f"{kind:<10} {key}" for key in getattr(self, kind))
         yield from (f"{'left over':<10} {key}" for key in self.left)
@@ -152,13 +157,12 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report
 
 def _convert(model: nn.Module, weights: Weights, fitted: dict[str, Tensor]) -> str:
     """Convert tensors to our colours. Return a warning where that cannot be done."""
-    given = f"warning: {weights.key}={weights.source}"
     if weights.pixels is None:
-        return f"{given}: its repository says no mean and deviation of pixels; it gets ours, {OURS}"
+        return f"{weights.given}: its repository says no mean and deviation of pixels; it gets ours, {OURS}"
     if pixels.convert(model, fitted, weights.pixels):
         return ""
     return (
-        f"{given}: was trained with pixels of {weights.pixels}, and gets ours, {OURS}: the first layer of "
+        f"{weights.given}: was trained with pixels of {weights.pixels}, and gets ours, {OURS}: the first layer of "
         f"{type(model).__name__} cannot convert them exactly"
     )
 
@@ -167,7 +171,7 @@ def _check(
     model: nn.Module, weights: Weights, report: Report, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
     """Check that the weights belong to this architecture. Raises UserError when they do not."""
-    given = f"{weights.key}={weights.source}"
+    given = weights.given
     if report.share < ENOUGH:
         some = "; ".join(report.missing[:3]) + (f"; and {len(report.missing) - 3} more" if report.missing[3:] else "")
         much = f"has {report.share:.1%} of the backbone's parameters, expected {ENOUGH:.0%} or more"
@@ -200,7 +204,7 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
     hint = hint.replace("N", str(state[extra[0]].shape[-2]) if extra[0] in REGISTERS else "")
     more = f" and {len(extra) - 1} more tensors" if extra[1:] else ""
     raise UserError(
-        f"{weights.key}={weights.source}: has {extra[0]}{more} inside of the backbone, which {type(model).__name__} "
+        f"{weights.given}: has {extra[0]}{more} inside of the backbone, which {type(model).__name__} "
         f"lacks here; another architecture{hint}"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from eagleray.base.errors import UserError
 from eagleray.reports.read import Run, read
 from eagleray.runs import layout
-from eagleray.runs.metrics import METRICS, full_name
+from eagleray.runs.metrics import METRICS
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 
@@ -33,7 +33,6 @@ class Listed:
 def list_runs(url: str, metric: str) -> list[Listed]:
     """Return the runs in a folder or below it with their scores of one metric, the newest first. Raises UserError when
     there is no such folder, no run in it, or no such metric."""
-    metric = full_name(metric)
     if metric not in METRICS:
         raise UserError(f"{metric}: no metric of runs; choose one of {', '.join(sorted(METRICS))}")
     root = store.absolute(url.rstrip("/") or "/")
@@ -45,7 +44,7 @@ def list_runs(url: str, metric: str) -> list[Listed]:
 
 def by_score(runs: list[Listed], metric: str) -> list[Listed]:
     """Return runs with the best score first; runs without one come last."""
-    sign = -1 if METRICS[full_name(metric)].better == "lower" else 1
+    sign = -1 if METRICS[metric].better == "lower" else 1
     return sorted(runs, key=lambda run: (run.best is not None, sign * (run.best or 0)), reverse=True)
 
 

@@ -180,18 +180,19 @@ def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
     and kept in its cache for further runs of the recipe."""
     recipe = run.plan.recipe
     backbone = on_device(build_method(recipe).export(), run.world.device)
-    path: Path | None = None
 
-    def read() -> Scores:
-        nonlocal path
-        path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json" if run.world.rank == 0 else None
-        return read_baseline(path) if path else {}
+    def read() -> tuple[Path, Scores] | None:
+        if run.world.rank:
+            return None
+        path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json"
+        return path, read_baseline(path)
 
-    if known := dist.gather_objects(dist.together(read))[0]:
+    path, known = dist.gather_objects(dist.together(read))[0]
+    if known:
         return known
     scores = evaluate(backbone, sets, recipe.evaluate, **how(run))
     try:
-        if path:
+        if run.world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(scores))
     except OSError as e:

@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 SECONDS = 3.0  # between two checks for changes
 RATE = 64 * 2**10  # bytes per second at which a file that changes is uploaded at most, but for checkpoints
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
+WORK = "work"  # the folder of a remote run's working files in the cache of a machine
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.MLFLOW}
 RECORDS |= {layout.PLACES, layout.START_SCORES}  # files that are written as a whole
 
 
 def work_dir(out: str) -> Path:
     """Return the folder on this machine that a rank writes to. For a remote run it is in the cache."""
-    return _cache_dir(out, "work") if is_remote(out) else Path(out)
+    return _cache_dir(out, WORK) if is_remote(out) else Path(out)
 
 
 def view_dir(out: str) -> Path:
