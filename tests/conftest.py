@@ -1,6 +1,7 @@
 """What tests share: one thread, a quiet environment, and small labelled shards."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from helpers import ray_auth
 from helpers.recipes import SMALL
 from helpers.table import Table
 from hypothesis.internal.conjecture import providers
@@ -17,6 +19,7 @@ os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "MLFLOW_DISABLE_TELEMETRY": 
 os.environ["MLFLOW_LOGGING_LEVEL"] = "ERROR"  # whichever test imports MLflow first
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, also by commands that tests start
 torch.set_num_threads(1)
 # The same inputs each time, so that a commit that passed once passes again; `make fuzz` looks for new ones.
 hypothesis.settings.register_profile("same", derandomize="FUZZ" not in os.environ, database=None)
@@ -36,6 +39,10 @@ class Scheduler(LoadGroupScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler | None:
     return Scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    ray_auth.read_again()
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,7 @@ class OneJob:
         return "step 1\n"
 
 
-SLOW = {"tune"}
+SLOW = {"check_method", "tune"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in documented()])

@@ -81,6 +81,7 @@ def test_loader(environment: dict[str, str], photographs: Path) -> None:
         ("dino_vits16", "views=[{size: 16, count: 2}, {size: 8}]", ["method.hidden=16", "method.prototypes=32"], True),
     ],
 )
+@pytest.mark.slow
 def test_step(
     environment: dict[str, str], photographs: Path, recipe: str, views: str, small: list[str], real: bool
 ) -> None:
@@ -105,6 +106,7 @@ def test_step_names_the_wrong_key(environment: dict[str, str]) -> None:
     assert "did you mean 'epochs'" in done.stderr
 
 
+@pytest.mark.slow
 def test_backbones(environment: dict[str, str]) -> None:
     out = result(environment, "backbones.py", "deit_s", "pvt_s", "--batch", "1", "--rounds", "1")
     assert out["deit_s"]["gmacs"] == pytest.approx(4.6, abs=0.01)
@@ -135,6 +137,7 @@ def test_without_json_there_is_a_table(environment: dict[str, str]) -> None:
     assert names[-1] == "machine"
 
 
+@pytest.mark.slow
 def test_photometric(environment: dict[str, str]) -> None:
     out = result(environment, "photometric.py", "--images", "2", "--rounds", "1")
     names = ("plain", "flip", "jitter", "gray", "blur", "solarize", "first", "second", "small")
@@ -181,6 +184,7 @@ def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> Non
     assert "methods: 2 of 2 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_leaves_the_others(environment: dict[str, str]) -> None:
     path = BENCHMARKS / "recipes" / "mocov3_vits16.yaml"
     small = [TINY, "views=[{size: 16, count: 2}]", "method.hidden=16", "--synthetic", "--steps", "1", "--warmup", "1"]
@@ -200,6 +204,7 @@ def test_methods(environment: dict[str, str], ranks: str) -> None:
     assert 0 <= out["methods"]["mocov3"]["knn"] <= 100
 
 
+@pytest.mark.slow
 def test_methods_names_the_error_of_each(environment: dict[str, str]) -> None:
     done = run(environment, BENCHMARKS / "methods.py", "--methods", "mocov3", "--json", "optim.batch=5", rc=1)
     assert "optim.batch" in json.loads(done.stdout.splitlines()[-1])["methods"]["mocov3"]["status"]
@@ -230,6 +235,7 @@ def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
     assert figure.exists()
 
 
+@pytest.mark.slow
 def test_a_rival_that_cannot_be_installed_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     done = run(environment | {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1"}, BENCHMARKS / "streaming.py", rc=2)
     installing, error = done.stderr.strip().splitlines()
@@ -307,6 +313,7 @@ def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str
     assert last.startswith("error: lightly-train==0.18.0 cannot be installed: ERROR: No matching")
 
 
+@pytest.mark.slow
 def test_start_guards(shards: Path, tmp_path: Path) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name in ("cifar10", "transfer/mnist"):

@@ -209,6 +209,7 @@ def test_features_are_made_once_and_damaged_ones_again(tmp_path: Path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_workers_give_the_features_of_one_process(
     trained: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -104,6 +104,7 @@ def test_all_goes_on_at_the_step_of_the_source(dino: Path, shards: Path, tmp_pat
     assert state["step"] == 4
 
 
+@pytest.mark.slow
 def test_heads_are_exported_and_taken_over(
     dino: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

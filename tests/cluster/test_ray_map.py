@@ -72,10 +72,6 @@ def test_a_map_says_what_its_tasks_wait_for(monkeypatch: pytest.MonkeyPatch):
     assert len(pass_time()) == 1, "the node is gone"
 
 
-def cpus_of(task: int) -> float:
-    return devices.cpus()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_map_on_a_cluster_without_nodes_waits_for_them(monkeypatch: pytest.MonkeyPatch):
@@ -91,6 +87,6 @@ def test_a_map_on_a_cluster_without_nodes_waits_for_them(monkeypatch: pytest.Mon
             said.append(line)
 
         monkeypatch.setattr(mapping, "say", say)
-        assert list(ray_map(cpus_of, range(3), workers=2, gpus=True)) == [3.0] * 3
+        assert list(ray_map(lambda _: devices.cpus(), range(3), workers=2, gpus=True)) == [3.0] * 3
     assert said[0].startswith("waiting for 1 worker(s) with 1 CPU and 1 GPU each; the cluster has")
     assert "1 worker(s) have what they asked for" in said

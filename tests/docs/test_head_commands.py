@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from helpers import reader_home
+from helpers import ray_auth, reader_home
 from helpers.commands import run
 from helpers.page_share import FOUND, HEAD_PAGES, on_head
 from helpers.ray_head import TOKEN, Head, running
@@ -37,6 +37,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         patch.setenv("RAY_API_SERVER_ADDRESS", head.address)
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         patch.setenv("RAY_AUTH_MODE", "token")
+        ray_auth.read_again()
         patch.chdir(folder)
         yield head
 

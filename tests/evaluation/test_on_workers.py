@@ -180,6 +180,7 @@ def assert_same(several: dict[str, Any], one: dict[str, Any]) -> None:
         assert several[name].data_digest == one[name].data_digest
 
 
+@pytest.mark.slow
 def test_probes_on_ranks_find_what_one_process_finds(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The first of three ranks has no image, the others have a batch each; the test set is the last one's alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alone"))

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from helpers import ray_auth
 
 from eagleray.cluster.session import ENVIRONMENT
 
@@ -18,6 +19,7 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[An
 
     for name, value in (ENVIRONMENT | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"} | settings).items():
         monkeypatch.setenv(name, value)
+    ray_auth.read_again()
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": MEMORY}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)

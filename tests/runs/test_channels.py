@@ -56,6 +56,7 @@ def once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_learns_what_one_run_learns(once: Path, scenes: Path, tmp_path: Path):
     recipe, twice = written(tmp_path), tmp_path / "twice"
     process = start(arguments(recipe, scenes, twice))

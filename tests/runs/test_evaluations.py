@@ -53,6 +53,7 @@ def test_evaluations_that_raise_do_not_end_the_run(
     assert_same(weights(out), weights(whole))  # it was given the same samples as a run whose evaluations succeed
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_kills_its_process_is_given_up(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

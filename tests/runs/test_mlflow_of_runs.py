@@ -41,6 +41,7 @@ def begun(small: Path, shards: Path, out: Path) -> Any:
     return process
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_ended_by_its_report_and_a_stopped_one_leaves_its_files(
     small: Path, shards: Path, tmp_path: Path
 ):

@@ -76,6 +76,7 @@ def test_a_run_may_change_its_precision(small: Path, shards: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("float16")
+@pytest.mark.slow
 def test_the_scale_is_in_the_checkpoint(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

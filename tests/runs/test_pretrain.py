@@ -88,7 +88,7 @@ def test_history_is_in_mlflow(whole: Path):
     assert client.get_logged_model(model.model_id).status == "READY"
 
 
-@pytest.mark.parametrize("recipe", ["small", "small_dino"])
+@pytest.mark.parametrize("recipe", ["small", pytest.param("small_dino", marks=pytest.mark.slow)])
 def test_stopping_and_continuing_equals_no_stop(
     recipe: str, shards: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):

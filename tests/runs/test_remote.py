@@ -157,6 +157,7 @@ def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: st
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tmp_path: Path, out: str):
     keys = [str(small), f"data.train={shards / 'train'}", "evaluate.probe_epochs=0", "optim.epochs=40", "max_steps=60"]
     keys += ["checkpoint.steps=9", "data.workers=0", "workers=0"]
