@@ -222,6 +222,14 @@ def test_a_sample_whose_key_ends_a_line_is_counted_once(make: Make):
     assert len(read(str(folder)).quarantine) == 1
 
 
+def test_starts_that_a_stranger_has_written_are_left_out(make: Make):
+    good = {"step": 0, "ranks": 2, "time": 1.7e9}
+    odd = [{"time": 1e300}, {"time": "now"}, {"step": [0]}, {"reached": "far"}, {"ranks": {}}]
+    lines((folder := make()) / "starts.jsonl", [good, *(good | change for change in odd)])
+    assert read(str(folder)).starts == [good]
+    reported(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "state", "why"),
     [

@@ -116,3 +116,10 @@ def test_dips_of_the_knn_curve_are_found_beyond_its_noise():
     noisy = [30, 20, 32, 18, 31, 22, 29, 19, 33, 21, 30, 18]
     assert dips(noisy) == []
     assert dips([top1 * 0.3 for top1 in CURVE]) == []  # a small change in points
+
+
+def test_the_first_steps_of_a_backbone_that_was_frozen_are_no_spike():
+    norms = [[0.0]] * 40 + [[1.0]] * 60
+    assert Health(["patch_embed"], frozen=40).gradients(1, norms) == []
+    [found] = Health(["patch_embed"]).gradients(1, norms)
+    assert (found.step, found.kind) == (41, "spike")

@@ -9,7 +9,7 @@ from typing import Any
 from eagleray.api.run import Run
 from eagleray.base.console import say
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_history, read_lines
+from eagleray.base.files import read_history
 from eagleray.base.progress import PhaseProgress, progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.scan_shards import scanner
@@ -26,6 +26,7 @@ from eagleray.evaluation.embeddings import open_embedding
 from eagleray.reports import data_map as mapping
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
+from eagleray.runs.attempts import read_starts
 from eagleray.runs.replay import open_data
 from eagleray.storage.store import absolute
 
@@ -212,7 +213,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
-        starts = reversed(read_lines(opened.folder / layout.STARTS))
+        starts = reversed(read_starts(opened.folder / layout.STARTS))
         order = next((start["order"] for start in starts if "order" in start), None)
         plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None).as_begun(order)
         found = list(samples_with(plan.index, key))

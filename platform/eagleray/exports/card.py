@@ -11,7 +11,6 @@ import numpy as np
 
 from eagleray import config
 from eagleray.base.errors import Outage, UserError, hide_secrets
-from eagleray.base.files import read_lines
 from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
 from eagleray.datasets import card as dataset_card
@@ -20,6 +19,7 @@ from eagleray.evaluation.target import Target
 from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
 from eagleray.runs import layout, recipe
+from eagleray.runs.attempts import read_starts
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 from eagleray.runs.origin import DIGESTS
 from eagleray.runs.summary import read_summary
@@ -89,7 +89,7 @@ def origin(source: Source) -> Iterator[str]:
 
 def digests(source: Source) -> Iterator[str]:
     """Yield what every start of the run has recorded of its data, its order and its code."""
-    starts = read_lines(source.folder / layout.STARTS)
+    starts = read_starts(source.folder / layout.STARTS)
     for name in DIGESTS[1:]:
         if values := list(dict.fromkeys(str(line[name]) for line in starts if name in line)):
             yield f"{name}: digest {', then '.join(values)}"

@@ -16,6 +16,7 @@ from eagleray.config import yaml_text
 from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
 from eagleray.runs import layout, plots, remote
+from eagleray.runs.attempts import read_starts
 from eagleray.runs.plots import Curve
 from eagleray.runs.summary import read_summary
 from eagleray.storage import store
@@ -86,7 +87,7 @@ def read(url: str) -> Run:
     if not any((folder / name).exists() for name in LEAVES):
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_metrics(folder / layout.METRICS)
-    summary, starts = read_summary(folder), read_lines(folder / layout.STARTS)
+    summary, starts = read_summary(folder), read_starts(folder / layout.STARTS)
     log = _lines(folder / layout.LOG)
     state, why = state_of(out, folder, records, summary, starts, log)
     return Run(

@@ -1,18 +1,33 @@
 """Measure goodput, the share of a run's time that went into steps that were not lost, from starts.jsonl."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eagleray.base.files import JsonLines, read_lines
+
+WHOLE = ("step", "reached", "ranks")  # the numbers of a line that count something
+NEVER = 10**11  # seconds since 1970, in the year 5138
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of starts.jsonl. A line without a time, or with a count that is no whole number, is left out:
+    a run's folder may come from a stranger."""
+    return [line for line in read_lines(path) if _is_valid(line)]
+
+
+def _is_valid(line: Mapping[str, Any]) -> bool:
+    time = line.get("time")
+    timed = isinstance(time, int | float) and 0 <= time < NEVER
+    return timed and all(type(line.get(name, 0)) is int for name in WHOLE)
 
 
 class Attempts:
     """The lines of starts.jsonl: one for every start of a run and every orderly end. Times are seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
-        lines = [line for line in read_lines(path) if isinstance(line.get("time"), int | float)]
-        self.lines, self.file = lines, JsonLines(path)
+        self.lines, self.file = read_starts(path), JsonLines(path)
 
     def add(self, **line: Any) -> None:
         """Append a line, later if the disk is full."""
@@ -21,7 +36,7 @@ class Attempts:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if type(line.get("step")) is int]
+        return [line for line in self.lines if "step" in line]
 
     def in_vain(self, command: str) -> int:
         """Return how many of the last starts of a command began at the same step with the same number of ranks, without

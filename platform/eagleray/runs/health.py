@@ -63,8 +63,9 @@ class Health:
         self.spread = False  # projections were not all alike at some measurement
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
-        """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on."""
-        found = [self.spikes.add(first + i, row) for i, row in enumerate(norms)]
+        """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on. Those
+        in which the backbone is not trained do not count: against their norms of zero, all others were spikes."""
+        found = [self.spikes.add(step, row) for step, row in enumerate(norms, first) if step > self.frozen]
         return [Finding(s.step, "spike", str(s)) for s in found if s]
 
     def look(self, record: Mapping[str, Any]) -> list[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import append_lines, atomic_path, cache_folder, file_lock, read_lines, write_atomic
+from eagleray.base.files import append_lines, cache_folder, durable_path, file_lock, read_lines, write_atomic
 from eagleray.base.progress import PhaseProgress
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
@@ -91,7 +91,7 @@ def _fetch(name: str, blob: Blob, folder: Path) -> tuple[str, Blob]:
     """Copy one file, and return its name and what the store says of it."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as part:
+    with durable_path(path) as part:
         with part.open("wb") as file:
             for start in range(0, blob.size, PIECE):
                 file.write(store(blob.url).read(blob.url, start, min(PIECE, blob.size - start), tag=blob.tag))
