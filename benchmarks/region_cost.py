@@ -43,11 +43,14 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy
 from eagleray.models.heads import PrototypeHead
 
-SWIN = "swin_tiny_patch4_window7_224"
+SWINS = {
+    f"swin_{size[0]}_w{window}": f"esvit_swin_{size}_w{window}"
+    for size in ("tiny", "small", "base")
+    for window in (7, 14)
+}
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit_s16": ("vit_small_patch16_224", {}),
-    "swin_t_w7": (SWIN, {}),
-    "swin_t_w14": (SWIN, {"window_size": 14}),
+    **{name: (model, {}) for name, model in SWINS.items()},
     "toy": ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 3}),
 }
 TAU_T, TAU_S = 0.07, 0.1
