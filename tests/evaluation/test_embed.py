@@ -1,7 +1,11 @@
 """`eagleray embed`: a row for each sample in the order of the index, continued where it was killed, and used again."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,6 +112,27 @@ def test_what_was_killed_ends_with_the_same_bytes(shards: Path, tmp_path: Path, 
     assert files(again) == whole
     eagleray.embed(BACKBONE, shards, tmp_path / "out", **SIZES)
     assert len(done) == 6  # nothing is left to do
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_that_is_killed_twice_ends_with_the_same_bytes(shards: Path, tmp_path: Path):
+    whole, out = files(eagleray.embed(BACKBONE, shards, tmp_path / "whole", **SIZES)), tmp_path / "out"
+    code = (
+        "import eagleray\nfrom eagleray.data import sample_table\nsample_table.ROWS = 64\n"
+        f"eagleray.embed({BACKBONE!r}, {str(shards)!r}, {str(out)!r}, **{SIZES!r})"
+    )
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for parts in 1, 2:
+        process = subprocess.Popen(command, env=environment)
+        while len(list(out.glob("part-*.parquet"))) < parts:
+            assert process.poll() is None
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+        assert len(list(out.glob("part-*.parquet"))) < 4
+    subprocess.run(command, env=environment, check=True)
+    assert files(out) == whole
 
 
 def test_workers_write_the_same(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
