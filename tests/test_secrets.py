@@ -7,11 +7,13 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from helpers.fake_head import FakeHead
+from helpers.mlflow_server import running as mlflow_running
 from helpers.recipes import small_recipe
-from helpers.sweeps import LONG
+from helpers.sweeps import LONG, accounted, write
 from ray._private.authentication_test_utils import reset_auth_token_state
 
 from eagleray.cli import main
@@ -107,6 +109,23 @@ def test_a_run_its_history_and_its_report_hold_no_secret(shards: Path, tmp_path:
         ran("pretrain", "small.yaml", *keys, "out=runs/c", word, code=2)
     for words in (["index", WITH_KEYS], ["report", WITH_KEYS], ["export", WITH_KEYS], ["index", SIGNED]):
         ran(*words, code=2)
+    assert_clean(tmp_path, ran.said)
+
+
+@pytest.mark.timeout(LONG)
+def test_a_sweep_its_ray_and_the_server_of_its_history_hold_no_secret(shards: Path, tmp_path: Path, ran: Ran) -> None:
+    """The server takes what is sent, with the planted name and password."""
+    for method in ("mocov3", "byol"):
+        (tmp_path / f"{method}.yaml").write_text(small_recipe(method))
+    write(tmp_path / "sweep.yaml", trials=2)
+    (tmp_path / "server").mkdir()
+    with mlflow_running(tmp_path / "server") as server, TemporaryDirectory(prefix="er") as ray:  # a short path
+        keys = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}"]
+        ran("tune", "sweep.yaml", *keys, "out=sweep", MLFLOW_TRACKING_URI=server.uri, RAY_TMPDIR=ray)
+        ran("report", "sweep", MLFLOW_TRACKING_URI=server.uri)
+        assert len(accounted(server.uri, "sweep", 2)) == 2
+        assert list(Path(ray).rglob("raylet.out"))
+        assert_clean(Path(ray), [])
     assert_clean(tmp_path, ran.said)
 
 

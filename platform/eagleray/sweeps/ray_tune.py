@@ -1,5 +1,6 @@
 """Run the trials of a sweep on Ray Tune, whose scheduler decides which trials run at once and which stop early."""
 
+import importlib
 import json
 import logging
 import math
@@ -42,6 +43,7 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
     """Run the trials that are not done, at most `most` at once, until all are done or the event `stop` is set.
     `screen` shows their progress. Raises UserError."""
     os.environ.update(VARIABLES)
+    _keep_keys()
     # The journal says in a line what a trial ended with.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
     with session() as ray, screen as show:  # Ray takes the signals, and the screen takes them back
@@ -83,6 +85,13 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
             ),
         )
         _fit(tuner, study, stop, Waiting(study, each, lambda: machines(ray), show))
+
+
+def _keep_keys() -> None:
+    """Make Tune leave a store's keys out of what it tells Ray of a trial, which Ray logs on every node and shows in its
+    dashboard. Trials have those of their node, as the workers of a run do."""
+    tune: Any = importlib.import_module("ray.tune.execution.class_cache")
+    tune.ENV_VARS_TO_PROPAGATE = {name for name in tune.ENV_VARS_TO_PROPAGATE if not name.startswith("AWS_")}
 
 
 def _fit(tuner: Any, study: Study, stop: threading.Event, show: Callable[[], None]) -> None:
