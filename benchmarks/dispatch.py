@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.precision import Precision
 from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
@@ -49,6 +49,7 @@ RECIPES = {
     "moby": "moby_swint_in1k_ep300",
     "moco": "moco_resnet50_in1k_ep200",
     "mocov3": "mocov3_vits16_in1k_ep300",
+    "pixpro": "pixpro_resnet50_in1k_ep100",
     "selfpatch": "selfpatch_vits16_in1k_ep200",
     "selfpatch_moby": "selfpatch_moby_swint_coco_ep200",
     "simclr": "simclr_resnet50_in1k_ep800",
@@ -138,7 +139,8 @@ def random_batch(r: Recipe, classes: int | None, device: torch.device) -> Batch:
     """Return normal pixels, with labels below the number of classes."""
     views = [torch.randn(BATCH, 3, v.size, v.size).to(device) for v in Views.of(r.views).views]
     index = torch.arange(BATCH)
-    return Batch(views, index.to(device), (index % min(classes or 10, 10)).to(device), (BATCH,))
+    label = index % min(classes or 10, 10)
+    return Batch(views, index.to(device), label.to(device), (BATCH,), whole_boxes(views))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from clock import PARTS, Clock, patched
 from eagleray.base import devices
 from eagleray.config import bundled
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.data.loader import Loader, processes
 from eagleray.engine import loop
 from eagleray.engine.numerics import numerics
@@ -169,7 +169,7 @@ def made_up(r: Recipe, device: torch.device) -> Batch:
     b, sizes = r.optim.batch, [v.size for v in Views.of(r.views).views]
     pixels = [torch.randint(0, 256, (b, 3, s, s), dtype=torch.uint8, device=device) for s in sizes]
     views = [photometric.normalise_(p.float() / 255) for p in pixels]
-    return Batch(views, torch.arange(b), torch.full((b,), -1, device=device), (b,))
+    return Batch(views, torch.arange(b), torch.full((b,), -1, device=device), (b,), whole_boxes(views))
 
 
 def memory(device: torch.device) -> float:

@@ -79,6 +79,18 @@ FIGURES = {
         AVERAGE,
         memory="two queues",
     ),
+    "pixpro": Figure(
+        Branch("crop 1,\ncrop 2", ("backbone", "head of\npatches", "propagation"), "y"),
+        (
+            (r"$A$: pairs of patches that lie near in the image", r"-\mathrm{mean}_{\,i,j\in A}\;\cos(y_i, x'_j)"),
+            (
+                "propagation: by the patches like it",
+                r"y_i=\sum_j\,\max(\cos(x_i, x_j),\,0)^{\gamma}\;g(x_j)",
+            ),
+        ),
+        Branch("crop 2,\ncrop 1", ("momentum\nbackbone", "head of\npatches"), "x'"),
+        AVERAGE,
+    ),
     "instdisc": Figure(
         Branch("one crop", ("backbone", "linear layer"), "v"),
         (

@@ -99,7 +99,7 @@ def test_a_method_whose_positions_have_one_size_refuses() -> None:
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("method", ["dino", "densecl", "distill", "esvit", "lejepa", "moby", "selfpatch"])
+@pytest.mark.parametrize("method", ["dino", "densecl", "distill", "esvit", "lejepa", "moby", "pixpro", "selfpatch"])
 def test_methods_that_work_with_any_size_take_a_curriculum(method: str) -> None:
     """Patches of 4 pixels leave a grid of 2 x 2 of the smaller views."""
     plain = recipe(method, "backbone.options.patch_size=4")

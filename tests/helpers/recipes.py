@@ -47,6 +47,7 @@ METHODS = {
     "moby": "dim: 12, hidden: 16, queue: 64",
     "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
     "mocov3": "dim: 16, hidden: 32",
+    "pixpro": "dim: 16, hidden: 32, instance_weight: 0.5",
     "selfpatch": "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, heads: 2, freeze_last: 0.1",
     "selfpatch_moby": "dim: 12, hidden: 16, queue: 64, patch_prototypes: 32, patch_hidden: 8, heads: 2, freeze_last: 0",
     "simclr": "dim: 12, hidden: 16",

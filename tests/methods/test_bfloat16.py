@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagleray import config
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import fit
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
@@ -46,7 +46,7 @@ def batches(recipe: Recipe) -> Iterator[tuple[Progress, Batch]]:
         index = torch.randperm(IMAGES, generator=g)[:BATCH]
         x = [F.interpolate(images[index], size=size, mode="area") for size in sizes]
         views = [v + 0.4 * torch.randn(v.shape, generator=g) for v in x]
-        yield Progress(step, 10, STEPS // 10), Batch(views, index, label[index], (BATCH,))
+        yield Progress(step, 10, STEPS // 10), Batch(views, index, label[index], (BATCH,), whole_boxes(views))
 
 
 def train(recipe: Recipe, dtype: torch.dtype) -> tuple[Method, Tensor]:

@@ -13,7 +13,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.config.view import View
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import fit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
@@ -49,7 +49,7 @@ def batch_of(recipe: Recipe, step: int = 0) -> Batch:
     g = torch.Generator().manual_seed(step)
     views = [torch.randn(BATCH, 3, v.size, v.size, generator=g) for v in recipe.views for _ in range(v.count)]
     index = torch.randperm(IMAGES, generator=g)[:BATCH]
-    return Batch(views, index, torch.arange(BATCH) % 10, (BATCH,))
+    return Batch(views, index, torch.arange(BATCH) % 10, (BATCH,), whole_boxes(views))
 
 
 def build(recipe: Recipe) -> Method:
@@ -79,7 +79,7 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
 
 PAIRS = [m for m in METHODS if config.part_constant("eagleray.methods", m, "views")[0] == 2]
 TAKES_TWO_SIZES = ("barlow_twins", "byol", "densecl", "dino", "moby", "moco", "mocov3", "selfpatch", "selfpatch_moby")
-TAKES_TWO_SIZES += ("simclr", "simsiam", "swav", "vicreg")
+TAKES_TWO_SIZES += ("pixpro", "simclr", "simsiam", "swav", "vicreg")
 
 
 @pytest.mark.parametrize("method", PAIRS)

@@ -32,7 +32,7 @@ def build(recipe: Recipe) -> Method:
     return method.train()
 
 
-@pytest.mark.parametrize("method", ["mocov3", "dino", "densecl", "instdisc", "swav"])
+@pytest.mark.parametrize("method", ["mocov3", "dino", "densecl", "instdisc", "pixpro", "swav"])
 def test_a_trial_leaves_no_trace(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = recipe_of(small_recipe(method), tmp_path)
     ours, seen = build(recipe), []

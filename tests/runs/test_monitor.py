@@ -10,7 +10,7 @@ from helpers.recipes import METHODS, small_recipe
 
 from eagleray import config
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import Step, fit
 from eagleray.methods.method import Method
 from eagleray.models.ema import momentum_copies
@@ -43,7 +43,7 @@ def batches(recipe: Recipe, steps: int):
     for step in range(steps):
         views = [torch.randn(BATCH, 3, v.size, v.size, generator=g) for v in recipe.views for _ in range(v.count)]
         index, label = torch.arange(BATCH) + BATCH * step, torch.randint(5, (BATCH,), generator=g)
-        yield Progress(step, 100, 2), Batch(views, index, label, (BATCH,))
+        yield Progress(step, 100, 2), Batch(views, index, label, (BATCH,), whole_boxes(views))
 
 
 @pytest.fixture

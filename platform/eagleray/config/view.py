@@ -53,6 +53,8 @@ def new(default: Any) -> Any:
 
 # What a view applies on the training device, in the default order; each name is the key with its probability.
 APPLIED = ("recrop", "jitter", "gray", "blur", "solarize", "sobel", "noise", "rotate", "cutout", "flip")
+# The keys that move pixels, or may, after the crop: its box no longer says where in the image they are.
+MOVING = ("recrop", "rotate", "randaugment", "operations")
 CUTOUT, NOISE_STD = (1 / 16, 1 / 4), (0.02, 0.2)
 Area = Annotated[tuple[float, float], AfterValidator(check_area)]
 Applied = Annotated[tuple[str, ...] | None, AfterValidator(check_applied)]

@@ -40,9 +40,9 @@ def decode_crops(
     *,
     scaled: bool = False,
     channels: Sequence[Channel] = (),
-) -> None:
+) -> tuple[Tensor, Boxes]:
     """Decode an image and write each view's crop, which the numbers `u` (V, WIDTH) place, into `out`, V x (3, S, S), or
-    V x (N, S, S) with N `channels`.
+    V x (N, S, S) with N `channels`. Return the decoded image (3, H, W) and the crops' boxes in its pixels.
 
     With `scaled` a JPEG is decoded at a half, a quarter or an eighth of its size where all its crops are at least so
     many times as large as their views. Raises BadImage."""
@@ -55,6 +55,7 @@ def decode_crops(
         image = decode(data, channels)
         found = image, boxes(*image.shape[1:])
     crop(found[0], found[1], views.views, out)
+    return found
 
 
 def factor(boxes: Boxes, sizes: NDArray[np.int64]) -> int:

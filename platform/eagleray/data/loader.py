@@ -131,8 +131,14 @@ class Loader:
             index=torch.cat([p.index for p in parts]).to(self.device, non_blocking=True),
             label=torch.cat([p.label for p in parts]).to(self.device, non_blocking=True),
             rows=self.rows,
+            boxes=self._boxes(parts),
         )
         return batch, [bad for part in parts for bad in part.bad]
+
+    def _boxes(self, parts: tuple[StepPart, ...]) -> Tensor | None:
+        """Join the boxes (V, B, 4) of a step on the device, if the stream has any."""
+        boxes = [part.boxes for part in parts if part.boxes is not None]
+        return torch.cat(boxes, 1).to(self.device, non_blocking=True) if boxes else None
 
 
 class _PartDataset(IterableDataset[StepPart]):
@@ -240,6 +246,8 @@ def _hand_over(loaded: tuple[Batch, list[BadSample]], done: torch.Event) -> tupl
     """Make the training stream wait for the batch, and keep its memory until that stream is done with it."""
     stream = torch.accelerator.current_stream()
     stream.wait_event(done)
-    for tensor in (*loaded[0].views, loaded[0].index, loaded[0].label):
-        tensor.record_stream(stream)  # type: ignore[arg-type]
+    batch = loaded[0]
+    for tensor in (*batch.views, batch.index, batch.label, batch.boxes):
+        if tensor is not None:
+            tensor.record_stream(stream)  # type: ignore[arg-type]
     return loaded

@@ -25,7 +25,7 @@ from eagleray.data.selection import Selection, Visits, visits_of
 from eagleray.data.shared_lane import Follower, Leader
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
-from eagleray.views import photometric_cpu, sampling
+from eagleray.views import photometric, photometric_cpu, sampling
 from eagleray.views.operations import operate
 from eagleray.views.randaugment import augment
 from eagleray.views.sampling import Views
@@ -41,6 +41,7 @@ class StepPart:
     params: Tensor  # (V, b, 18), see views.sampling
     index: Tensor  # (b,)
     label: Tensor  # (b,)
+    boxes: Tensor | None = None  # (V, b, 4), see Batch; None: not asked for
     bad: list[BadSample] = field(default_factory=list)
     error: UserError | Outage | None = None  # why the reader cannot continue
 
@@ -61,13 +62,19 @@ def size_groups(views: Views) -> list[tuple[int, int]]:
     return out
 
 
-def _empty(views: Views, rows: int, channels: int) -> StepPart:
+def _empty(views: Views, rows: int, channels: int, *, boxes: bool) -> StepPart:
     return StepPart(
         pixels=[pixel_buffer(n, rows, channels, size, size) for n, size in size_groups(views)],
         params=torch.empty(len(views.views), rows, len(sampling.COLUMNS)),
         index=torch.empty(rows, dtype=torch.long),
         label=torch.empty(rows, dtype=torch.long),
+        boxes=torch.empty(len(views.views), rows, 4) if boxes else None,
     )
+
+
+def mirrored(boxes: Tensor, params: Tensor) -> Tensor:
+    """Return boxes (V, b, 4) with the x of both corners exchanged where the parameters (V, b, 38) flip the view."""
+    return torch.where(params[..., photometric.FLIP, None] > 0, boxes[..., [2, 1, 0, 3]], boxes)
 
 
 def pixel_buffer(*shape: int) -> Tensor:
@@ -97,6 +104,7 @@ class Stream:
     selection: Selection | None = None  # how often each sample is read in an epoch; None: as the index says
     scaled: bool = False  # whether JPEGs are decoded at a part of their size where every crop is reduced further
     phases: tuple[tuple[int, Views], ...] = ()  # smaller views, each for the epochs before its number
+    boxes: bool = False  # whether batches say where the crops lie
 
     def __post_init__(self) -> None:
         if self.scaled:
@@ -150,13 +158,15 @@ class Stream:
         steps = self._steps(share, start, stop, ends or {})
         for step in itertools.count(start) if stop is None else range(start, stop):
             views = self.views_at(step)
-            part = _empty(views, len(share.at(step)), planes(self.index.channels))
+            part = _empty(views, len(share.at(step)), planes(self.index.channels), boxes=self.boxes)
             try:
                 numbers = [self._fill(part, row, item, views) for row, item in enumerate(next(steps))]
                 if numbers:
                     u, more = (np.array(x) for x in zip(*numbers, strict=True))
                     params = sampling.photometrics(views, u, more)  # (b, V, 18)
                     part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
+                if part.boxes is not None:
+                    part.boxes = mirrored(part.boxes, part.params)
                 if self.colours:
                     for crops, rows_of_params in zip(itertools.chain(*part.pixels), part.params, strict=True):
                         photometric_cpu.apply_(crops, rows_of_params)
@@ -236,7 +246,7 @@ class Stream:
         key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
         u = sampling.uniforms(len(views.views), seed=self.seed, epoch=epoch, sample=key)
         crops = [view[row] for group in part.pixels for view in group]
-        sample, block = self._decode(part, item, views, u, crops)
+        sample, block = self._decode(part, row, item, views, u, crops)
         more = sampling.extra_uniforms(views, seed=self.seed, epoch=epoch, sample=key)
         for pixels, view, v in zip(crops, views.views, more, strict=True):
             if view.randaugment:
@@ -250,19 +260,24 @@ class Stream:
         return u, more
 
     def _decode(
-        self, part: StepPart, item: "_NextSample", views: Views, u: NDArray[np.float64], crops: list[Tensor]
+        self, part: StepPart, row: int, item: "_NextSample", views: Views, u: NDArray[np.float64], crops: list[Tensor]
     ) -> tuple[int, Block]:
-        """Decode a sample and write its crops. If it is broken, the next good one of its block stands in, then of the
-        lane's other blocks.
+        """Decode a sample and write its crops, and their boxes where they are asked for. If it is broken, the next good
+        one of its block stands in, then of the lane's other blocks.
 
         Raises UserError when no sample of the lane can be decoded.
         """
         for sample, block in self._candidates(item):
             try:
-                decode_crops(block.bytes(sample), views, u, crops, scaled=self.scaled, channels=self.index.channels)
-                return sample, block
+                data, channels = block.bytes(sample), self.index.channels
+                found = decode_crops(data, views, u, crops, scaled=self.scaled, channels=channels)
             except BadImage as e:
                 part.bad.append(self.index.bad_sample(sample, str(e)))
+                continue
+            if part.boxes is not None:
+                image, boxes = found
+                part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
+            return sample, block
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 

@@ -35,6 +35,9 @@ class Method(nn.Module):
     may_change: ClassVar[tuple[str, ...]] = ()
     """The keys of the `method` section that may have another value when a run is continued. All others identify it."""
 
+    needs_boxes: ClassVar[bool] = False
+    """True if the method reads `Batch.boxes`, which say where in the image each view lies."""
+
     shardable: ClassVar[bool] = False
     """True if FSDP may divide the weights among ranks: the method reads them in `forward` alone, and nothing but the
     optimiser and `ema_update` changes them."""

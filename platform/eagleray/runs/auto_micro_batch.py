@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eagleray.base import devices, dist
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
@@ -105,7 +105,7 @@ def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> 
     images = rows[dist.rank()]
     views = [torch.zeros(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     index = torch.arange(images, device=device)
-    return Batch(views, index, torch.zeros_like(index), rows)
+    return Batch(views, index, torch.zeros_like(index), rows, whole_boxes(views))
 
 
 def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int, model: nn.Module) -> int:

@@ -120,12 +120,24 @@ def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
     return [torch.randn(images, recipe.planes, s, s, generator=generator) for s in sizes]
 
 
+def global_boxes(recipe: Recipe, step: int, images: int) -> Tensor:
+    """Return random boxes (V, images, 4) of the views, half of which are flipped."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    views = sum(v.count for v in recipe.views)
+    first = 0.5 * torch.rand(views, images, 2, generator=generator)
+    last = first + 0.2 + 0.3 * torch.rand(views, images, 2, generator=generator)
+    boxes = torch.cat([first, last], 2)
+    flip = torch.rand(views, images, 1, generator=generator) < 0.5
+    return torch.where(flip, boxes[..., [2, 1, 0, 3]], boxes)
+
+
 def rank_batch(recipe: Recipe, step: int, rows: tuple[int, ...], rank: int, classes: int | None) -> Batch:
     """Return one rank's share of the global batch; `rows` are the numbers of images of all ranks."""
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     images = torch.arange(sum(rows))
     views = [view[mine] for view in global_batch(recipe, step, sum(rows))]
-    return Batch(views, images[mine] + step, (images * 7 % min(classes or 10, 10))[mine], rows)
+    label = (images * 7 % min(classes or 10, 10))[mine]
+    return Batch(views, images[mine] + step, label, rows, global_boxes(recipe, step, sum(rows))[:, mine])
 
 
 def rehearse(

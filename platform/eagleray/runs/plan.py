@@ -24,7 +24,7 @@ from eagleray.models import weights
 from eagleray.models.shuffle_bn import check_groups
 from eagleray.runs import fit, origin, remote
 from eagleray.runs.build import check_method, scaled_lr
-from eagleray.runs.recipe import TEACHER, Recipe, digest
+from eagleray.runs.recipe import TEACHER, Recipe, digest, needs_boxes
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
@@ -202,6 +202,7 @@ def open_plan(
         selection=selection,
         scaled=scaled,
         phases=phases,
+        boxes=needs_boxes(recipe),
     )
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)

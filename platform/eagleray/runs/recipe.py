@@ -22,7 +22,7 @@ from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, ModelName, Share
-from eagleray.config.view import View, check_views
+from eagleray.config.view import MOVING, View, check_views
 from eagleray.models.network import Network, is_public
 from eagleray.protocols.settings import Evaluate
 
@@ -304,10 +304,28 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
 
         check_method_class(entry)
     recipe: Recipe = _with_channels(config.check(Recipe, tree | {"plugins": listed}, source))
+    if needs_boxes(recipe):
+        _check_boxes(recipe)
     parts = [loading.plugin_of(recipe.method.name), loading.plugin_of(recipe.backbone.name, "backbone")]
     parts += [loading.plugin_of(name, "view") for view in recipe.views for name in view.operations]
     extra = {p for p in parts if p} - set(recipe.plugins)  # of installed packages
     return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))
+
+
+def needs_boxes(recipe: Recipe) -> bool:
+    """Return whether the method reads where in the image each view lies."""
+    return bool(config.part_constant("eagleray.methods", recipe.method.name, "needs_boxes"))
+
+
+def _check_boxes(recipe: Recipe) -> None:
+    """Raises UserError when a view moves pixels after its crop."""
+    for i, view in enumerate(recipe.views):
+        for key in MOVING:
+            if value := getattr(view, key):
+                raise UserError(
+                    f"views.{i}.{key}={list(value) if isinstance(value, tuple) else value}: may move pixels after the "
+                    f"crop, and {recipe.method.name} needs to know where in the image they are; leave it out"
+                )
 
 
 def _with_channels(recipe: Recipe) -> Recipe:

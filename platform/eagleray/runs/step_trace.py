@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import Step
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
@@ -270,7 +270,7 @@ def made_up(recipe: Recipe, images: int, ranks: int = 1, device: torch.device = 
     """Return a batch of random pixels in the recipe's views, for one of the ranks."""
     views = [torch.randn(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     label = torch.zeros(images, dtype=torch.long, device=device)
-    return Batch(views, torch.arange(images, device=device), label, (images,) * ranks)
+    return Batch(views, torch.arange(images, device=device), label, (images,) * ranks, whole_boxes(views))
 
 
 def steps(

@@ -165,6 +165,12 @@ def random_boxes(
     return out
 
 
+def shares(boxes: NDArray[np.int64], height: int, width: int) -> NDArray[np.float32]:
+    """Return left, top, right and bottom (V, 4), as shares of an image's width and height, of boxes of `crops`."""
+    first, size = boxes[:, [1, 0]], boxes[:, [3, 2]]
+    return (np.concatenate([first, first + size], 1) / (width, height, width, height)).astype(np.float32)
+
+
 def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, int, int, int]:
     """Return top, left, height and width of the largest centred crop whose aspect ratio lies in the range."""
     low, high = ratio
