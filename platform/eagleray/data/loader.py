@@ -119,7 +119,7 @@ class Loader:
         for part in parts:
             if part.error:
                 raise part.error
-        params = torch.cat([p.params for p in parts], 1)  # (V, B, 18), stays on the CPU
+        params = torch.cat([p.params for p in parts], 1)  # (V, B, P), stays on the CPU
         views: list[Tensor] = []
         finish = photometric.finish if self.stream.colours else partial(photometric.apply, compiled=self.compiled)
         for group in zip(*[p.pixels for p in parts], strict=True):

@@ -38,7 +38,7 @@ class StepPart:
     """One reader's contribution to a step: b images in V views. Neighbouring views of one size form one of G groups."""
 
     pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
-    params: Tensor  # (V, b, 18), see views.sampling
+    params: Tensor  # (V, b, P), see views.sampling
     index: Tensor  # (b,)
     label: Tensor  # (b,)
     boxes: Tensor | None = None  # (V, b, 4), see Batch; None: not asked for
@@ -73,7 +73,7 @@ def _empty(views: Views, rows: int, channels: int, *, boxes: bool) -> StepPart:
 
 
 def mirrored(boxes: Tensor, params: Tensor) -> Tensor:
-    """Return boxes (V, b, 4) with the x of both corners exchanged where the parameters (V, b, 38) flip the view."""
+    """Return boxes (V, b, 4) with the x of both corners exchanged where the parameters (V, b, P) flip the view."""
     return torch.where(params[..., photometric.FLIP, None] > 0, boxes[..., [2, 1, 0, 3]], boxes)
 
 
@@ -163,7 +163,7 @@ class Stream:
                 numbers = [self._fill(part, row, item, views) for row, item in enumerate(next(steps))]
                 if numbers:
                     u, more = (np.array(x) for x in zip(*numbers, strict=True))
-                    params = sampling.photometrics(views, u, more)  # (b, V, 18)
+                    params = sampling.photometrics(views, u, more)  # (b, V, P)
                     part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
                 if part.boxes is not None:
                     part.boxes = mirrored(part.boxes, part.params)

@@ -26,7 +26,7 @@ SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 
 
 def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
-    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, 38) stay on the CPU.
+    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, P) stay on the CPU.
 
     With `compiled`, colour jitter reads and writes the batch a few times, instead of some eighty times in parts."""
     x = images.float() / 255
@@ -46,7 +46,7 @@ def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
 
 
 def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tensor) -> None:
-    """Apply one operation to the images (B, 3, S, S) that `on` (B,) selects, in place; parameters (B, 38) on the CPU
+    """Apply one operation to the images (B, 3, S, S) that `on` (B,) selects, in place; parameters (B, P) on the CPU
     and on the device."""
     if name == "jitter":
         for turn in range(4):
@@ -205,7 +205,7 @@ def compiled_jitter() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return torch.compile(jitter)
 
 
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, 38)
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, P)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
     "blur": lambda x, p: blur(x, p[:, SIGMA]),

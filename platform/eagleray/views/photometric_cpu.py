@@ -39,7 +39,7 @@ REACH = 5  # standard deviations after which a tap of the blur, below 4e-6, is l
 
 
 def apply_(crops: Tensor, params: Tensor) -> None:
-    """Apply all operations but erasing to uint8 crops (B, 3, S, S) in place; their parameters are (B, 38)."""
+    """Apply all operations but erasing to uint8 crops (B, 3, S, S) in place; their parameters are (B, P)."""
     for planes, row in zip(crops.numpy(), params.numpy(), strict=True):
         order = [APPLIED[int(number)] for number in row[TURN : TURN + len(APPLIED)]]
         names = [name for name in order if row[SWITCHES[name]]]

@@ -30,7 +30,7 @@ NEW_WIDTH = 2 * TRIES + 13
 NEW = ("recrop", "sobel", "noise", "rotate", "cutout")
 ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # share of the area, height over width: timm's
 
-# Columns of the photometric parameters (V, 38): what `photometric.apply` reads.
+# The P columns of the photometric parameters (V, P): what `photometric.apply` reads.
 COLUMNS: tuple[str, ...] = (
     "flip",
     "jitter",
@@ -183,7 +183,7 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 
 
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """Return the parameters (..., V, 38) of the photometric operations, with the columns of COLUMNS.
+    """Return the parameters (..., V, P) of the photometric operations, with the columns of COLUMNS.
 
     The parameters follow from the uniform numbers `u` (..., V, WIDTH) and `extra`, from
     `extra_uniforms`. A sigma of 0 means no blur, an erase height of 0 no erasing.
