@@ -1,18 +1,22 @@
 """The page that `eagleray watch` serves: it follows a run, only to browsers of this machine."""
 
 import http.client
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.browser import browsing
 from helpers.commands import refused
+from helpers.processes import wait_for
 from helpers.run_folder import SUMMARY, lines, records, sweep_of, write_run
 
 import eagleray
@@ -58,6 +62,31 @@ def test_the_page_follows_the_run_to_its_end(folder: Path):
         _, page, again = get(served)
         assert (steps(page), again) == ("250", "0"), "whoever asks sees that it was extended"
         assert not list(folder.glob("report*")), "the run's own folder is left as it is"
+
+
+@pytest.mark.slow
+def test_a_browser_shows_each_page_until_the_run_is_finished(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    shown: list[str] = []
+    honest = watch.render
+
+    def render(page: Any) -> str:
+        shown.append(steps(text := honest(page)))
+        return text
+
+    monkeypatch.setattr(watch, "render", render)
+    with Watch(str(folder), 0, seconds=0.5) as served, browsing(served.url, "--remote-debugging-port=0"):
+        wait_for(lambda: shown.count("50") > 1)  # it has asked again
+        lines(folder / "metrics.jsonl", records(9))
+        wait_for(lambda: "90" in shown)
+        lines(folder / "metrics.jsonl", records(20))
+        (folder / "summary.json").write_text(json.dumps(SUMMARY))
+        wait_for(lambda: "200" in shown)
+        time.sleep(3)
+        assert shown.count("200") == 1, "a run that is finished is asked for no more"
+        with browsing(served.url, "--dump-dom") as reader:
+            text = reader.communicate(timeout=60)[0]
+        assert steps(text) == "200"
+        assert "<html" in text
 
 
 def test_the_page_of_a_sweep(tmp_path: Path):
