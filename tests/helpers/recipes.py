@@ -63,7 +63,7 @@ VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3,
 VIEWS["instloc"] = f"[{PAIR}, {{size: 16}}]"
 VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
 CNN_ONLY = ("instloc",)  # which cut boxes from the map of a stage; here it has 2 x 2 cells
-CNN = "{name: convnext_tiny, options: {output_stride: 8, depths: [1, 1, 1, 1], dims: [8, 12, 16, 24], ls_init_value: null}}"
+CNN = "{name: convnext_tiny, options: {output_stride: 8, depths: [1, 1, 1, 1], dims: [8, 12, 16, 24]}}"
 
 
 @functools.cache
