@@ -44,6 +44,7 @@ RECIPES = {
     "esvit": "esvit_swint_in1k_ep300",
     "ibot": "ibot_vits16_in1k_ep800",
     "instdisc": "instdisc_resnet50_in1k_ep200",
+    "instloc": "instloc_resnet50_in1k_ep200",
     "lejepa": "lejepa_vits16_in1k_ep100",
     "mae": "mae_vits16_in1k_ep1600",
     "moby": "moby_swint_in1k_ep300",

@@ -91,6 +91,13 @@ FIGURES = {
         Branch("crop 2,\ncrop 1", ("momentum\nbackbone", "head of\npatches"), "x'"),
         AVERAGE,
     ),
+    "instloc": Figure(
+        Branch("crop 1 pasted\non an image", ("backbone,\nlast stage: box", "projector"), "q"),
+        ((r"$k_i$: keys in the queue, of boxes", CONTRAST),),
+        Branch("crop 2 pasted\non another", ("momentum\nbackbone: box", "projector"), "k"),
+        AVERAGE,
+        memory="queue of keys",
+    ),
     "instdisc": Figure(
         Branch("one crop", ("backbone", "linear layer"), "v"),
         (

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import re
 import shutil
 import tempfile
 
@@ -42,6 +43,7 @@ METHODS = {
     "esvit": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1, region_from: 0.15",
     "ibot": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
     "instdisc": "dim: 12, negatives: 16, proximal: 1.0",
+    "instloc": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, side: 4",
     "lejepa": "embedding: 16, hidden: 16, dim: 12, slices: 32",
     "mae": "mask_ratio: 0.5, decoder_dim: 16, decoder_depth: 1, decoder_heads: 2",
     "moby": "dim: 12, hidden: 16, queue: 64",
@@ -59,7 +61,10 @@ METHODS = {
 VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
+VIEWS["instloc"] = f"[{PAIR}, {{size: 16}}]"
 VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
+CNN_ONLY = ("instloc",)  # which cut boxes from the map of a stage; here it has 2 x 2 cells
+CNN = "{name: convnext_tiny, options: {output_stride: 8, depths: [1, 1, 1, 1], dims: [8, 12, 16, 24]}}"
 
 
 @functools.cache
@@ -81,4 +86,7 @@ def small_recipe(method: str) -> str:
         "method: {name: mocov3, dim: 16, hidden: 32}", f"method: {{name: {method}, {METHODS[method]}}}"
     )
     text = text.replace("WEIGHTS", teacher_file()) if "WEIGHTS" in text else text
-    return text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text
+    text = text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text
+    if method in CNN_ONLY:
+        text = re.sub(r"backbone: .*", f"backbone: {CNN}", text)
+    return text

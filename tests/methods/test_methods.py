@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.recipes import METHODS, VIT_ONLY, small_recipe
+from helpers.recipes import CNN_ONLY, METHODS, VIT_ONLY, small_recipe
 from helpers.table import Table
 
 from eagleray import config
@@ -32,7 +32,8 @@ BACKBONES = {
 }
 
 
-KINDS = [(m, b) for m in METHODS for b in BACKBONES if b == "vit" or m not in VIT_ONLY]
+OTHER = {"vit": (), "swin": (*VIT_ONLY, *CNN_ONLY), "resnet": VIT_ONLY}  # of CNN_ONLY, "vit" is the small recipe's CNN
+KINDS = [(m, b) for m in METHODS for b in BACKBONES if m not in OTHER[b]]
 
 
 def recipe_of(method: str, folder: Path, overrides: list[str] | None = None) -> Recipe:

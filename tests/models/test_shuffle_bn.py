@@ -13,6 +13,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.methods.densecl import DenseCL
+from eagleray.methods.instloc import InstLoc
 from eagleray.methods.moco import MoCo
 from eagleray.models.backbone import Backbone
 from eagleray.models.shuffle_bn import GroupedBatchNorm, group_batch_norms, shuffle
@@ -159,7 +160,7 @@ def resnet(name: str) -> Backbone:
 
 
 BATCH, GROUP = 12, 2
-METHODS = {"moco": MoCo, "moco-symmetric": MoCo, "densecl": DenseCL}
+METHODS = {"moco": MoCo, "moco-symmetric": MoCo, "densecl": DenseCL, "instloc": InstLoc}
 SPLITS = {"even": ((6, 6), GROUP), "uneven": ((8, 4), GROUP), "group on two ranks": ((6, 6), BATCH)}
 
 
@@ -169,7 +170,8 @@ def step(name: str, rank: int, rows: tuple[int, ...], group: int) -> dict[str, T
     keys = {"dim": 8, "hidden": 16, "queue": 40, "momentum": Schedule(value=0.9), "norm_group": group}
     method = METHODS[name](resnet("resnet10t"), **keys | ({"symmetric": True} if "symmetric" in name else {})).double()
     sync_batch_norms(method, torch.device("cpu"))
-    views = torch.randn(2, BATCH, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    size = (method.views[0], BATCH, 3, 32, 32)
+    views = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     batch = Batch([v[mine] for v in views], torch.empty(0), torch.empty(0), rows)
     for p in method.f_q.parameters():

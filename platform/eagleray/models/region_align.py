@@ -1,0 +1,75 @@
+"""RoIAlign for one box per image, in front of a CNN's last stage (He et al. 2017, arXiv:1703.06870, as in "C4").
+
+B images, D channels, maps of h x w cells. Boxes (B, 4) are left, top, right and bottom.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from timm.models.convnext import ConvNeXt
+from timm.models.resnet import ResNet
+from torch import Tensor, nn
+
+from eagleray.base.errors import UserError
+from eagleray.models.backbone import Backbone
+from eagleray.models.micro_batch import micro_batched
+from eagleray.models.stages import stages
+
+LONGEST = 2  # sides of the map that a box may be long
+
+
+def check_convolutional(backbone: Backbone) -> None:
+    """Check that `pooled_regions` can cut boxes out of the backbone's maps. Raises UserError."""
+    if not isinstance(backbone.model, ResNet | ConvNeXt):
+        name = type(backbone.model).__name__
+        raise UserError(
+            f"backbone.name: expected a CNN with stages, a ResNet or a ConvNeXt, to cut boxes from; got a {name}"
+        )
+
+
+def pooled_regions(backbone: Backbone, images: Tensor, boxes: Tensor, side: int) -> Tensor:
+    """Return the pooled vectors (B, D) of a box, in pixels, of each image (B, 3, S, S).
+
+    The box is cut from the map of the last stage but one, as side x side cells, and the last stage sees nothing else.
+    """
+    size = backbone.micro_batch if backbone.training else None
+    out: Tensor = micro_batched(partial(_pooled_regions, backbone.model, side), images, size, boxes)
+    return out
+
+
+def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Tensor:
+    def cut(stage: nn.Module, args: Any, maps: Tensor) -> Tensor:
+        return roi_align(maps, boxes * (maps.shape[3] / images.shape[3]), side)
+
+    hook = stages(model)[-2].register_forward_hook(cut)  # not compiled: the hook is new each time
+    try:
+        out: Tensor = model.forward_head(model.forward_features(images), pre_logits=True)
+    finally:
+        hook.remove()
+    return out
+
+
+def roi_align(maps: Tensor, boxes: Tensor, side: int) -> Tensor:
+    """Return the box, in cells, of each map (B, D, h, w) as (B, D, side, side).
+
+    It is torchvision's with `aligned=True` and an adaptive number of samples. With one box per image the mean of
+    bilinear samples is a product with a matrix for the rows and one for the columns. Their gradients have a fixed order
+    on a GPU; those of torchvision's kernel have none.
+    """
+    left, top, right, bottom = boxes.unbind(1)
+    rows, columns = (_weights(*x, side) for x in ((top, bottom, maps.shape[2]), (left, right, maps.shape[3])))
+    return rows.unsqueeze(1).to(maps.dtype) @ maps @ columns.unsqueeze(1).mT.to(maps.dtype)
+
+
+def _weights(first: Tensor, last: Tensor, cells: int, side: int) -> Tensor:
+    """Return the weights (B, side, cells) of a map's cells for a box that reaches from `first` to `last` (B,)."""
+    first, step = first.view(-1, 1, 1), ((last - first) / side).view(-1, 1, 1)
+    most = -(-LONGEST * cells // side)
+    samples = step.ceil().clamp(1, most)
+    number, bins, at = (torch.arange(n, device=first.device) for n in (most, side, cells))
+    centre = first + (bins.view(-1, 1) + (number + 0.5) / samples) * step - 0.5  # (B, side, most)
+    # As torchvision's: a sample more than a cell outside is 0, one nearer to the map is that of its edge.
+    counted = (number < samples) & (centre >= -1) & (centre <= cells)
+    near = (1 - (centre.clamp(0, cells - 1).unsqueeze(3) - at).abs()).clamp(min=0)  # (B, side, most, cells)
+    return (near * (counted / samples).unsqueeze(3)).sum(2)
