@@ -106,6 +106,7 @@ ESVIT = {
         Row("dino_resnet50_in1k_ep200_2crops", "69.2 59.9 37.8 33.1"),
         Row("esvit_resnet50_in1k_ep200_2crops", "69.9 61.7 38.0 33.2"),
     ],
+    7: [Row("pirl_resnet50_in1k_ep800", "63.6")],
     12: [
         Row("moco_resnet50_in1k_ep200", "67.5"),
         Row("densecl_resnet50_in1k_ep200", "63.6"),
