@@ -45,7 +45,9 @@ class Real:
         return throughput.peak(self.step, self.method, CPU) + sum(t.nbytes for t in (*state, *self.batch.views))
 
 
-@pytest.mark.parametrize("method", ["mocov3", "dino", "esvit", "moco", "swav", "drloc", "instdisc", "lejepa", "mae"])
+@pytest.mark.parametrize(
+    "method", ["mocov3", "dino", "esvit", "moco", "swav", "drloc", "instdisc", "lejepa", "mae", "pirl"]
+)
 def test_memory_and_flops_are_those_of_a_real_step(method: str):
     recipe = recipe_of(method)
     real, found = Real(recipe), trace(recipe)

@@ -111,4 +111,5 @@ def cut(x: Tensor, corners: Tensor, patch: int) -> Tensor:
     row, column = (corners.unsqueeze(3) + torch.arange(patch, device=x.device)).unbind(2)  # (B, 9, P)
     image = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
     patches = x.movedim(1, 3)[image, row.unsqueeze(3), column.unsqueeze(2)]  # (B, 9, P, P, 3)
-    return patches.flatten(0, 1).movedim(3, 1)
+    # In memory as views are; otherwise DDP warns that the gradients of convolutions have other strides than it expects.
+    return patches.flatten(0, 1).movedim(3, 1).contiguous()
