@@ -50,6 +50,7 @@ RECIPES = {
     "moby": "moby_swint_in1k_ep300",
     "moco": "moco_resnet50_in1k_ep200",
     "mocov3": "mocov3_vits16_in1k_ep300",
+    "pirl": "pirl_resnet50_in1k_ep200",
     "pixpro": "pixpro_resnet50_in1k_ep100",
     "selfpatch": "selfpatch_vits16_in1k_ep200",
     "selfpatch_moby": "selfpatch_moby_swint_coco_ep200",

@@ -108,6 +108,16 @@ FIGURES = {
         ),
         memory="a vector of\nevery image",
     ),
+    "pirl": Figure(
+        Branch("nine patches\nof crop 2", ("backbone", "linear layers,\neach and all"), "g"),
+        (
+            (r"patches: stored $m$ against 32000 others", r"\lambda\;\mathrm{NCE}(m, g)"),
+            (r"image: the same", r"(1-\lambda)\;\mathrm{NCE}(m, f)"),
+        ),
+        Branch("crop 1", ("backbone", "linear layer"), "f"),
+        memory="a vector of\nevery image",
+        stopped=False,
+    ),
     "simclr": Figure(
         Branch("crop 1", ("backbone", "projector"), "z"),
         (

@@ -23,6 +23,7 @@ FAMILIES = (
     *("dino_loss", "dino_head", "dino_clip_gradients", "dino_schedules", "dino_ema_update", "dino_lars"),
     *("dino_vit_posembed", "dino_knn", "knn_weighted"),
     *("moco_v2_infonce", "moco_v2_queue_step", "densecl_loss", "instloc_loss", "instdisc_nce", "instdisc_softmax"),
+    "pirl_loss",
     *("instdisc_proximal_formula", "simclr_ntxent", "byol_loss", "swav_loss", "swav_queue"),
     *("esvit_ddino_loss", "esvit_dino_loss_mixup", "selfpatch_loss"),
     *("simsiam_heads", "simsiam_loss", "barlow_twins", "vicreg"),

@@ -49,6 +49,7 @@ METHODS = {
     "moby": "dim: 12, hidden: 16, queue: 64",
     "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
     "mocov3": "dim: 16, hidden: 32",
+    "pirl": "dim: 12, negatives: 16, patch: 8",
     "pixpro": "dim: 16, hidden: 32, instance_weight: 0.5",
     "selfpatch": "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, heads: 2, freeze_last: 0.1",
     "selfpatch_moby": "dim: 12, hidden: 16, queue: 64, patch_prototypes: 32, patch_hidden: 8, heads: 2, freeze_last: 0",
@@ -62,6 +63,7 @@ VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch",
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
 VIEWS["instloc"] = f"[{PAIR}, {{size: 16}}]"
+VIEWS |= {"pirl": "[{size: 16, scale: [0.3, 1.0]}, {size: 48, scale: [0.6, 1.0]}]"}
 VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
 CNN_ONLY = ("instloc",)  # which cut boxes from the map of a stage; here it has 2 x 2 cells
 CNN = "{name: convnext_tiny, options: {output_stride: 8, depths: [1, 1, 1, 1], dims: [8, 12, 16, 24]}}"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from eagleray.base.autocast import in_float32
 from eagleray.losses.infonce import logits
+from eagleray.losses.nce import exp_similarity
 from eagleray.losses.products import cosine, inner, unit
 from eagleray.losses.prototypes import Scores, cross_entropy, match_views
 from eagleray.methods.byol import distance
-from eagleray.methods.instdisc import exp_similarity
 from eagleray.methods.mocov3 import ctr
 from eagleray.methods.simclr import nt_xent
 

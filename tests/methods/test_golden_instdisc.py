@@ -11,16 +11,9 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.methods.instdisc import (
-    InstDisc,
-    draw_negatives,
-    estimate_Z,
-    exp_similarity,
-    nce,
-    proximal_term,
-    update_memory,
-)
-from eagleray.models.queue import Bank
+from eagleray.losses.nce import estimate_Z, exp_similarity, nce
+from eagleray.methods.instdisc import InstDisc, proximal_term
+from eagleray.models.queue import Bank, draw_negatives
 
 CPU = torch.device("cpu")
 IMAGES = 20
@@ -211,5 +204,5 @@ def test_proximal(case: Case) -> None:
 def check_memory(case: Case) -> None:
     y, bank = case["y"], Bank(*case["memory_before"].shape)
     bank.rows.copy_(case["memory_before"])
-    bank.write(y, update_memory(bank.rows[y], case["x"], case.hyper["memory_momentum"]))
+    bank.move(y, case["x"], case.hyper["memory_momentum"])
     case.check(bank.rows, "memory_after")

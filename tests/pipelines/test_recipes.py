@@ -107,6 +107,7 @@ ESVIT = {
         Row("esvit_resnet50_in1k_ep200_2crops", "69.9 61.7 38.0 33.2"),
     ],
     7: [
+        Row("pirl_resnet50_in1k_ep800", "63.6"),
         Row("densecl_resnet50_in1k_ep200", "63.6"),
         Row("pixpro_resnet50_in1k_ep200_instance", "66.3"),
         Row("esvit_resnet50_in1k_ep200_2crops", "69.9"),

@@ -22,7 +22,7 @@ from eagleray.runs.monitor import ROWS, Bank, Monitor
 from eagleray.runs.recipe import Recipe, Watch
 
 BATCH = 64
-ONE_VIEW = ("instdisc", "instloc", "densecl", "distill", "mae")  # reaches the encoder that is exported
+ONE_VIEW = ("instdisc", "instloc", "densecl", "distill", "mae", "pirl")  # reaches the encoder that is exported
 LAYERS = {"vit": {"patch_embed", "blocks.00", "blocks.01"}}
 LAYERS["cnn"] = {"stem", *(f"stages.{n:02}.blocks.00" for n in range(4)), *(f"stages.{n:02}" for n in (1, 2, 3))}
 
@@ -65,7 +65,7 @@ def test_every_method_is_seen_whole(method: str, tmp_path: Path):
     assert len(norms) == len(taken)
     assert all(torch.isfinite(torch.tensor(v)) for v in values.values())
     seen = {n.removeprefix("health/") for n in values if n.startswith("health/")}
-    assert ("same_views" in seen) == (method not in ("distill", "instdisc", "mae"))
+    assert ("same_views" in seen) == (method not in ("distill", "instdisc", "mae", "pirl"))
     assert ("alignment" in seen) == (method not in ONE_VIEW)
     assert ("ema_distance" in seen) == bool(momentum_copies(m))
     layers = {n.removeprefix("grad/") for n in values if n.startswith("grad/")}

@@ -9,15 +9,14 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
-from eagleray.base.autocast import in_float32
-from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
+from eagleray.losses.nce import estimate_Z, exp_similarity, nce
 from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
-from eagleray.models.queue import Bank
+from eagleray.models.queue import Bank, draw_negatives
 
 
 class InstDisc(Method):
@@ -68,47 +67,12 @@ class InstDisc(Method):
         # Not in `forward`: the gradient of a softmax over all images needs the bank as it was.
         assert self.bank is not None
         i, v = self.seen
-        self.bank.write(i, update_memory(self.bank.rows[i], v, self.momentum))
+        self.bank.move(i, v, self.momentum)
 
     def export(self) -> Backbone:
         return self.encoder.backbone
 
 
-def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Draw K negatives (B, K) for each row of this rank, uniformly over all n images.
-
-    A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
-    the seed alone, so it is the same for any number of ranks and after a restart.
-    """
-    drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(seed, device), device=device)
-    return drawn[dist.offset(rows) :][: rows[dist.rank()]]
-
-
-@in_float32  # of the temperature 0.07, which would enlarge a rounding 14 times
-def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
-    """Return exp(v w / tau) (B, 1 + K) of v (B, C) and the bank's w (B, 1 + K, C): P of equation 4 without its Z."""
-    return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
-
-
-def estimate_Z(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
-    """Estimate Z by equation 8 from e (B, 1 + K), the similarities of all ranks' rows with some of the n images."""
-    return n * dist.total(e.sum()) / (sum(rows) * e.shape[1])
-
-
-def nce(P: Tensor, n: int) -> Tensor:
-    """Return equation 7: the noise-contrastive loss of P (B, 1 + K), the positive first, with uniform noise."""
-    noise = (P.shape[1] - 1) / n
-    real, false = P[:, 0], P[:, 1:]
-    eps = 1e-7  # the released code's
-    loss = torch.log(real / (real + noise + eps)) + torch.log(noise / (false + noise + eps)).sum(1)
-    return -loss.mean()
-
-
 def proximal_term(v: Tensor, old: Tensor) -> Tensor:
     """Return equation 10: the mean squared distance of v (B, C) from the bank's vectors of the same images."""
     return (v - old).square().sum(1).mean()
-
-
-def update_memory(old: Tensor, v: Tensor, momentum: float) -> Tensor:
-    """Return the vectors (B, C) that replace the old ones in the bank."""
-    return F.normalize(momentum * old + (1 - momentum) * v, dim=1)

@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagleray.base import dist
+from eagleray.base.rng import step_generator
+
 
 class Memory(nn.Module):
     """A buffer of features from earlier steps.
@@ -50,3 +53,18 @@ class Bank(Memory):
         """Replace the rows `index` (B,) by v (B, C)."""
         v = v.to(self.rows.dtype)
         self.rows[index] = torch.where(torch.isfinite(v).all(1, keepdim=True), v, self.rows[index])
+
+    def move(self, index: Tensor, v: Tensor, momentum: float) -> None:
+        """Replace the rows `index` (B,) by their mean with v (B, C), scaled to length one. `momentum` is the share of
+        the old rows."""
+        self.write(index, F.normalize(momentum * self.rows[index] + (1 - momentum) * v, dim=1))
+
+
+def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+    """Draw K negatives (B, K) for each row of this rank, uniformly over all n images.
+
+    A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
+    the seed alone, so it is the same for any number of ranks and after a restart.
+    """
+    drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(seed, device), device=device)
+    return drawn[dist.offset(rows) :][: rows[dist.rank()]]

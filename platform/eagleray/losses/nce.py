@@ -1,0 +1,30 @@
+"""Noise-contrastive estimation against the vectors of a memory bank (InstDisc: Wu et al. 2018, arXiv:1805.01978).
+
+B images on this rank, n in the training set, K negatives, C channels.
+"""
+
+import torch
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.base.autocast import in_float32
+
+
+@in_float32  # of the temperature 0.07, which would enlarge a rounding 14 times
+def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
+    """Return exp(v w / tau) (B, 1 + K) of v (B, C) and the bank's w (B, 1 + K, C): P of equation 4 without its Z."""
+    return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
+
+
+def estimate_Z(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
+    """Estimate Z by equation 8 from e (B, 1 + K), the similarities of all ranks' rows with some of the n images."""
+    return n * dist.total(e.sum()) / (sum(rows) * e.shape[1])
+
+
+def nce(P: Tensor, n: int) -> Tensor:
+    """Return equation 7: the noise-contrastive loss of P (B, 1 + K), the positive first, with uniform noise."""
+    noise = (P.shape[1] - 1) / n
+    real, false = P[:, 0], P[:, 1:]
+    eps = 1e-7  # the released code's
+    loss = torch.log(real / (real + noise + eps)) + torch.log(noise / (false + noise + eps)).sum(1)
+    return -loss.mean()

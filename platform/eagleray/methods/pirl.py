@@ -1,0 +1,115 @@
+"""PIRL learns one vector for an image and for its shuffled patches, with a memory bank (Misra and van der Maaten 2020).
+
+arXiv:1912.01991, section 2, with the jigsaw as pretext. B images on this rank, n in the training set, K negatives,
+D channels of the backbone, C of a stored vector, S pixels on a side of a view and P on a side of a patch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from eagleray.base import dist
+from eagleray.base.errors import UserError
+from eagleray.base.rng import step_generator
+from eagleray.config.schedule import Progress
+from eagleray.config.types import Share
+from eagleray.data.batch import Batch
+from eagleray.losses.nce import estimate_Z, exp_similarity, nce
+from eagleray.losses.products import unit
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.queue import Bank, draw_negatives
+
+SIDE = 3  # cells on a side of the grid
+PATCHES = SIDE**2
+
+
+class PIRL(Method):
+    """The vector of the first view, and that of nine patches of the second, find the image's own row of a bank."""
+
+    views = (2, 2)
+    bank: Bank | None  # None before `allocate`
+    Z: Tensor  # () normalising constant of P; 0 until it is estimated from the first batch
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        dim: PositiveInt = 128,
+        temperature: PositiveFloat = 0.07,
+        momentum: Share = 0.5,  # of a vector in the bank
+        negatives: PositiveInt = 32000,
+        patch: PositiveInt = 64,  # pixels on a side
+        jigsaw_weight: Share = 0.5,  # lambda: of the loss of the patches; that of the image has the rest
+    ) -> None:
+        super().__init__()
+        self.dim, self.temperature, self.momentum = dim, temperature, momentum
+        self.negatives, self.patch, self.jigsaw_weight = negatives, patch, jigsaw_weight
+        self.encoder = Encoder(backbone, nn.Linear(backbone.dim, dim))  # f
+        self.patch_head = nn.Linear(backbone.dim, dim)  # g, of a patch
+        self.jigsaw_head = nn.Linear(PATCHES * dim, dim)  # g, of all patches
+        self.bank = None
+        self.register_buffer("Z", torch.zeros(()))
+
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        size = views[1].shape[3]
+        if size // SIDE < self.patch:
+            raise UserError(
+                f"views: the second view has {size} pixels, so a cell of the jigsaw has {size // SIDE}; "
+                f"expected at least {SIDE * self.patch} pixels, or a smaller method.patch than {self.patch}"
+            )
+
+    def allocate(self, images: int) -> None:
+        self.bank = Bank(images, self.dim)
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        assert self.bank is not None, "no bank: allocate(images) must be called before the first step"
+        x, x_t = batch.views
+        n, i = len(self.bank.rows), batch.index  # (B,)
+        f = unit(self.encoder([x]))  # (B, C)
+        g = unit(self.jigsaw(cut(x_t, draw_corners(x_t, self.patch, batch.rows, at.draw), self.patch)))  # (B, C)
+
+        others = draw_negatives(n, self.negatives, batch.rows, at.draw, f.device)  # (B, K)
+        m = self.bank.rows[torch.cat([i.unsqueeze(1), others], 1)]  # (B, 1 + K, C)
+        e_f, e_g = (exp_similarity(v, m, self.temperature) for v in (f, g))  # (B, 1 + K)
+        self.Z.copy_(torch.where(self.Z > 0, self.Z, estimate_Z(e_g, n, batch.rows)))
+        loss = self.jigsaw_weight * nce(e_g / self.Z, n) + (1 - self.jigsaw_weight) * nce(e_f / self.Z, n)
+        self.seen = dist.gather(i, batch.rows), dist.gather(f, batch.rows)
+        return {"loss": loss}
+
+    def jigsaw(self, patches: Tensor) -> Tensor:
+        """Return g (B, C) of the patches (B * 9, 3, P, P), whose vectors are concatenated in the order given."""
+        v = self.patch_head(self.encoder.backbone.pooled(patches))  # (B * 9, C)
+        g: Tensor = self.jigsaw_head(v.view(-1, PATCHES * self.dim))
+        return g
+
+    def after_step(self, at: Progress) -> None:
+        assert self.bank is not None
+        self.bank.move(*self.seen, self.momentum)
+
+    def export(self) -> Backbone:
+        return self.encoder.backbone
+
+
+def draw_corners(x: Tensor, patch: int, rows: tuple[int, ...], seed: int) -> Tensor:
+    """Draw the upper left corners (B, 9, 2), row and column, of nine patches of the views x (B, 3, S, S) in a random
+    order: each patch lies anywhere in a cell of its own of a 3 x 3 grid.
+
+    The draw is for the rows of all ranks, so it is the same for any number of ranks.
+    """
+    cell, images, generator = x.shape[3] // SIDE, sum(rows), step_generator(seed, x.device)
+    order = torch.rand(images, PATCHES, generator=generator, device=x.device).argsort(1)
+    jitter = torch.randint(cell - patch + 1, (images, PATCHES, 2), generator=generator, device=x.device)
+    corners = cell * torch.stack([order // SIDE, order % SIDE], 2) + jitter
+    return corners[dist.offset(rows) :][: len(x)]
+
+
+def cut(x: Tensor, corners: Tensor, patch: int) -> Tensor:
+    """Return the patches (B * 9, 3, P, P) of views x (B, 3, S, S) at these corners (B, 9, 2)."""
+    row, column = (corners.unsqueeze(3) + torch.arange(patch, device=x.device)).unbind(2)  # (B, 9, P)
+    image = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
+    patches = x.movedim(1, 3)[image, row.unsqueeze(3), column.unsqueeze(2)]  # (B, 9, P, P, 3)
+    # In memory as views are; otherwise DDP warns that the gradients of convolutions have other strides than it expects.
+    return patches.flatten(0, 1).movedim(3, 1).contiguous()
