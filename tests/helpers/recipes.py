@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import re
 import shutil
 import tempfile
 
@@ -28,6 +29,7 @@ METHODS = {
     "byol": "dim: 16, hidden: 32",
     "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
+    "detco": "dim: 12, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
     # A first step of SGD makes all features nearly the same, where KoLeo's gradient, 1 / d, enlarges roundings.
     "dinov2": (
@@ -58,7 +60,10 @@ METHODS = {
 VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
+VIEWS["detco"] = f"[{PAIR}, {{size: 48, count: 2, scale: [0.6, 1.0]}}]"
 VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
+CNN_ONLY = ("detco",)  # which learns from the stages of a CNN: one without batch norm, as micro-batches need
+CNN = "{name: resnet10t, options: {channels: [8, 8, 16, 24], stem_width: 4, norm_layer: groupnorm1}}"
 
 
 @functools.cache
@@ -80,4 +85,5 @@ def small_recipe(method: str) -> str:
         "method: {name: mocov3, dim: 16, hidden: 32}", f"method: {{name: {method}, {METHODS[method]}}}"
     )
     text = text.replace("WEIGHTS", teacher_file()) if "WEIGHTS" in text else text
+    text = re.sub(r"(?m)^backbone: .*", f"backbone: {CNN}", text) if method in CNN_ONLY else text
     return text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text

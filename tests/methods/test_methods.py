@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.recipes import METHODS, VIT_ONLY, small_recipe
+from helpers.recipes import CNN_ONLY, METHODS, VIT_ONLY, small_recipe
 from helpers.table import Table
 
 from eagleray import config
@@ -32,7 +32,9 @@ BACKBONES = {
 }
 
 
-KINDS = [(m, b) for m in METHODS for b in BACKBONES if b == "vit" or m not in VIT_ONLY]
+# "vit" is the recipe's own backbone: a ViT, or a CNN of those that take no other.
+REFUSED = {("swin", m) for m in CNN_ONLY} | {(b, m) for b in ("swin", "resnet") for m in VIT_ONLY}
+KINDS = [(m, b) for m in METHODS for b in BACKBONES if (b, m) not in REFUSED]
 
 
 def recipe_of(method: str, folder: Path, overrides: list[str] | None = None) -> Recipe:

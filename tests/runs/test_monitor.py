@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.recipes import METHODS, small_recipe
+from helpers.recipes import CNN_ONLY, METHODS, small_recipe
 
 from eagleray import config
 from eagleray.config.schedule import Progress
@@ -22,7 +22,7 @@ from eagleray.runs.monitor import ROWS, Bank, Monitor
 from eagleray.runs.recipe import Recipe, Watch
 
 BATCH = 64
-ONE_VIEW = ("instdisc", "densecl", "distill", "mae")  # reaches the encoder that is exported
+ONE_VIEW = ("instdisc", "densecl", "detco", "distill", "mae")  # reaches the encoder that is exported
 
 
 def train(recipe: Recipe, steps: int, **settings: Any) -> tuple[Method, Monitor, list[Step]]:
@@ -66,9 +66,10 @@ def test_every_method_is_seen_whole(method: str, tmp_path: Path):
     assert ("same_views" in seen) == (method not in ("distill", "instdisc", "mae"))
     assert ("alignment" in seen) == (method not in ONE_VIEW)
     assert ("ema_distance" in seen) == bool(momentum_copies(m))
-    assert {"patch_embed", "blocks.00", "blocks.01", "trunk", "heads"} == {
-        n.removeprefix("grad/") for n in values if n.startswith("grad/")
-    }
+    layers = {n.removeprefix("grad/") for n in values if n.startswith("grad/")}
+    stages = {"conv1", *(f"layer{n}" for n in (1, 2, 3, 4))}
+    own = stages if method in CNN_ONLY else {"patch_embed", "blocks.00", "blocks.01"}
+    assert layers == own | {"trunk", "heads"}
 
 
 def test_a_monitor_changes_nothing(recipe: Recipe):
