@@ -48,8 +48,8 @@ class DetCo(Method):
         name = type(backbone.model).__name__
         if not convolutional(backbone.model):
             raise UserError(
-                f"backbone.name: {name} is no convolutional network with stages, which detco needs; expected "
-                "one such as resnet50"
+                f"backbone.name: detco learns from the stages of a convolutional network, and {name} has none that it "
+                "knows; expected one such as resnet50"
             )
         if (count := len(stages(backbone.model))) != len(weights):
             raise UserError(f"method.weights={list(weights)}: expected one for each of the {count} stages of {name}")
