@@ -63,7 +63,8 @@ VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3,
 VIEWS["detco"] = f"[{PAIR}, {{size: 48, count: 2, scale: [0.6, 1.0]}}]"
 VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
 CNN_ONLY = ("detco",)  # which learns from the stages of a CNN: one without batch norm, as micro-batches need
-CNN = "{name: resnet10t, options: {channels: [8, 8, 16, 24], stem_width: 4, norm_layer: groupnorm1}}"
+# Strides end at 8: on a CPU the gradient of PyTorch's bfloat16 convolution of single pixels with stride 2 is garbage.
+CNN = "{name: resnet10t, options: {channels: [8, 8, 16, 24], stem_width: 4, norm_layer: groupnorm1, output_stride: 8}}"
 
 
 @functools.cache

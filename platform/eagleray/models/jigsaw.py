@@ -35,4 +35,5 @@ def jigsaw(images: Tensor, size: int, seed: int, rows: tuple[int, ...] | None = 
     y = (cell // GRID * height + draw(height - size)).unsqueeze(2) + pixels  # (B, 9, size)
     x = (cell % GRID * width + draw(width - size)).unsqueeze(2) + pixels
     image = torch.arange(len(images), device=device).view(-1, 1, 1, 1)
-    return images[image, :, y.unsqueeze(3), x.unsqueeze(2)].movedim(4, 2)
+    # In the layout of the images: a network that is given another one has gradients in that, which DDP has to copy.
+    return images[image, :, y.unsqueeze(3), x.unsqueeze(2)].movedim(4, 2).contiguous()
