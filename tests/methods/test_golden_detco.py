@@ -105,9 +105,7 @@ def test_networks_of_convolutions_are_taken(name: str) -> None:
     assert method.export().state_dict().keys() == Backbone(name).state_dict().keys()
 
 
-ONE_LINE = (
-    r"^backbone\.name: detco learns from [^\n]+, and {} has none that it knows; expected one such as resnet50$"
-)
+ONE_LINE = r"^backbone\.name: detco learns from [^\n]+, and {} has none that it knows; expected one such as resnet50$"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from eagleray.methods.densecl import DenseCL
 from eagleray.methods.detco import DetCo
 from eagleray.methods.moco import MoCo
 from eagleray.models.backbone import Backbone
+from eagleray.models.checkpointing import checkpoint_blocks
 from eagleray.models.shuffle_bn import GroupedBatchNorm, count_images, group_batch_norms, shuffle
 from eagleray.models.sync_bn import sync_batch_norms
 
@@ -160,6 +161,22 @@ def test_keys_are_put_back_where_their_queries_are(method: type[MoCo | DenseCL |
 
     torch.testing.assert_close(loss(8), loss(None))  # one group: its order does not matter
     assert not torch.isclose(loss(4), loss(None))
+
+
+def test_groups_of_patches_are_the_same_where_activations_are_computed_again():
+    batch = Batch([*torch.randn(4, 8, 3, 32, 32).double()], torch.empty(0), torch.empty(0), rows=(8,))
+
+    def gradients(checkpointing: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = DetCo(resnet("resnet10t"), dim=8, queue=32, norm_group=2).double()
+        if checkpointing:
+            checkpoint_blocks(net.f_q.backbone.model)
+        net(batch, AT)["loss"].backward()
+        return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+    plain, again = gradients(False), gradients(True)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(again[name], g) for name, g in plain.items())
 
 
 def resnet(name: str) -> Backbone:
