@@ -37,6 +37,7 @@ RECIPES = {
     "byol": "byol_resnet50_in1k_ep1000",
     "byol_regions": "byol_regions_swint_in1k_ep50",
     "densecl": "densecl_resnet50_in1k_ep200",
+    "detco": "detco_resnet50_in1k_ep200",
     "distill": "distill_vits16_in1k_ep100",
     "dino": "dino_vits16_in1k_ep100",
     "dinov2": "dinov2_vits16_in1k_ep200",

@@ -79,6 +79,16 @@ FIGURES = {
         AVERAGE,
         memory="two queues",
     ),
+    "detco": Figure(
+        Branch("crop 1,\npatches of crop 3", ("backbone,\n4 stages", "head of images,\nhead of patches"), "q"),
+        (
+            ("every stage: images, patches", r"w_s\;L(q, k^+, \mathrm{queue})+w_s\;L(q_p, k_p^+, \mathrm{queue}_p)"),
+            ("every stage: patches and images", r"w_s\;L(q_p, k^+, \mathrm{queue})"),
+        ),
+        Branch("crop 2,\npatches of crop 4", ("momentum\nbackbone", "head of images,\nhead of patches"), "k"),
+        AVERAGE,
+        memory="two queues\nof each stage",
+    ),
     "pixpro": Figure(
         Branch("crop 1,\ncrop 2", ("backbone", "head of\npatches", "propagation"), "y"),
         (

@@ -36,7 +36,7 @@ FAMILIES = (
     *("selfpatch_aggregation", "selfpatch_cosine_schedule", "selfpatch_dinohead", "selfpatch_neighbour_index"),
     *("davis_label_propagation", "davis_j_f"),
     "pixpro_loss",
-    *("ibot_loss", "dinov2_sinkhorn", "dinov2_patch_loss", "dinov2_koleo", "block_masks"),
+    *("detco_loss", "ibot_loss", "dinov2_sinkhorn", "dinov2_patch_loss", "dinov2_koleo", "block_masks"),
 )
 
 

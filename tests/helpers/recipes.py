@@ -29,6 +29,7 @@ METHODS = {
     "byol": "dim: 16, hidden: 32",
     "byol_regions": "dim: 16, hidden: 32, prototypes: 64, region_hidden: 32, bottleneck: 16",
     "densecl": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}",
+    "detco": "dim: 12, queue: 64, momentum: {value: 0.9}",
     "dino": "prototypes: 64, hidden: 32, bottleneck: 16, freeze_last: 0.1",
     # A first step of SGD makes all features nearly the same, where KoLeo's gradient, 1 / d, enlarges roundings.
     "dinov2": (
@@ -64,9 +65,11 @@ VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0
 VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
 VIEWS["instloc"] = f"[{PAIR}, {{size: 16}}]"
 VIEWS |= {"pirl": "[{size: 16, scale: [0.3, 1.0]}, {size: 48, scale: [0.6, 1.0]}]"}
+VIEWS["detco"] = f"[{PAIR}, {{size: 48, count: 2, scale: [0.6, 1.0]}}]"
 VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
-CNN_ONLY = ("instloc",)  # which cut boxes from the map of a stage; here it has 2 x 2 cells
-CNN = "{name: convnext_tiny, options: {output_stride: 8, depths: [1, 1, 1, 1], dims: [8, 12, 16, 24]}}"
+CNN_ONLY = ("detco", "instloc")  # which learn from the stages of a CNN; one without batch norm, as micro-batches need
+# Strides end at 8: on a CPU the gradient of PyTorch's bfloat16 convolution of single pixels with stride 2 is garbage.
+CNN = "{name: resnet10t, options: {channels: [8, 8, 16, 24], stem_width: 4, norm_layer: groupnorm1, output_stride: 8}}"
 
 
 @functools.cache
@@ -88,7 +91,5 @@ def small_recipe(method: str) -> str:
         "method: {name: mocov3, dim: 16, hidden: 32}", f"method: {{name: {method}, {METHODS[method]}}}"
     )
     text = text.replace("WEIGHTS", teacher_file()) if "WEIGHTS" in text else text
-    text = text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text
-    if method in CNN_ONLY:
-        text = re.sub(r"backbone: .*", f"backbone: {CNN}", text)
-    return text
+    text = re.sub(r"(?m)^backbone: .*", f"backbone: {CNN}", text) if method in CNN_ONLY else text
+    return text.replace(f"views: [{PAIR}]", f"views: {VIEWS[method]}") if method in VIEWS else text

@@ -11,14 +11,14 @@ from helpers.golden_cases import Case, cases, vit
 from helpers.recipes import small_recipe
 from torch import Tensor, nn
 
-from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.losses.nce import estimate_Z, exp_similarity, nce
 from eagleray.methods import pirl
-from eagleray.methods.pirl import PIRL, cut, draw_corners
+from eagleray.methods.pirl import PIRL
 from eagleray.models.backbone import Backbone
+from eagleray.models.jigsaw import jigsaw
 from eagleray.models.queue import draw_negatives
 
 AT = Progress(step=3, steps_per_epoch=10, epochs=2)
@@ -89,46 +89,11 @@ def test_step(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.check(bank_of(method), "memory_after")
 
 
-@cases("pirl_loss")
-def test_patches(case: Case) -> None:
-    assert torch.equal(cut(case["view"], case["corners"], case.hyper["patch"]), case["patches"])
-
-
-@pytest.mark.parametrize(("size", "patch"), [(255, 64), (225, 64), (34, 8), (24, 8)])
-def test_each_patch_lies_anywhere_in_a_cell_of_its_own(size: int, patch: int) -> None:
-    cell = size // 3
-    corners = draw_corners(torch.zeros(1).expand(3000, 3, size, size), patch, (3000,), 0)  # (3000, 9, 2)
-    places = corners // cell
-    assert torch.equal((3 * places[..., 0] + places[..., 1]).sort(1).values, torch.arange(9).expand(3000, -1))
-    jitter = corners % cell
-    assert jitter.amin() == 0
-    assert jitter.amax() == cell - patch
-
-
-def test_orders_are_uniform_and_new_in_every_step() -> None:
-    x = torch.zeros(1).expand(9000, 3, 34, 34)
-    corners = draw_corners(x, 8, (9000,), 0) // 11
-    first = torch.bincount(3 * corners[:, 0, 0] + corners[:, 0, 1], minlength=9)
-    assert first.float().std() < 100  # 1000 each; the standard deviation is 30
-    assert not torch.equal(corners, draw_corners(x, 8, (9000,), 1) // 11)
-
-
-def test_ranks_share_out_the_corners_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(8, 3, 34, 34)
-    one, parts = draw_corners(x, 8, (8,), 3), []
-    monkeypatch.setattr(dist, "size", lambda: 2)
-    for rank, mine in enumerate((x[:3], x[3:])):
-        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        parts.append(draw_corners(mine, 8, (3, 5), 3))
-    assert [len(part) for part in parts] == [3, 5]
-    assert torch.equal(torch.cat(parts), one)
-
-
 def test_lambda_weighs_the_patches_and_the_image_against_the_same_negatives() -> None:
     method, b = small(jigsaw_weight=0.2), batch()
     rows = torch.cat([b.index.unsqueeze(1), draw_negatives(IMAGES, 6, b.rows, AT.draw, torch.device("cpu"))], 1)
     f = F.normalize(method.encoder(b.views[:1]), dim=1)
-    patches = cut(b.views[1], draw_corners(b.views[1], 8, b.rows, AT.draw), 8)
+    patches = jigsaw(b.views[1], 8, AT.draw, b.rows).flatten(0, 1)
     v = method.patch_head(method.encoder.backbone(patches).pooled)
     g = F.normalize(method.jigsaw_head(v.view(ROWS, 72)), dim=1)
     e_f, e_g = (exp_similarity(v, bank_of(method)[rows], 0.07) for v in (f, g))
@@ -151,8 +116,8 @@ def test_the_bank_takes_the_vectors_of_the_images_after_the_step() -> None:
 
 
 def test_the_order_of_patches_reaches_the_head() -> None:
-    method, patches = small(), torch.randn(9, 3, 8, 8)
-    assert not torch.allclose(method.jigsaw(patches), method.jigsaw(patches.roll(1, 0)))
+    method, patches = small(), torch.randn(1, 9, 3, 8, 8)
+    assert not torch.allclose(method.encode_patches(patches), method.encode_patches(patches.roll(1, 1)))
 
 
 def test_resnets_take_the_sizes_of_the_paper() -> None:

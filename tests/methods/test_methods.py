@@ -32,8 +32,9 @@ BACKBONES = {
 }
 
 
-OTHER = {"vit": (), "swin": (*VIT_ONLY, *CNN_ONLY), "resnet": VIT_ONLY}  # of CNN_ONLY, "vit" is the small recipe's CNN
-KINDS = [(m, b) for m in METHODS for b in BACKBONES if m not in OTHER[b]]
+# "vit" is the recipe's own backbone: a ViT, or a CNN of those that take no other.
+REFUSED = {("swin", m) for m in CNN_ONLY} | {(b, m) for b in ("swin", "resnet") for m in VIT_ONLY}
+KINDS = [(m, b) for m in METHODS for b in BACKBONES if (b, m) not in REFUSED]
 
 
 def recipe_of(method: str, folder: Path, overrides: list[str] | None = None) -> Recipe:

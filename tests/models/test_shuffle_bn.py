@@ -13,12 +13,15 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.methods.densecl import DenseCL
+from eagleray.methods.detco import DetCo
 from eagleray.methods.instloc import InstLoc
 from eagleray.methods.moco import MoCo
 from eagleray.models.backbone import Backbone
-from eagleray.models.shuffle_bn import GroupedBatchNorm, group_batch_norms, shuffle
+from eagleray.models.checkpointing import checkpoint_blocks
+from eagleray.models.shuffle_bn import GroupedBatchNorm, count_images, group_batch_norms, shuffle
 from eagleray.models.sync_bn import sync_batch_norms
 
+HIDDEN = {MoCo: {"hidden": 16}, DenseCL: {"hidden": 16}, InstLoc: {"hidden": 16}}
 AT = Progress(step=3, steps_per_epoch=10, epochs=2)
 
 
@@ -68,6 +71,13 @@ def test_statistics_of_other_groups_do_not_matter():
     assert torch.equal(net(x)[4:], y[4:])
 
 
+def test_a_group_has_all_rows_of_its_images():
+    net, x = norm(2, image=True), inputs(True)
+    count_images(net, 4)  # of three rows each
+    torch.testing.assert_close(net(x), norm(6, image=True)(x))
+    torch.testing.assert_close(net(x[:4]), norm(2, image=True)(x[:4]))  # a row each in another forward of the step
+
+
 def test_evaluation_has_no_groups():
     net, x = norm(4, image=True), inputs(True)
     net(x)
@@ -83,8 +93,8 @@ def test_grouped_norms_are_not_synchronised(device: str):
     assert type(net[1][0]) is GroupedBatchNorm
 
 
-@pytest.mark.parametrize("method", [MoCo, DenseCL])
-def test_every_norm_of_a_backbone_is_grouped(method: type[MoCo | DenseCL]):
+@pytest.mark.parametrize("method", [MoCo, DenseCL, DetCo])
+def test_every_norm_of_a_backbone_is_grouped(method: type[MoCo | DenseCL | DetCo]):
     with torch.device("meta"):
         method, plain = method(resnet("resnet50"), dim=8, queue=32, norm_group=2), resnet("resnet50")
     norms = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
@@ -141,17 +151,33 @@ def test_a_query_knows_its_neighbour_and_its_key_does_not():
     assert len(set(map(frozenset, found))) > 1
 
 
-@pytest.mark.parametrize("method", [MoCo, DenseCL])
-def test_keys_are_put_back_where_their_queries_are(method: type[MoCo | DenseCL]):
-    batch = Batch([*torch.randn(2, 8, 3, 32, 32).double()], torch.empty(0), torch.empty(0), rows=(8,))
+@pytest.mark.parametrize("method", [MoCo, DenseCL, DetCo])
+def test_keys_are_put_back_where_their_queries_are(method: type[MoCo | DenseCL | DetCo]):
+    batch = Batch([*torch.randn(method.views[0], 8, 3, 32, 32).double()], torch.empty(0), torch.empty(0), rows=(8,))
 
     def loss(group: int | None) -> Tensor:
         torch.manual_seed(0)
-        net = method(resnet("resnet10t"), dim=8, hidden=16, queue=32, norm_group=group).double()
+        net = method(resnet("resnet10t"), dim=8, queue=32, norm_group=group, **HIDDEN.get(method, {})).double()
         return net(batch, AT)["loss"]
 
     torch.testing.assert_close(loss(8), loss(None))  # one group: its order does not matter
     assert not torch.isclose(loss(4), loss(None))
+
+
+def test_groups_of_patches_are_the_same_where_activations_are_computed_again():
+    batch = Batch([*torch.randn(4, 8, 3, 32, 32).double()], torch.empty(0), torch.empty(0), rows=(8,))
+
+    def gradients(checkpointing: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = DetCo(resnet("resnet10t"), dim=8, queue=32, norm_group=2).double()
+        if checkpointing:
+            checkpoint_blocks(net.f_q.backbone.model)
+        net(batch, AT)["loss"].backward()
+        return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+    plain, again = gradients(False), gradients(True)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(again[name], g) for name, g in plain.items())
 
 
 def resnet(name: str) -> Backbone:
@@ -160,18 +186,24 @@ def resnet(name: str) -> Backbone:
 
 
 BATCH, GROUP = 12, 2
-METHODS = {"moco": MoCo, "moco-symmetric": MoCo, "densecl": DenseCL, "instloc": InstLoc}
+METHODS = {"moco": MoCo, "moco-symmetric": MoCo, "densecl": DenseCL, "instloc": InstLoc, "detco": DetCo}
 SPLITS = {"even": ((6, 6), GROUP), "uneven": ((8, 4), GROUP), "group on two ranks": ((6, 6), BATCH)}
 
 
 def step(name: str, rank: int, rows: tuple[int, ...], group: int) -> dict[str, Tensor]:
     """Return loss and gradient of the global batch, and all buffers after the step."""
     torch.manual_seed(0)
-    keys = {"dim": 8, "hidden": 16, "queue": 40, "momentum": Schedule(value=0.9), "norm_group": group}
+    keys = {
+        "dim": 8,
+        "queue": 40,
+        "momentum": Schedule(value=0.9),
+        "norm_group": group,
+        **HIDDEN.get(METHODS[name], {}),
+    }
     method = METHODS[name](resnet("resnet10t"), **keys | ({"symmetric": True} if "symmetric" in name else {})).double()
     sync_batch_norms(method, torch.device("cpu"))
-    size = (method.views[0], BATCH, 3, 32, 32)
-    views = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    shape = (METHODS[name].views[0], BATCH, 3, 32, 32)
+    views = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     batch = Batch([v[mine] for v in views], torch.empty(0), torch.empty(0), rows)
     for p in method.f_q.parameters():

@@ -47,8 +47,8 @@ class Row(NamedTuple):
     params: int | None = None
 
 
-# Every row that is a pretraining of ours. Left out, as we lack them: iGPT and masked patches on JFT-300M (table 1),
-# DetCo (12), and what is supervised.
+# Every row that is a pretraining of ours. Left out, as we lack them: iGPT and masked patches on JFT-300M (table 1), and
+# what is supervised.
 ESVIT = {
     1: [
         Row("swav_resnet50w5_in1k_ep400", "78.5 67.1", 586),
@@ -115,6 +115,7 @@ ESVIT = {
     12: [
         Row("moco_resnet50_in1k_ep200", "67.5"),
         Row("densecl_resnet50_in1k_ep200", "63.6"),
+        Row("detco_resnet50_in1k_ep200", "68.6"),
         Row("dino_resnet50_in1k_ep200_2crops", "69.2"),
         Row("esvit_resnet50_in1k_ep200_2crops", "69.9"),
         Row("moco_resnet50_in1k_ep800_v2plus", "72.2"),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
@@ -20,10 +19,8 @@ from eagleray.losses.nce import estimate_Z, exp_similarity, nce
 from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.jigsaw import GRID, PATCHES, jigsaw
 from eagleray.models.queue import Bank, draw_negatives
-
-SIDE = 3  # cells on a side of the grid
-PATCHES = SIDE**2
 
 
 class PIRL(Method):
@@ -55,10 +52,10 @@ class PIRL(Method):
 
     def check_views(self, views: Sequence[Tensor]) -> None:
         size = views[1].shape[3]
-        if size // SIDE < self.patch:
+        if size // GRID < self.patch:
             raise UserError(
-                f"views: the second view has {size} pixels, so a cell of the jigsaw has {size // SIDE}; "
-                f"expected at least {SIDE * self.patch} pixels, or a smaller method.patch than {self.patch}"
+                f"views: the second view has {size} pixels, so a cell of the jigsaw has {size // GRID}; "
+                f"expected at least {GRID * self.patch} pixels, or a smaller method.patch than {self.patch}"
             )
 
     def allocate(self, images: int) -> None:
@@ -69,7 +66,7 @@ class PIRL(Method):
         x, x_t = batch.views
         n, i = len(self.bank.rows), batch.index  # (B,)
         f = unit(self.encoder([x]))  # (B, C)
-        g = unit(self.jigsaw(cut(x_t, draw_corners(x_t, self.patch, batch.rows, at.draw), self.patch)))  # (B, C)
+        g = unit(self.encode_patches(jigsaw(x_t, self.patch, at.draw, batch.rows)))  # (B, C)
 
         others = draw_negatives(n, self.negatives, batch.rows, at.draw, f.device)  # (B, K)
         m = self.bank.rows[torch.cat([i.unsqueeze(1), others], 1)]  # (B, 1 + K, C)
@@ -79,9 +76,9 @@ class PIRL(Method):
         self.seen = dist.gather(i, batch.rows), dist.gather(f, batch.rows)
         return {"loss": loss}
 
-    def jigsaw(self, patches: Tensor) -> Tensor:
-        """Return g (B, C) of the patches (B * 9, 3, P, P), whose vectors are concatenated in the order given."""
-        v = self.patch_head(self.encoder.backbone.pooled(patches))  # (B * 9, C)
+    def encode_patches(self, patches: Tensor) -> Tensor:
+        """Return g (B, C) of the patches (B, 9, 3, P, P), whose vectors are concatenated in the order given."""
+        v = self.patch_head(self.encoder.backbone.pooled(patches.flatten(0, 1)))  # (B * 9, C)
         g: Tensor = self.jigsaw_head(v.view(-1, PATCHES * self.dim))
         return g
 
@@ -91,25 +88,3 @@ class PIRL(Method):
 
     def export(self) -> Backbone:
         return self.encoder.backbone
-
-
-def draw_corners(x: Tensor, patch: int, rows: tuple[int, ...], seed: int) -> Tensor:
-    """Draw the upper left corners (B, 9, 2), row and column, of nine patches of the views x (B, 3, S, S) in a random
-    order: each patch lies anywhere in a cell of its own of a 3 x 3 grid.
-
-    The draw is for the rows of all ranks, so it is the same for any number of ranks.
-    """
-    cell, images, generator = x.shape[3] // SIDE, sum(rows), step_generator(seed, x.device)
-    order = torch.rand(images, PATCHES, generator=generator, device=x.device).argsort(1)
-    jitter = torch.randint(cell - patch + 1, (images, PATCHES, 2), generator=generator, device=x.device)
-    corners = cell * torch.stack([order // SIDE, order % SIDE], 2) + jitter
-    return corners[dist.offset(rows) :][: len(x)]
-
-
-def cut(x: Tensor, corners: Tensor, patch: int) -> Tensor:
-    """Return the patches (B * 9, 3, P, P) of views x (B, 3, S, S) at these corners (B, 9, 2)."""
-    row, column = (corners.unsqueeze(3) + torch.arange(patch, device=x.device)).unbind(2)  # (B, 9, P)
-    image = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
-    patches = x.movedim(1, 3)[image, row.unsqueeze(3), column.unsqueeze(2)]  # (B, 9, P, P, 3)
-    # In memory as views are; otherwise DDP warns that the gradients of convolutions have other strides than it expects.
-    return patches.flatten(0, 1).movedim(3, 1).contiguous()

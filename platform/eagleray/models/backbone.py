@@ -217,6 +217,18 @@ class Backbone(nn.Module):
         last = getattr(self.model, "stage_fmt", getattr(self.model, "output_fmt", "NCHW")) == "NHWC"
         return out.pooled, *(x.permute(0, 3, 1, 2) if last else x for x in seen)
 
+    def pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Return the mean tokens (B, D) of every stage, of images (B, 3, H, W); those of the last stage are the pooled
+        vectors. Raises UserError as `grids` does."""
+        out: tuple[Tensor, ...] = micro_batched(
+            self._pooled_stages, images, self.micro_batch if self.training else None
+        )
+        return out
+
+    def _pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
+        pooled, *grids = self._grids(images, "stages")
+        return *(x.mean((2, 3)) for x in grids[:-1]), pooled
+
     def attention(self, images: Tensor) -> Tensor:
         """Return the attention of a ViT's last block (B, heads, 1 + N, 1 + N), queries before keys; rows sum to one."""
         seen: list[Tensor] = []

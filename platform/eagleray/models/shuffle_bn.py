@@ -21,6 +21,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
     """
 
     group: int  # images; the last group of a batch may be smaller
+    images: int | None = None  # of this rank, where an image may have several rows, one after another; None: one
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (B, C, ...)."""
@@ -28,9 +29,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         assert self.running_var is not None
         if not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        if dist.size() > 1 and len(x) < self.group:
-            return self._over_ranks(x)
-        parts = x.split(self.group)
+        group = self.group * (len(x) // (self.images or len(x)))  # rows
+        if dist.size() > 1 and len(x) < group:
+            return self._over_ranks(x, group)
+        parts = x.split(group)
         moments = self.running_mean.new_zeros(2, len(parts), x.shape[1])  # mean and variance of each group
         out = [
             F.batch_norm(part, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
@@ -39,11 +41,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         self._update_running(moments)
         return torch.cat(out)
 
-    def _over_ranks(self, x: Tensor) -> Tensor:
-        """Normalise x (B, C, ...) where each group consists of the images of `group / B` neighbouring ranks."""
+    def _over_ranks(self, x: Tensor, group: int) -> Tensor:
+        """Normalise x (B, C, ...) where each group consists of the rows of `group / B` neighbouring ranks."""
         shape = (1, -1) + (1,) * (x.dim() - 2)
-        own, groups = dist.rank() * len(x) // self.group, dist.size() * len(x) // self.group
-        count = self.group * x[0, 0].numel()
+        own, groups = dist.rank() * len(x) // group, dist.size() * len(x) // group
+        count = group * x[0, 0].numel()
 
         def means(values: Tensor) -> Tensor:
             """Return the means (G, C) over the images and places of every group."""
@@ -88,6 +90,16 @@ def group_batch_norms(module: nn.Module, group: int | None) -> None:
                 raise UserError(f"method.norm_group={group}: the backbone's {type(child).__name__} cannot be grouped")
             child.__class__ = GroupedBatchNorm  # type: ignore[assignment]  # another forward, the same parameters
             child.group = group  # type: ignore[assignment]
+
+
+def count_images(module: nn.Module, images: int) -> None:
+    """Tell the grouped batch norms of a module how many images this rank has in a step whose images have several rows.
+
+    It holds until the next call, so also when activations are computed again in the backward pass.
+    """
+    for child in module.modules():
+        if isinstance(child, GroupedBatchNorm):
+            child.images = images
 
 
 def check_groups(group: int, rows: tuple[int, ...]) -> None:

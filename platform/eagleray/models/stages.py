@@ -24,6 +24,13 @@ def stages(model: Any) -> list[nn.Module]:
     return parts
 
 
+def convolutional(model: Any) -> bool:
+    """Return whether a model is a convolutional network with stages, such as a ResNet or a ConvNeXt, by its interface:
+    it embeds no patches, and its maps are (B, D, h, w)."""
+    staged = any(hasattr(model, name) for name in ("layers", "stages", "layer1"))
+    return staged and not hasattr(model, "patch_embed") and getattr(model, "output_fmt", "NCHW") != "NHWC"
+
+
 def blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of all stages, first to last. Raises UserError for a model that has neither."""
     return [block for stage in stages(model) for block in blocks_of(stage)]
