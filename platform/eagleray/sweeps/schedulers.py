@@ -64,7 +64,22 @@ def scheduler(local: LocalState) -> Any:
         return schedulers.HyperBandScheduler(time_attr="percent", max_t=101, reduction_factor=sweep.reduction)
     if sweep.scheduler == "pbt":
         [branch] = sweep.alternatives.values()
-        return schedulers.PopulationBasedTraining(
+
+        class Meeting(schedulers.PopulationBasedTraining):  # type: ignore[misc]
+            """PBT whose trials meet without those that have ended on their way, by an error or by being faster than a
+            request to pause. Tune's own waits for their results for good, with all others paused."""
+
+            def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> Any:
+                return super().on_trial_result(_Unfinished(controller), trial, result)
+
+            def choose_trial_to_run(self, controller: Any) -> Any:
+                chosen, going = super().choose_trial_to_run(controller), _Unfinished(controller).get_live_trials()
+                if chosen is None and going and all(trial.status == "PAUSED" for trial in going):
+                    self.on_trial_result(controller, going[0], self._trial_state[going[0]].last_result)
+                    chosen = super().choose_trial_to_run(controller)
+                return chosen
+
+        return Meeting(
             time_attr="percent",
             perturbation_interval=100 * sweep.interval,
             hyperparam_mutations={"row": {"values": {k: _domain(v) for k, v in branch.space.items()}}},
@@ -86,6 +101,20 @@ def within(space: Space, settings: dict[str, Any]) -> dict[str, Any]:
             x = min(max(values[key], low), high)
             values[key] = round(x) if v.kind == "integer" else tidy(x, low, high)
     return settings | {"row": settings["row"] | {"values": values}}
+
+
+class _Unfinished:
+    """Tune's controller, for which trials that ended with an error are not alive."""
+
+    def __init__(self, controller: Any) -> None:
+        self.controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.controller, name)
+
+    def get_live_trials(self) -> list[Any]:
+        """Return the trials that may give another result."""
+        return [trial for trial in self.controller.get_live_trials() if not trial.is_finished()]
 
 
 class _Gone:
