@@ -69,8 +69,9 @@ def scheduler(local: LocalState) -> Any:
             """PBT whose trials meet without those that have ended on their way, by an error or by being faster than a
             request to pause. Tune's own waits for their results for good, with all others paused."""
 
-            def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> Any:
-                return super().on_trial_result(_Unfinished(controller), trial, result)
+            def on_trial_result(self, controller: Any, trial: Any, result: Any) -> Any:
+                unfinished: Any = _Unfinished(controller)
+                return super().on_trial_result(unfinished, trial, result)
 
             def choose_trial_to_run(self, controller: Any) -> Any:
                 chosen, going = super().choose_trial_to_run(controller), _Unfinished(controller).get_live_trials()
