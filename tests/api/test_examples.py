@@ -102,7 +102,7 @@ class OneJob:
         return "step 1\n"
 
 
-SLOW = {"check_method", "tune"}
+SLOW = {"check_method", "export", "finetune", "tune"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in documented()])
@@ -120,6 +120,7 @@ def test_the_example_of(name: str, home: Path, monkeypatch: pytest.MonkeyPatch):
     exec(compile(code, name, "exec"), {"eagleray": eagleray})
 
 
+@pytest.mark.slow
 def test_the_page_runs_from_top_to_bottom(home: Path, capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

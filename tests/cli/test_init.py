@@ -62,6 +62,7 @@ def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Pa
     assert sources[0].url == str(shards / "train")
 
 
+@pytest.mark.slow
 def test_a_recipe_for_two_thousand_images_trains_an_epoch(tmp_path: Path):
     """With a tiny backbone in place of its own."""
     from eagleray.api.pretrain import pretrain

@@ -149,7 +149,8 @@ def detect(folder: Path, out: Path) -> tuple[Outcome, float]:
 C4 = {"head": "c4", "optimizer": "sgd", "parts": "detectron2", "crop": True, "sizes": [48, 64]}
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(C4, marks=pytest.mark.slow)], ids=["pyramid", "C4"])
+@pytest.mark.parametrize("settings", [{}, C4], ids=["pyramid", "C4"])
+@pytest.mark.slow
 def test_a_detector_is_trained_and_tested_by_ranks_together(settings: dict[str, Any], tmp_path: Path):
     """All ranks have the same weights in the end. One process that reads their checkpoint measures the same numbers of
     the validation images that they had divided, and draws the same picture."""

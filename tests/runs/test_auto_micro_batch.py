@@ -58,6 +58,7 @@ def test_the_peak_grows_along_a_line(limit: float, wanted: int):
     assert auto.room(heads, [10 * size for size in auto.SIZES], limit) == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_on_a_cpu_or_with_batch_norm(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -24,6 +24,7 @@ SIZE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 KEYS = ("evaluate.every=1", "max_steps=12", "evaluate.probe_epochs=1")
 
 
+@pytest.mark.slow
 def test_evaluations_that_raise_do_not_end_the_run(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -80,6 +80,7 @@ def test_the_report_of_a_killed_sweep_ends_its_trials_too(tmp_path: Path, monkey
     assert asked == [(folder / n / "mlflow.json", "KILLED") for n in (".", "trials/001")]
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_get_the_numbers_of_every_start(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

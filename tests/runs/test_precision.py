@@ -63,6 +63,7 @@ def test_bfloat16_continues_with_equal_bits(small: Path, shards: Path, tmp_path:
     assert bf16[0]["loss"] == pytest.approx(fp32[0]["loss"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_run_may_change_its_precision(small: Path, shards: Path, tmp_path: Path) -> None:
     """A checkpoint of before, without a part for the precision, is one of float32."""
     out = tmp_path / "out"

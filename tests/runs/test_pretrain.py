@@ -253,6 +253,7 @@ def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, 
     assert f"eagleray pretrain {whole / 'recipe.yaml'}" in str(e.value)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(small: Path, shards: Path, tmp_path: Path):
     out, fresh = tmp_path / "damaged", tmp_path / "fresh"
     few = ["checkpoint.steps=5", "evaluate.probe_epochs=0"]
@@ -319,6 +320,7 @@ def test_unlabelled_images_need_no_evaluation(small: Path, tmp_path: Path):
     assert (tmp_path / "out" / "export" / "backbone.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_output_is_short(small: Path, shards: Path, tmp_path: Path):
     process = start(arguments(small, shards, tmp_path / "out"))
     text = process.communicate(timeout=200)[0]

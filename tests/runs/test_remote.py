@@ -221,6 +221,7 @@ def step_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: Path, out: str):
     keys = [str(small), f"data.train={shards / 'train'}", f"out={out}", "optim.epochs=4000", "workers=0"]
     process = start([*keys, "checkpoint.steps=9"])
