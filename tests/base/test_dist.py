@@ -23,6 +23,7 @@ MORE = {
     "mocov3 in micro-batches": ["optim.micro_batch=4"],
     "mocov3 with an anchor": ["start={from: x, anchor: 100}"],
 }
+MATCHES = {"byol_regions", "densecl", "esvit"}  # regions with those most alike: two that are so but for rounding may swap
 OWN = {"health/input_mean", "health/input_std", "health/same_views"}  # of this rank's images alone
 
 
@@ -59,7 +60,7 @@ def test_two_processes_equal_one(method: str, rows: tuple[int, ...], runs: dict[
         assert two.monitored[name] == pytest.approx(one.monitored[name], rel=2e-3, abs=1e-5), name
     for name, want in one.method.items():
         # A mean before batch norm moves with weights whose gradients are zero but for rounding, which AdamW enlarges.
-        close = 1e-4 if name.endswith("running_mean") else 2e-5
+        close = 1e-3 if method in MATCHES else 1e-4 if name.endswith("running_mean") else 2e-5
         torch.testing.assert_close(two.method[name], want, rtol=1e-4, atol=close, msg=lambda m, n=name: f"{n}: {m}")
 
 

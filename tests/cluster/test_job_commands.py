@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from helpers import ray_auth
 from helpers.fake_head import FakeHead
 from helpers.plugins import write_plugin
-from ray._private.authentication_test_utils import reset_auth_token_state
 
 from eagleray.api.job_commands import COMMANDS, FLAGS
 from eagleray.cli import main
@@ -36,6 +36,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     for name in [n for n in os.environ if n.startswith(("RAY_", "AWS_", "MLFLOW_", "EAGLERAY_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ray_auth.read_again()
     monkeypatch.setattr(jobs, "POLL", 0.02)
     fake = FakeHead()
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", fake.address)
@@ -43,7 +44,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     fake.server.shutdown()
     fake.server.server_close()
     monkeypatch.undo()
-    reset_auth_token_state()
+    ray_auth.read_again()
     plugins.unload()
 
 

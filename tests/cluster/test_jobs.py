@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import ray_auth
 from helpers.fake_head import FakeHead
-from ray._private.authentication_test_utils import reset_auth_token_state
 
 from eagleray.base.errors import Outage
 from eagleray.cli import main
@@ -43,9 +43,10 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # the commands set it: it shall be put back
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ray_auth.read_again()
     yield
     monkeypatch.undo()
-    reset_auth_token_state()
+    ray_auth.read_again()
 
 
 class Ran:
