@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import mlflow_server
+from helpers import mlflow_server, read_only
 from helpers.deploy import DEPLOY, TOOLS
 from helpers.s3.server import free_block
 
@@ -188,8 +188,8 @@ def ask(url: str, **headers: str) -> int:
 
 
 @contextmanager
-def serving(env: dict[str, str], log: Path) -> Iterator[str]:
-    """The URL of serve.sh's server, once it answers."""
+def serving(env: dict[str, str], log: Path, *prefix: str) -> Iterator[str]:
+    """The URL of serve.sh's server, once it answers; `prefix` comes before the command."""
     port = free_block(1)
     env = {
         **env,
@@ -204,7 +204,8 @@ def serving(env: dict[str, str], log: Path) -> Iterator[str]:
     }
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
-        server = subprocess.Popen([DEPLOY / "mlflow/serve.sh"], env=env, stdout=out, stderr=out, start_new_session=True)
+        command = [*prefix, DEPLOY / "mlflow/serve.sh"]
+        server = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
         wait_until(lambda: server.poll() is not None or ask(f"{url}/health") == 200, 300)
         assert server.poll() is None, log.read_text()
@@ -243,14 +244,17 @@ def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_mlflow_of_compose_starts_on_postgresql(bench: dict[str, str], tmp_path: Path):
-    """The server, the driver and the URLs of compose.yaml, on a real PostgreSQL that asks for a password."""
+    """The server, the driver and the URLs of compose.yaml, on a real PostgreSQL that asks for a password. As there, the
+    server can write to /tmp alone."""
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["mlflow"]
+    confined = service["read_only"] and read_only.possible()
+    prefix = read_only.command(tmp_path, ["/tmp"]) if confined else []
     with mlflow_server.postgres() as database:
         rest = database.partition("://")[2]
-        env = {**bench, "MLFLOW_ARTIFACTS_DESTINATION": str(tmp_path / "files")}
+        env = {**bench, "MLFLOW_ARTIFACTS_DESTINATION": "/tmp/files" if confined else str(tmp_path / "files")}
         for key in ("MLFLOW_BACKEND_STORE_URI", "MLFLOW_AUTH_DATABASE_URI"):
             env[key] = service["environment"][key].partition("://")[0] + "://" + rest
-        with serving(env, tmp_path / "log") as url:
+        with serving(env, tmp_path / "log", *prefix) as url:
             client = [sys.executable, "-c", RUN, url]
             password = {"MLFLOW_TRACKING_USERNAME": "someone", "MLFLOW_TRACKING_PASSWORD": "not-to-be-seen-1"}
             done = subprocess.run(client, env=bench | password, capture_output=True, text=True, timeout=200)
