@@ -23,7 +23,8 @@ MORE = {
     "mocov3 in micro-batches": ["optim.micro_batch=4"],
     "mocov3 with an anchor": ["start={from: x, anchor: 100}"],
 }
-MATCHES = {"byol_regions", "densecl", "esvit"}  # regions with those most alike: two that are so but for rounding may swap
+# Regions are matched with those most alike, and two that are alike but for rounding may swap.
+MATCHES = {"byol_regions", "densecl", "esvit"}
 OWN = {"health/input_mean", "health/input_std", "health/same_views"}  # of this rank's images alone
 
 
