@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from helpers.pages import ROOT
+from helpers.pages import PAGES, ROOT
 
 from eagleray import config
 from eagleray.cluster import job_package
@@ -72,6 +72,19 @@ def test_the_variables_that_are_sent_with_a_job_are_listed() -> None:
     sent = section((ROOT / "docs/jobs.md").read_text(), "What is sent")
     listed = {name for row in re.findall(r"^\| (`.*?) \|", sent, re.M) for name in re.findall(r"`(\w+)\*?`", row)}
     assert listed == {*job_package.SENT, *job_package.BEGINNINGS}
+
+
+def test_files_that_pages_name_exist() -> None:
+    """By name, as pages leave out rooms. Not what a reader writes, Ray's own, and what a decision has replaced."""
+    tree = [ROOT / "platform", ROOT / "tests", ROOT / "benchmarks", ROOT / "docs"]
+    names = {path.name for folder in tree for path in folder.rglob("*.py")}
+    free = re.compile(r"my_\w+|NAME|centroid|default_worker|load|protocols")
+    for page in PAGES:
+        text = page.read_text()
+        named = {name for name in re.findall(r"`(?:\w+/)*(\w+)\.py`", text) if not free.fullmatch(name)}
+        assert {f"{name}.py" for name in named} <= names, page
+        for shown, target in re.findall(r"\[`([\w./]+\.py)`\]\(([^)#]+)", text):
+            assert target.endswith(shown), page
 
 
 @pytest.mark.slow
