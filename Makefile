@@ -9,7 +9,7 @@ setup: .venv/.done
 
 .venv/.done: constraints.txt pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "error: Python 3.11 or newer is needed"; exit 2; }
-	@echo "setup: packages come into .venv, some minutes and 7 GB; its log is .venv/setup.log"
+	@echo "setup: packages come into .venv, some minutes and 8 GB; its log is .venv/setup.log"
 	@$(PYTHON) -m venv .venv
 	@$(RUN)/python -m pip install -c constraints.txt -e ".[dev]" > .venv/setup.log 2>&1 || \
 		{ tail -n 20 .venv/setup.log; echo "error: setup failed; the whole log is .venv/setup.log"; exit 2; }
@@ -61,7 +61,7 @@ lint: setup
 	$(RUN)/mypy
 
 # The pages of docs/ as site/index.html, which opens without a network; a dead link ends it. Its tool has an environment of
-# its own: no page imports the package, whose environment has 7 GB. What is written from the code is kept in docs/, and tests
+# its own: no page imports the package, whose environment has 8 GB. What is written from the code is kept in docs/, and tests
 # say when it is out of date.
 docs: .venv-docs/.done
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict

@@ -1,16 +1,19 @@
 """Wrong input gets one clear line and exit status 2; right input gets what the help promises."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.commands import refused
 from typer.testing import CliRunner
 
 from eagleray.api.pretrain import pretrain
 from eagleray.cli import main
+from eagleray.runs import recipe
 
 RUN = CliRunner()
 
@@ -97,6 +100,21 @@ def test_show_prints_a_recipe_that_loads(tmp_path: Path):
     again = RUN.invoke(main.app, ["show", str(tmp_path / "shown.yaml")])
     assert again.stdout == shown.stdout
     assert "batch: 1024" in shown.stdout
+
+
+@pytest.mark.parametrize("name", ["mocov3_vits16_in1k_ep300", "distill_vitxs8_cifar10_ep2"])
+def test_show_prints_every_key_also_those_that_digests_leave_out(name: str, tmp_path: Path):
+    changes = ["data.train=[{url: a/train, where: bytes > 9}, b/train]", "start={from: runs/a}"]
+    shown = RUN.invoke(main.app, ["show", name, *changes]).stdout
+    tree = yaml.safe_load(shown)
+    assert set(tree) == {field.name for field in dataclasses.fields(recipe.Recipe)}
+    assert (tree["precision"], tree["track"], tree["curriculum"]) == ("auto", {"register": None, "also": []}, [])
+    assert tree["optim"].items() >= {"checkpointing": False, "reduce": "fp32", "beta2": 0.999}.items()
+    assert tree["views"][0]["noise_std"] == [0.02, 0.2]
+    assert (tree["backbone"]["patch_norm"], tree["start"]["stop_below"]) == ("timm", None)
+    assert tree["method"].get("teacher", tree["method"]).keys() & {"patch_norm", "joint_norm"}
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert recipe.digest(recipe.load(str(tmp_path / "shown.yaml"))) == recipe.digest(recipe.load(name, changes))
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("methods", "dino"), ("backbones", "resnet50"), ("recipes", "dino_")])

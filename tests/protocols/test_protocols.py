@@ -95,6 +95,11 @@ def test_settings_are_read_from_the_source_as_python_sees_them(name: str):
     assert protocol.keywords.keys() == read.keys(), "each can be written on the command line"
 
 
+def test_the_papers_settings_are_described_alike():
+    assert PROTOCOLS["linear@dino"].about.endswith(", with the settings of DINO, on the last 4 blocks")
+    assert PROTOCOLS["linear_augmented@dino"].about == "the same, with the settings of DINO, on the last 4 blocks"
+
+
 CENTROID = """
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Return the resolved recipe with every default, as nested dictionaries."""
+        """Return the resolved recipe, as recipe.yaml has it, as nested dictionaries."""
         return dict(yaml_text.parse((self.folder / layout.RECIPE).read_text()))
 
     def metrics(self, *, pandas: bool | None = None) -> Any:

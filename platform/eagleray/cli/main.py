@@ -299,7 +299,8 @@ def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) 
         print(f"# without defaults, as the plug-in {missing[0]!r} is not loaded: name it with --plugin")
         print(config.dump(tree), end="")
     else:
-        print(config.dump(recipe.load(name, overrides or (), plugin or (), named=True)), end="")
+        resolved = recipe.load(name, overrides or (), plugin or (), named=True)
+        print(config.dump(config.complete(resolved)), end="")
 
 
 catalogue.register(app)

@@ -5,7 +5,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -53,8 +53,31 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
 
 
 def to_plain(recipe: object) -> dict[str, Any]:
-    """Convert a resolved recipe into plain values, with every default written out."""
+    """Convert a resolved recipe into plain values with its defaults. Keys with `exclude_if` are left out at their
+    defaults, so that the digest of a recipe lasts when a key is added."""
     return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+
+
+def complete(recipe: object) -> dict[str, Any]:
+    """Convert a resolved recipe into plain values with every key, also those that `to_plain` leaves out."""
+    return _completed(recipe, to_plain(recipe))
+
+
+def _completed(value: Any, plain: Any) -> Any:
+    if isinstance(value, Part):
+        args = TypeAdapter(dict[str, Any]).dump_python(value.args, mode="json")
+        return {"name": value.name, **{key: _completed(value.args[key], args[key]) for key in args}}
+    if isinstance(value, tuple) and isinstance(plain, list):
+        return [_completed(entry, written) for entry, written in zip(value, plain, strict=True)]
+    if not (is_dataclass(value) and isinstance(plain, dict)):
+        return plain
+    known = getattr(type(value), "__pydantic_fields__", {})
+    out = {}
+    for field in fields(value):
+        key = (known[field.name].alias if field.name in known else None) or field.name
+        own = getattr(value, field.name)
+        out[key] = _completed(own, plain[key] if key in plain else to_plain(own))
+    return out
 
 
 def dump(recipe: object) -> str:

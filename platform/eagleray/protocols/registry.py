@@ -56,7 +56,7 @@ SHIPPED = {
     ),
     **{
         f"linear_augmented@{name}": Protocol(
-            f"the same as {title} trains it",
+            f"the same, with the settings of {title}",
             f"{HERE}.linear_augmented:linear_augmented",
             ("labelled",),
             preset={k: v for k, v in VARIANTS[name].items() if k != "scaled"} | {"features": features},

@@ -62,7 +62,7 @@ def page(run: Run, folder: Path) -> Page:
         choice(run),
         Section("Bad samples", bad_samples(run)),
         Section("Log", [Texts([("the last lines of train.log", "\n".join(run.log))])] if shows_log(run) else []),
-        Section("Recipe", recipe(run), ["Resolved: every default is written out."]),
+        Section("Recipe", recipe(run), ["Resolved, with its defaults."]),
         Section("Environment", environment(run)),
     ]
     return Page(
