@@ -54,7 +54,7 @@ touch /written
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_run_is_sent_to_a_head_that_cannot_write(small: Path, shards: Path, tmp_path: Path):
     port, hold, given = free_block(64), tmp_path / "hold", tmp_path / "given"
     hold.mkdir()
@@ -66,7 +66,7 @@ def test_a_run_is_sent_to_a_head_that_cannot_write(small: Path, shards: Path, tm
     env |= {"PORT": str(port), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-the-test-0123", "OMP_NUM_THREADS": "1"}
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": str(read_only.ROOT / "platform")}
     command = read_only.command(hold, ["/tmp", env["HOME"]], *words, keep=(given, shards))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1400)
     text = done.stdout + done.stderr
     assert "touch: cannot touch '/written': Read-only file system" in text
     assert text.count("Read-only file system") == 1, text
