@@ -18,7 +18,7 @@ from eagleray import config
 from eagleray.config import bundled, tables
 from eagleray.config.curriculum import Phase
 from eagleray.config.published import DETAILS, METRICS, published_words
-from eagleray.config.schedule import Schedule
+from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.view import View
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone, Encoder
@@ -337,6 +337,24 @@ def test_projectors_of_the_study_of_moco_v3_are_those_of_its_section_5(method: s
             norms = [m.affine for m in encoder.head if isinstance(m, torch.nn.BatchNorm1d)]
             assert widths == [4096, 4096, 256]
             assert norms == {"byol": [True, True], "swav": []}.get(method, [True, True, False]), "the appendix"
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "first", "last"),
+    [
+        ("swav_resnet50_in1k_ep800_2crops", 0.08, 0.3, 0.0048),
+        ("swav_resnet50_in1k_ep800", 0.14, 0.3, 0.0048),
+        ("swav_resnet50w5_in1k_ep400", 0.14, 0.1875, 0.0),
+    ],
+)
+def test_swav_is_as_in_its_authors_scripts(name: str, smallest: float, first: float, last: float):
+    """The first warm-up step has `start_warmup`, the last one the whole rate; no residual branch begins as zero."""
+    r = recipe.load(name)
+    assert r.views[0].scale == (smallest, 1.0)
+    assert r.backbone.options["zero_init_last"] is False
+    steps = 1281167 // r.optim.batch
+    rates = [r.optim.lr(Progress(i, steps, r.optim.epochs)) for i in (0, 10 * steps - 1, r.optim.epochs * steps)]
+    assert rates == pytest.approx([first, 4.8, last])
 
 
 def test_every_method_has_a_recipe_for_two_cores():
