@@ -19,13 +19,14 @@ from eagleray.config import bundled, tables
 from eagleray.config.curriculum import Phase
 from eagleray.config.published import DETAILS, METRICS, published_words
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.view import View
+from eagleray.config.view import APPLIED, View
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import recipe
 from eagleray.runs.build import build_backbone
+from eagleray.views.sampling import order_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = bundled.names()
@@ -355,6 +356,14 @@ def test_swav_is_as_in_its_authors_scripts(name: str, smallest: float, first: fl
     steps = 1281167 // r.optim.batch
     rates = [r.optim.lr(Progress(i, steps, r.optim.epochs)) for i in (0, 10 * steps - 1, r.optim.epochs * steps)]
     assert rates == pytest.approx([first, 4.8, last])
+
+
+def test_views_of_instdisc_are_grey_before_their_colours_are_jittered():
+    """So a grey view keeps its brightness, which a jitter of the hue would change; MoCo v1 has the same views."""
+    names = [name for name in NAMES if name.startswith("instdisc_resnet50")] + ["moco_resnet50_in1k_ep200_v1"]
+    assert len(names) == 4
+    for name in names:
+        assert [APPLIED[i] for i in order_of(recipe.load(name).views[0])[:3]] == ["gray", "jitter", "flip"], name
 
 
 def test_every_method_has_a_recipe_for_two_cores():
