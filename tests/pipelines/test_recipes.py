@@ -25,7 +25,7 @@ from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import recipe
-from eagleray.runs.build import build_backbone
+from eagleray.runs.build import build_backbone, scaled_lr
 from eagleray.views.sampling import order_of
 
 ROOT = Path(__file__).parents[2]
@@ -356,6 +356,12 @@ def test_swav_is_as_in_its_authors_scripts(name: str, smallest: float, first: fl
     steps = 1281167 // r.optim.batch
     rates = [r.optim.lr(Progress(i, steps, r.optim.epochs)) for i in (0, 10 * steps - 1, r.optim.epochs * steps)]
     assert rates == pytest.approx([first, 4.8, last])
+
+
+def test_the_rate_of_vicreg_ends_at_a_thousandth_of_the_highest():
+    r = recipe.load("vicreg_resnet50_in1k_ep1000")
+    highest, last = (scaled_lr(r)(Progress(epoch, 1, r.optim.epochs)) for epoch in (10, 1000))
+    assert (highest, last) == pytest.approx((1.6, 0.0016))
 
 
 def test_views_of_instdisc_are_grey_before_their_colours_are_jittered():
