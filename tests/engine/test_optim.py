@@ -15,6 +15,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
 from eagleray.engine.loop import fit
+from eagleray.methods.ibot import IBOT
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 
@@ -266,6 +267,16 @@ def test_layers_learn_at_timms_rates(name: str):
     assert ours.pop("encoder.head.weight") == ours.pop("encoder.head.bias") == 1
     assert ours == pytest.approx({n: scale for n, scale in want.items() if n in ours})
     assert len(set(ours.values())) > 10
+
+
+def test_the_token_of_hidden_patches_learns_as_the_class_token_does():
+    """DINOv2's code counts both to the layer below the blocks."""
+    method = IBOT(Backbone("vit_tiny_patch16_224", options=TINY), prototypes=8, hidden=8, bottleneck=4)
+    groups = optim.param_groups(method, decay="matrices", layer_decay=0.5)
+    found = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    student = method.student
+    assert found[id(student.mask_token)] == found[id(student.backbone.model.cls_token)] == 0.5**3
+    assert found[id(student.head.mlp[0].weight)] == 1
 
 
 @pytest.mark.parametrize("name", ["cvt_13", "t2t_vit_14", "pvt_small", "vil_tiny", "cvt_tiny_esvit"])

@@ -69,13 +69,13 @@ def test_squared_loss_is_that_of_unit_scores() -> None:
 
 def test_a_sample_is_of_other_tokens_each_time_and_never_twice_the_same() -> None:
     x = torch.arange(16.0).view(1, 16, 1).expand(3, 16, 2)
-    torch.manual_seed(0)
-    found = [sample_tokens(x, 5) for _ in range(20)]
+    generator = torch.Generator().manual_seed(0)
+    found = [sample_tokens(x, 5, generator) for _ in range(20)]
     assert {len(set(y[0, :, 0].tolist())) for y in found} == {5}
     assert all(torch.equal(y[0], y[2]) for y in found)
     assert {int(i) for y in found for i in y[0, :, 0]} == set(range(16))
-    assert sample_tokens(x, None) is x
-    assert sample_tokens(x, 16) is x
+    assert sample_tokens(x, None, generator) is x
+    assert sample_tokens(x, 16, generator) is x
 
 
 def test_the_centre_follows_the_mean_of_the_scores() -> None:

@@ -161,13 +161,23 @@ def test_mse_is_zero_where_regions_agree() -> None:
 
 def test_tokens_are_sampled_where_there_are_more() -> None:
     m, x = small(tokens=9), batch()
-    torch.manual_seed(3)
-    regions = m.student.project(x.views, regions=True)[1]
+    regions = m.student.project(x.views, torch.Generator().manual_seed(3))[1]
     assert [f.shape[1] for f in regions.features] == [9, 9, 4, 4]
     assert len(regions.scores.z) == 4 * (9 + 9 + 4 + 4)
     whole = m.student.backbone(x.views[0]).patches
     for token in regions.features[0][0]:
         assert torch.cdist(token.unsqueeze(0), whole[0]).min() < 1e-4
+
+
+def test_a_sample_of_tokens_follows_from_the_step_as_on_any_rank() -> None:
+    """The loop seeds PyTorch's own generator anew on every rank."""
+    m, at = small(tokens=3, center_momentum=1.0), [LAST, LAST, Progress(31, steps_per_epoch=3, epochs=20)]
+    losses = []
+    for rank, step in enumerate(at):
+        torch.manual_seed(rank)
+        losses.append(m(batch(), step)["region"].item())
+    assert losses[0] == losses[1]
+    assert losses[2] != losses[1]
 
 
 def test_views_of_other_images_do_not_matter() -> None:

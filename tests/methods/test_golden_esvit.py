@@ -23,8 +23,8 @@ class Fixed(nn.Module):
         super().__init__()
         self.scores, self.features = nn.ParameterDict(scores), features
 
-    def project(self, views: Sequence[Tensor], *, regions: bool) -> tuple[Scores, Regions]:
-        assert regions
+    def project(self, views: Sequence[Tensor], generator: torch.Generator | None) -> tuple[Scores, Regions]:
+        assert generator
         whole, region = (Scores(self.scores[n], torch.eye(self.scores[n].shape[1])) for n in ("cls", "region"))
         return whole, Regions(self.features, region)
 

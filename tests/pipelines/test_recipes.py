@@ -18,14 +18,15 @@ from eagleray import config
 from eagleray.config import bundled, tables
 from eagleray.config.curriculum import Phase
 from eagleray.config.published import DETAILS, METRICS, published_words
-from eagleray.config.schedule import Schedule
-from eagleray.config.view import View
+from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.view import APPLIED, View
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import recipe
-from eagleray.runs.build import build_backbone
+from eagleray.runs.build import build_backbone, scaled_lr
+from eagleray.views.sampling import order_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = bundled.names()
@@ -337,6 +338,38 @@ def test_projectors_of_the_study_of_moco_v3_are_those_of_its_section_5(method: s
             norms = [m.affine for m in encoder.head if isinstance(m, torch.nn.BatchNorm1d)]
             assert widths == [4096, 4096, 256]
             assert norms == {"byol": [True, True], "swav": []}.get(method, [True, True, False]), "the appendix"
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "first", "last"),
+    [
+        ("swav_resnet50_in1k_ep800_2crops", 0.08, 0.3, 0.0048),
+        ("swav_resnet50_in1k_ep800", 0.14, 0.3, 0.0048),
+        ("swav_resnet50w5_in1k_ep400", 0.14, 0.1875, 0.0),
+    ],
+)
+def test_swav_is_as_in_its_authors_scripts(name: str, smallest: float, first: float, last: float):
+    """The first warm-up step has `start_warmup`, the last one the whole rate; no residual branch begins as zero."""
+    r = recipe.load(name)
+    assert r.views[0].scale == (smallest, 1.0)
+    assert r.backbone.options["zero_init_last"] is False
+    steps = 1281167 // r.optim.batch
+    rates = [r.optim.lr(Progress(i, steps, r.optim.epochs)) for i in (0, 10 * steps - 1, r.optim.epochs * steps)]
+    assert rates == pytest.approx([first, 4.8, last])
+
+
+def test_the_rate_of_vicreg_ends_at_a_thousandth_of_the_highest():
+    r = recipe.load("vicreg_resnet50_in1k_ep1000")
+    highest, last = (scaled_lr(r)(Progress(epoch, 1, r.optim.epochs)) for epoch in (10, 1000))
+    assert (highest, last) == pytest.approx((1.6, 0.0016))
+
+
+def test_views_of_instdisc_are_grey_before_their_colours_are_jittered():
+    """So a grey view keeps its brightness, which a jitter of the hue would change; MoCo v1 has the same views."""
+    names = [name for name in NAMES if name.startswith("instdisc_resnet50")] + ["moco_resnet50_in1k_ep200_v1"]
+    assert len(names) == 4
+    for name in names:
+        assert [APPLIED[i] for i in order_of(recipe.load(name).views[0])[:3]] == ["gray", "jitter", "flip"], name
 
 
 def test_every_method_has_a_recipe_for_two_cores():

@@ -6,9 +6,11 @@ arXiv:2508.10104 (DINOv3), section 4.2. B images, N patches, D channels.
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.losses.products import unit, widen
+from eagleray.base.autocast import in_float32
+from eagleray.losses.products import unit
 
 
+@in_float32  # of cosines that differ little from the anchor's: bfloat16 has steps of 1/256 near 1
 def gram_loss(x: Tensor, anchor: Tensor) -> Tensor:
     """Return the mean squared difference between the cosines of all pairs of patches within an image, of patches x and
     of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs."""
@@ -19,4 +21,4 @@ def gram_loss(x: Tensor, anchor: Tensor) -> Tensor:
 def gram(x: Tensor) -> Tensor:
     """Return the cosines (B, N, N) of the angles between the patches (B, N, D) of each image."""
     x = unit(x)
-    return widen(x @ x.mT)
+    return x @ x.mT

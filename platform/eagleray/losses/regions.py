@@ -33,14 +33,14 @@ def project_regions(features: list[Tensor], head: PrototypeHead) -> Regions:
     return Regions(features, Scores(head(torch.cat([x.flatten(0, 1) for x in features])), head.last.weight))
 
 
-def sample_tokens(x: Tensor, tokens: int | None) -> Tensor:
+def sample_tokens(x: Tensor, tokens: int | None, generator: torch.Generator) -> Tensor:
     """Return this many tokens of x (B, N, D), the same for every image, drawn uniformly without replacement.
 
     All N tokens are returned when x has no more than that, or when `tokens` is None.
     """
     if tokens is None or x.shape[1] <= tokens:
         return x
-    return x[:, torch.randperm(x.shape[1], device=x.device)[:tokens]]
+    return x[:, torch.randperm(x.shape[1], generator=generator, device=x.device)[:tokens]]
 
 
 def region_loss(

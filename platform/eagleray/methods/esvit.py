@@ -11,6 +11,7 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
+from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
@@ -70,9 +71,10 @@ class EsViT(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         regions, tau_t, tau_s = at.epoch >= self.region_from, self.teacher_temp(at), self.student_temp
-        s, s_regions = self.student.project(batch.views, regions=regions)
+        generator = step_generator(at.draw, batch.views[0].device) if regions else None
+        s, s_regions = self.student.project(batch.views, generator)
         with torch.no_grad():
-            t, t_regions = self.teacher.project(batch.views[:2], regions=regions)
+            t, t_regions = self.teacher.project(batch.views[:2], generator)
         l_v = H(t, s, match_views(t, s, len(batch.views[0])), self.center, tau_t, tau_s)
         if s_regions and t_regions:
             pairs = MATCHINGS[self.matching](s_regions.features, t_regions.features)
@@ -111,12 +113,14 @@ class _Encoder(Encoder[PrototypeHead]):
         super().__init__(backbone, head)
         self.region_head, self.tokens = region_head, tokens
 
-    def project(self, views: Sequence[Tensor], *, regions: bool) -> tuple[Scores, Regions | None]:
-        """Return the scores of whole views and, with `regions`, of their tokens, for V x (B, 3, S, S) of any sizes."""
+    def project(self, views: Sequence[Tensor], generator: torch.Generator | None) -> tuple[Scores, Regions | None]:
+        """Return the scores of whole views and, with a generator, of their tokens, for V x (B, 3, S, S) of any sizes.
+
+        The generator draws the tokens of a view that has more than are sampled."""
         b = len(views[0])
         outs = self.backbone.sizes([torch.cat(list(same)) for _, same in groupby(views, key=lambda x: x.shape)])
         scores = Scores(self.head(torch.cat([out.pooled for out in outs])), self.head.last.weight)
-        if not regions:
+        if generator is None:
             return scores, None
-        tokens = [sample_tokens(x, self.tokens) for out in outs for x in out.patches.split(b)]
+        tokens = [sample_tokens(x, self.tokens, generator) for out in outs for x in out.patches.split(b)]
         return scores, project_regions(tokens, self.region_head)
