@@ -18,6 +18,8 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
+from eagleray.runs.pretrain import load_checkpoint
+from eagleray.runs.rank_run import Stateful
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.retry import Transient, call_with_retries
 from eagleray.storage.store import LocalStore
@@ -254,6 +256,18 @@ def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, 
 
 
 @pytest.mark.slow
+def test_a_checkpoint_whose_optimiser_groups_the_parameters_otherwise_is_refused_in_a_line():
+    """As earlier versions did, where a factor of the learning rate has changed."""
+    method: Any = torch.nn.Linear(2, 2)
+    together = torch.optim.SGD(method.parameters())
+    apart = torch.optim.SGD([{"params": [p]} for p in method.parameters()])
+    stateful = Stateful(method, together, *(torch.nn.Module() for _ in range(4)))  # type: ignore[arg-type]
+    with pytest.raises(
+        UserError, match=r"step 3 groups the parameters otherwise .*start='\{from: OUT, what: method\}'"
+    ):
+        load_checkpoint({"step": 3, "method": method.state_dict(), "optimizer": apart.state_dict()}, stateful)
+
+
 def test_a_damaged_checkpoint_is_passed_over(small: Path, shards: Path, tmp_path: Path):
     out, fresh = tmp_path / "damaged", tmp_path / "fresh"
     few = ["checkpoint.steps=5", "evaluate.probe_epochs=0"]

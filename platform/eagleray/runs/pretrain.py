@@ -56,6 +56,7 @@ from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
 ADDED = ("precision", "guard", "anchor")  # parts that older checkpoints lack
+GROUPED = "expected the version that began the run, or a new run with start='{from: OUT, what: method}'"
 
 
 def pretrain(
@@ -286,13 +287,20 @@ def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None =
 
 def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int = 0) -> dict[str, Any]:
     """Load a checkpoint into the objects and return it. Without a checkpoint return the `first` step and the seconds
-    of a run that has not begun."""
+    of a run that has not begun. Raises UserError when its optimiser has other groups of parameters."""
     if state is None:
         return {"step": first, "seconds": 0.0, "useful": 0.0}
     parts = stateful._asdict()
-    if shards.sharded(next(stateful.method.parameters())):
-        read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
-        sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
+    try:
+        if shards.sharded(next(stateful.method.parameters())):
+            read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
+            sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
+        else:
+            parts.pop("optimizer").load_state_dict(state["optimizer"])
+    except ValueError as e:
+        raise UserError(
+            f"the checkpoint of step {state['step']} groups the parameters otherwise ({e}); {GROUPED}"
+        ) from e
     for name, part in parts.items():
         part.load_state_dict(state.get(name, {}) if name in ADDED else state[name])
     return state
