@@ -227,6 +227,25 @@ def test_an_upload_goes_on_where_it_was(
     assert at(url).get(url) == data
 
 
+def test_an_upload_begins_anew_whose_first_piece_was_refused(
+    cloud: Cloud, tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google answers without Range when it has no byte yet."""
+    begin, data = gs.GsStore._begin, secrets.token_bytes(2**19)
+
+    def begin_and_fail(self: gs.GsStore, url: str) -> str:
+        session = begin(self, url)
+        cloud.forced.append((503, "backendError"))
+        return session
+
+    monkeypatch.setattr(gs.GsStore, "_begin", begin_and_fail)
+    url = f"{new_folder(cloud, 'gs')}/x"
+    (tmp_path / "x").write_bytes(data)
+    at(url).put(url, tmp_path / "x")
+    assert naps
+    assert at(url).get(url) == data
+
+
 def test_a_lost_answer_to_a_creation_does_not_lose_it(
     cloud: Cloud, faulty: tuple[str, Proxy], naps: list[float]
 ) -> None:

@@ -157,7 +157,8 @@ class _Upload:
     def _note(self, response: Any) -> None:
         body_of(response)
         self.done = response.status != INCOMPLETE
-        self._at = int(response.headers.get("Range", "bytes=0--1").rpartition("-")[2] or -1) + 1
+        said = response.headers.get("Range")  # none before the first byte
+        self._at = int(said.rpartition("-")[2]) + 1 if said else 0
 
     def abort(self) -> None:
         """Let the store forget the pieces."""
