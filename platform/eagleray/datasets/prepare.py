@@ -31,7 +31,7 @@ from eagleray.datasets.catalogue import SOURCES, find
 from eagleray.datasets.dedup import HashTask, first_copies
 from eagleray.datasets.pack import NOTES, PackTask, note_name, put_table, read_note
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import table
+from eagleray.datasets.sources.item import BATCH, table
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Read, SourceFiles
 from eagleray.datasets.stats import ImageStats
@@ -311,8 +311,10 @@ def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
 
     Raises UserError when no item can be used.
     """
-    for row in items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"]).to_pylist():
-        stats.drop(row["reason"], row[KEY])
+    dropped = items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"])
+    for batch in dropped.to_batches(max_chunksize=BATCH):  # they may be nearly all
+        for row in batch.to_pylist():
+            stats.drop(row["reason"], row[KEY])
     usable = items.filter(pc.is_null(items["reason"]))
     if not len(usable):
         why = (
