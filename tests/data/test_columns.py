@@ -217,6 +217,12 @@ def test_functions_of_columns_alone_are_accepted(data: Path, tmp_path: Path):
     assert weights({"url": str(data), "columns": days, "where": where}).all()
 
 
+def test_names_of_columns_are_in_any_script(data: Path, tmp_path: Path):
+    keys = [f"s{i:04d}" for i in range(SAMPLES)]
+    given = table(tmp_path / "t.parquet", key=keys, ähnlich=np.arange(SAMPLES), 品質=np.ones(SAMPLES))
+    assert weights({"url": str(data), "columns": given, "where": "ähnlich < 40 and 品質 = 1"}).sum() == 40
+
+
 def test_tables_that_cannot_be_used(data: Path, tmp_path: Path):
     others = table(tmp_path / "others.csv", key=["x", "y"])
     for given in {"exclude": others}, {"columns": others, "where": "true"}:

@@ -36,7 +36,7 @@ SIZE = " size"  # the column of bytes of every table here; expressions know it a
 ROWS = 2**20  # that pass through DuckDB at a time
 MEASURED = "columns"  # the folder of measured columns beside the shards, and what their tables are
 UNTYPED = "default"  # of Arrow: a column without a value in one of several tables has the type of the others
-NAMES = re.compile(r'"([^"]+)"|([A-Za-z_]\w*)')
+NAMES = re.compile(r'"([^"]+)"|([^\W\d]\w*)')
 
 
 def select(index: Index) -> Selection | None:
