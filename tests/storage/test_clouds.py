@@ -195,6 +195,28 @@ def test_ages_are_by_the_clock_of_the_store(cloud: Cloud, scheme: str, monkeypat
     assert 98 < at(url).look(url)[1] < 130
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_page_of_a_long_listing_is_repeated_not_all(
+    cloud: Cloud, scheme: str, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the listing takes: each page takes four seconds here, and ten are waited for a failure."""
+    folder, storage, asked = new_folder(cloud, scheme), at(f"{scheme}://b/x"), list[str]()
+    for number in range(18):
+        cloud.write(folder.split("/")[2], f"a folder/{number:02d}.tar", b"x")
+    page = storage._page
+
+    def slow(bucket: str, prefix: str, delimiter: str, marker: str) -> Any:
+        naps.append(4)
+        asked.append(marker)
+        if len(asked) == 4:
+            raise retry.Transient("reset")
+        return page(bucket, prefix, delimiter, marker)
+
+    monkeypatch.setattr(storage, "_page", slow)
+    assert len(storage.list(f"{folder}/")) == 18
+    assert len(asked) == 5
+
+
 @pytest.mark.parametrize("fault", ["refuse", "cut", "reset", "stall"])
 def test_what_passes_is_repeated(
     faulty: tuple[str, Proxy], fault: str, tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch

@@ -5,11 +5,14 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from botocore.exceptions import ConnectionClosedError
 
 from eagleray.base.errors import UserError
-from eagleray.storage import store
+from eagleray.storage import retry, s3, store
 from eagleray.storage.s3 import S3Store
 
 LISTING = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated>
@@ -112,3 +115,32 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(settings: Callable[..
     with pytest.raises(UserError, match="credentials do not belong in a URL") as caught:
         store.list_shards(f"s3://mykey:{secret}@b/train")
     assert "my" not in str(caught.value)
+
+
+class LongListing:
+    """A client of a bucket with 4 pages of files, each of which takes four seconds; the last one fails once."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.asked, self.meta = (
+            clock,
+            list[str](),
+            SimpleNamespace(config=SimpleNamespace(signature_version="s3v4")),
+        )
+
+    def list_objects_v2(self, *, ContinuationToken: str = "0", **_: str) -> dict[str, Any]:
+        self.asked.append(ContinuationToken)
+        self.clock.append(4)
+        if len(self.asked) == 4:
+            raise ConnectionClosedError(endpoint_url="http://b")
+        page = int(ContinuationToken)
+        files = [{"Key": f"train/{page}.tar", "Size": 7, "ETag": '"abc"'}]
+        return {"Contents": files, "IsTruncated": page < 3, "NextContinuationToken": str(page + 1)}
+
+
+def test_one_page_of_a_long_listing_is_repeated_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    client = LongListing(naps)
+    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=naps.append, monotonic=lambda: sum(naps)))
+    monkeypatch.setattr(s3, "make_client", lambda: client)
+    assert [b.url for b in S3Store().list("s3://b/train/")] == [f"s3://b/train/{n}.tar" for n in range(4)]
+    assert client.asked == ["0", "1", "2", "3", "3"]

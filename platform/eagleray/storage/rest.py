@@ -107,29 +107,26 @@ class RestStore:
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         bucket, key = bucket_and_key(url)
-
-        def run() -> Blobs:
-            pages = list(self._pages(bucket, key + start, "/"))
-            if key and not key.endswith("/") and any(f"{key}/" in page.folders for page in pages):
-                return self.list(url + "/", patience=patience)
-            blobs = [b for page in pages for b in page.blobs]
-            return [b for b in blobs if key.endswith("/") or not key or b.url == url]
-
-        return self._call("list", url, run, patience)
+        pages = list(self._pages(url, bucket, key + start, "/", patience))
+        if key and not key.endswith("/") and any(f"{key}/" in page.folders for page in pages):
+            return self.list(url + "/", patience=patience)
+        blobs = [b for page in pages for b in page.blobs]
+        return [b for b in blobs if key.endswith("/") or not key or b.url == url]
 
     def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files below a folder, page by page, so that a failed listing of millions repeats one page only."""
+        """Yield the files below a folder."""
         bucket, key = bucket_and_key(url.rstrip("/") + "/")
-        yield from (b for page in self._pages(bucket, key.lstrip("/"), "", repeat=url) for b in page.blobs)
+        yield from (b for page in self._pages(url, bucket, key.lstrip("/"), "") for b in page.blobs)
 
-    def _pages(self, bucket: str, prefix: str, delimiter: str, *, repeat: str = "") -> Iterator[Page]:
+    def _pages(self, url: str, bucket: str, prefix: str, delimiter: str, patience: float = PATIENCE) -> Iterator[Page]:
+        """Yield the pages of a listing. A failure repeats one page only, as there may be thousands."""
         marker = ""
         while True:
 
             def ask(marker: str = marker) -> Page:
                 return self._page(bucket, prefix, delimiter, marker)
 
-            page = self._call("list", repeat, ask, PATIENCE) if repeat else ask()
+            page = self._call("list", url, ask, patience)
             yield page
             marker = page.marker
             if not marker:
