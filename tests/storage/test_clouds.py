@@ -18,7 +18,11 @@ from helpers.clouds import Cloud, point_at, running
 from helpers.s3.proxy import Faults, Proxy
 
 from eagleray.base.errors import Outage, UserError
+from eagleray.data import index_file
+from eagleray.data.tar_scan import Row
+from eagleray.datasets import pack
 from eagleray.storage import az, error_classes, gs, http_body, rest, retry, store
+from eagleray.storage.blob import Blob
 from eagleray.storage.rest import body_of
 from eagleray.storage.store import Store
 
@@ -193,6 +197,35 @@ def test_ages_are_by_the_clock_of_the_store(cloud: Cloud, scheme: str, monkeypat
     at(url).write(url, b"x")
     monkeypatch.setattr(cloud, "clock", -7100.0)
     assert 98 < at(url).look(url)[1] < 130
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_answer_that_cannot_be_read_is_asked_for_again(
+    cloud: Cloud, scheme: str, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the page of a proxy, which has the status 200."""
+    module, answers = {"gs": gs, "az": az}[scheme], [b"<html>"]
+    url = f"{new_folder(cloud, scheme)}/x"
+    at(url).write(url, b"x")
+    monkeypatch.setattr(module, "body_of", lambda response: answers.pop() if answers else body_of(response))
+    assert [blob.url for blob in at(url).list(url)] == [url]
+    answers.append(b"<html>")
+    assert at(url).look(url)[0] == b"x"
+    assert naps
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_took_hours_waits_for_a_store_that_is_away_for_a_minute(
+    cloud: Cloud, scheme: str, naps: list[float], tmp_path: Path
+) -> None:
+    folder = new_folder(cloud, scheme)
+    (tmp_path / "x").write_bytes(b"shard")
+    cloud.forced.extend([(503, "ServerBusy")] * 11)
+    pack.put(f"{folder}/x", tmp_path / "x")
+    cloud.forced.extend([(503, "ServerBusy")] * 11)
+    index_file.save([(Blob(f"{folder}/x.tar", 512), index_file.table_of([Row()]))], [f"{folder}/index.parquet"])
+    assert sum(naps) > 60
+    assert len(at(folder).list(f"{folder}/")) == 2
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

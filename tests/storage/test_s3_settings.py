@@ -23,6 +23,7 @@ class Server(ThreadingHTTPServer):
     """A bucket that everybody may read. It notes what it is asked."""
 
     asked: list[tuple[str, dict[str, str]]]
+    pages: list[bytes]  # of a proxy, which come before its answers
 
     def handle_error(self, *_: object) -> None:
         """Of a client that has gone."""
@@ -35,6 +36,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
         listing = "list-type=2" in self.path
         body = LISTING.encode() if listing else b"0123456"[2:5]
+        body = self.server.pages.pop() if self.server.pages else body
         self.send_response(200 if listing else 206)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"abc"')
@@ -48,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as server:
-        server.asked = []
+        server.asked, server.pages = [], []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -115,6 +117,13 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(settings: Callable[..
     with pytest.raises(UserError, match="credentials do not belong in a URL") as caught:
         store.list_shards(f"s3://mykey:{secret}@b/train")
     assert "my" not in str(caught.value)
+
+
+def test_an_answer_that_is_no_xml_is_asked_for_again(server: Server, settings: Callable[..., None]) -> None:
+    settings()
+    server.pages.append(b"<html><p>Please log in")
+    assert [b.url for b in store.store("s3://b").list("s3://b/train/")] == ["s3://b/train/x-000.tar"]
+    assert len(server.asked) == 2
 
 
 class LongListing:

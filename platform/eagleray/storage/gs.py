@@ -58,9 +58,7 @@ class GsStore(RestStore):
 
     def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
         query = {"prefix": prefix, "delimiter": delimiter, "pageToken": marker, "fields": FIELDS}
-        said = json.loads(
-            body_of(self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v}))
-        )
+        said = _json(self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v}))
         return Page(
             [
                 Blob(f"gs://{bucket}/{o['name']}", int(o["size"]), f"gs:{o['generation']}")
@@ -83,7 +81,7 @@ class GsStore(RestStore):
     def look(self, url: str) -> tuple[bytes, float]:
         def run() -> tuple[bytes, float]:
             try:
-                about = json.loads(body_of(self._ask("GET", _path(url), {"fields": "generation,timeCreated"})))
+                about = _json(self._ask("GET", _path(url), {"fields": "generation,timeCreated"}))
                 data, headers = self._whole(url, about["generation"])
             except Refused as e:
                 if e.missing:
@@ -231,3 +229,11 @@ class Token:
 def _path(url: str) -> str:
     bucket, key = bucket_and_key(url)
     return f"/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"
+
+
+def _json(response: Any) -> Any:
+    """Return what an answer says. Raises Transient for one that is no JSON, as a proxy between may send."""
+    try:
+        return json.loads(body_of(response))
+    except ValueError as e:
+        raise Transient(f"an answer that is no JSON: {e}") from None

@@ -237,9 +237,11 @@ class S3Store:
         Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
         from boto3.exceptions import Boto3Error
         from botocore import exceptions as boto
+        from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
         passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
+        passing += (ResponseParserError,)  # of an answer that is no XML, as a proxy between may send
 
         def attempt() -> T:
             client = None
