@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -34,6 +35,7 @@ from eagleray.datasets.prepare import prepare
 from eagleray.datasets.sources.item import Item, Listing, table
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import SourceFiles
+from eagleray.storage.store import LocalStore
 
 MIB = 2**20
 
@@ -385,3 +387,19 @@ def test_images_that_are_left_out_are_not_all_in_memory(
         tracemalloc.stop()
     assert (done["images"], done["listed"]) == (1, 40_001)
     assert peak < 5 * MIB
+
+
+def test_notes_are_deleted_several_at_a_time(
+    photos: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a store each takes a while."""
+    honest, together = LocalStore.delete, threading.Barrier(2)
+
+    def slow(self: LocalStore, url: str) -> None:
+        if url.endswith("-000000.parquet"):  # of the images' hashes, and of the shard
+            together.wait(10)
+        honest(self, url)
+
+    monkeypatch.setattr(LocalStore, "delete", slow)
+    run_prepare("folder", photos[0], tmp_path / "out", dedup=True)
+    assert together.n_waiting == 0

@@ -370,8 +370,9 @@ def _finish(
 def _delete_notes(destination: str) -> None:
     """Delete the notes of finished tasks, and the incomplete files of a killed process."""
     storage = store.store(destination)
-    for blob in files.list_tree(f"{destination}/{NOTES}"):
-        storage.delete(blob.url)
+    notes = files.list_tree(f"{destination}/{NOTES}")
+    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # a hundred thousand would take an hour in turn
+        pass
     if not store.is_remote(destination):
         shutil.rmtree(store.local_path(f"{destination}/{NOTES}"), ignore_errors=True)
     for blob in files.list_folder(destination + "/"):
