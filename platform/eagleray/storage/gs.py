@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -17,6 +16,7 @@ from urllib.parse import quote, urlencode
 
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.storage.blob import Blob
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.rest import Page, Refused, RestStore, body_of, bucket_and_key
 from eagleray.storage.retry import PATIENCE, Transient
 
@@ -167,7 +167,7 @@ class Token:
     """The access token of a process, from google-auth's chain of credentials."""
 
     def __init__(self, pools: Any) -> None:
-        self._pools, self._lock = pools, threading.Lock()
+        self._pools, self._lock = pools, ForkLock()
         self._credentials: tuple[int, Any] = (0, None)
         self._signs = False  # whether there were credentials
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from eagleray.storage import error_classes
 from eagleray.storage.allowed import Allowed, Right
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.http_body import READ_TIMEOUT, read_stream
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
@@ -47,7 +47,7 @@ class Pools:
     """Connections to servers, of which every process has its own."""
 
     def __init__(self) -> None:
-        self._lock, self._process, self._pools = threading.Lock(), 0, dict[str, Any]()
+        self._lock, self._process, self._pools = ForkLock(), 0, dict[str, Any]()
 
     def to(self, address: str) -> Any:
         """Return the connections to the server of an address, through the environment's proxy for it if any."""

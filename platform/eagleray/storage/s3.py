@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from email.utils import parsedate_to_datetime
@@ -14,6 +13,7 @@ from eagleray.storage import error_classes
 from eagleray.storage.allowed import Allowed, Right
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.http_body import READ_TIMEOUT, read_stream
 from eagleray.storage.metadata_service import failure
 from eagleray.storage.ordered_map import ordered_map
@@ -38,7 +38,7 @@ class S3Store:
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
         self._signs = False  # whether a client had credentials
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self.allowed = Allowed()
 
     def client(self) -> Any:
@@ -240,8 +240,15 @@ class S3Store:
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
-        passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
-        passing += (ResponseParserError,)  # of an answer that is no XML, as a proxy between may send
+        passing = (
+            boto.HTTPClientError,
+            boto.ConnectionError,
+            boto.IncompleteReadError,
+            HTTPError,
+            OSError,
+            Boto3Error,
+            ResponseParserError,  # an answer that is no XML, as a proxy between may send
+        )
 
         def attempt() -> T:
             client = None
