@@ -83,14 +83,14 @@ def test_what_fails_is_told_to_who_waits_and_the_pool_goes_on() -> None:
     assert after.result(5) == 5
 
 
-def test_a_closed_pool_ends_its_threads_and_drops_what_waits() -> None:
+def test_a_closed_pool_ends_its_threads_and_cancels_what_waits() -> None:
     before = set(threading.enumerate())
     pool = Pool(4)
     mine = set(threading.enumerate()) - before
     gate, begun = threading.Event(), threading.Barrier(5)
     busy = [pool.submit(lambda: begun.wait() >= 0 and gate.wait()) for _ in range(4)]
     begun.wait(5)
-    waiting = pool.submit(lambda: pytest.fail("it is dropped"))
+    waiting = pool.submit(lambda: pytest.fail("it is cancelled"))
     pool.close()
     gate.set()
     assert all(b.result(5) for b in busy)
@@ -98,7 +98,25 @@ def test_a_closed_pool_ends_its_threads_and_drops_what_waits() -> None:
         thread.join(5)
     assert len(mine) == 4
     assert not any(t.is_alive() for t in mine)
-    assert not waiting.done()
+    assert waiting.cancelled()
+    assert pool.submit(lambda: pytest.fail("it is closed")).cancelled()
+
+
+def test_a_fetcher_that_is_closed_while_it_reads_pieces_ends_its_threads(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that wait for pieces that nobody reads any more."""
+    monkeypatch.setattr(fetching, "PIECES", 1)
+    before, gate, begun = set(threading.enumerate()), threading.Event(), threading.Event()
+    monkeypatch.setattr(LocalStore, "read", lambda *_, **__: begun.set() or (gate.wait() and memoryview(b"")))
+    fetcher = Fetcher(index, cache=None, selects=True)
+    Block(fetcher, first_block(index)[::3])
+    assert begun.wait(5)
+    fetcher.close()
+    gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def damage(index: Index, sample: int) -> None:

@@ -161,6 +161,9 @@ def test_sources_have_their_shares(data: Path, tmp_path: Path):
             r"data.train.where: .*read_csv\(\) may give",
         ),
         ({"where": "key in (select * from '/etc/passwd')"}, "data.train.where: .*"),
+        ({"where": "row_number() over (partition by label order by bytes) < 3"}, "where: .*: looks at other samples"),
+        ({"where": "bytes > (select avg(bytes) from Samples)"}, "where: .*: looks at other samples, of which it would"),
+        ({"weight": "+".join(["label"] * 600)}, r"data.train.weight: label\+.*: is nested too deeply"),
         ({"weight": "key"}, "data.train.weight: key: expected numbers, got string"),
         ({"weight": "label - 3"}, "data.train.weight: label - 3: .* samples have a weight such as -"),
         ({"weight": "1 / (label - 3)"}, "samples have a weight such as"),
@@ -212,6 +215,12 @@ def test_functions_of_columns_alone_are_accepted(data: Path, tmp_path: Path):
         "and date_part('year', date '2020-01-01') = 2020 and left(key, 1) = 's'"
     )
     assert weights({"url": str(data), "columns": days, "where": where}).all()
+
+
+def test_names_of_columns_are_in_any_script(data: Path, tmp_path: Path):
+    keys = [f"s{i:04d}" for i in range(SAMPLES)]
+    given = table(tmp_path / "t.parquet", key=keys, ähnlich=np.arange(SAMPLES), 品質=np.ones(SAMPLES))
+    assert weights({"url": str(data), "columns": given, "where": "ähnlich < 40 and 品質 = 1"}).sum() == 40
 
 
 def test_tables_that_cannot_be_used(data: Path, tmp_path: Path):

@@ -129,6 +129,22 @@ def test_a_jpeg_of_endless_scans_is_refused_at_once():
     assert time.perf_counter() - began < 5
 
 
+def test_bytes_that_look_like_scans_behind_a_jpeg_or_in_its_header_are_none():
+    """Phones put a thumbnail before an image, and a video of megabytes behind it."""
+    data, video = encode(picture(1, 64, 64)), 200 * b"\xff\xda\x00"
+    thumbnail = b"\xff\xe1" + (len(video) + 2).to_bytes(2) + video
+    assert torch.equal(decode(data[:2] + thumbnail + data[2:] + video), decode(data))
+
+
+@pytest.mark.parametrize("before", [b"\xff\xfe\x00\x04\xff\xd9", b"\xff\x02\xff\xff"])
+def test_scans_do_not_hide_behind_an_end_in_a_comment_or_a_marker_without_length(before: bytes):
+    data = encode(picture(1, 64, 64), progressive=True)
+    last = data.rindex(b"\xff\xda")
+    scan = data[last : data.rindex(b"\xff\xd9")]
+    with pytest.raises(BadImage, match=r"2\d\d scans, more than 100"):
+        decode(data[:last] + before + 200 * scan + b"\xff\xd9")
+
+
 def test_the_middle_of_a_narrow_image_is_evaluated_without_the_rest():
     image = torch.zeros(3, 3_000_000, 1, dtype=torch.uint8)
     image[:, 1_500_000 - 2 : 1_500_000 + 2] = 255

@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from eagleray.data.index_file import NAME, blocks
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import Row, scan
 from eagleray.storage import store
+from eagleray.storage.blob import Blob
 from eagleray.storage.store import LocalStore
 
 PNG = encode(picture(1), "PNG")
@@ -444,3 +446,34 @@ def test_the_index_has_the_blocks_of_its_samples(tmp_path: Path, monkeypatch: py
     assert index.block_sizes.tolist() == np.concatenate(counted).tolist()
     assert index.block_sizes.sum() == len(index) == 30
     assert len(index.block_sizes) > 6
+
+
+class ManyShards(LocalStore):
+    """A bucket of many shards."""
+
+    def list(self, url: str, start: str = "", *, patience: float = 0.0) -> list[Blob]:
+        return [Blob(f"{url}{n:04d}.tar", 2048, "s3:tag") for n in range(2000)]
+
+    def tag(self, blob: Blob) -> str:
+        return blob.tag
+
+
+def test_the_time_for_many_shards_grows_with_their_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A set of 100,000 would take half an hour where each is compared with each."""
+    compared: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        honest = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: compared.update([name]) or honest(*given))
+
+    monkeypatch.setitem(store.STORES, "s3", ManyShards())
+    rows = [(blob, index_file.table_of([Row("a", 512, 9, crc=1)])) for blob in ManyShards().list("s3://b/x/")]
+    index_file.write(rows, tmp_path / NAME)
+    known = index_file.File(tmp_path / NAME)
+    monkeypatch.setattr(indexing, "load", lambda url, again: dict.fromkeys(known.groups, known))
+    monkeypatch.setattr(index_file, "save", lambda rows, urls: len(list(rows)))
+    count(Blob, "__eq__")
+    count(store.Pattern, "matches")
+    assert len(opened("s3://b/x/{0000..0999}.tar")) == 1000
+    assert write_index("s3://b/x", scan_all=lambda blobs: rows) == [("s3://b/x/index.parquet", 2000, 0)]
+    assert max(compared.values()) <= 4 * 2000

@@ -4,6 +4,7 @@ import dataclasses
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
-from eagleray.data import index_file
+from eagleray.data import index_file, reader
 from eagleray.data.index import open_index
 from eagleray.data.order import Epoch, lanes_of
 from eagleray.data.reader import StepPart, Stream, size_groups
@@ -306,6 +307,25 @@ def test_a_block_of_broken_samples_is_replaced_from_the_lanes_other_blocks(tmp_p
     parts = read(s, readers=1, start=0, steps=6)
     assert set(indices(parts)) == {*range(8), *range(16, 24)}
     assert {b.key for p in parts for b in p.bad} == {f"s{i:04d}" for i in range(8, 16)}
+
+
+def test_broken_samples_of_a_block_are_decoded_once_and_their_stand_in_is_fetched_once(
+    tmp_path: Path, reads: list[Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10,000 small files that are no images, each would be decoded 10,000 times."""
+    monkeypatch.setattr(index_file, "BLOCK", 2**16)
+    write_tar(tmp_path / "x.tar", [m for k in range(66) for m in sample(k, *([spoiled(k)] if 2 <= k < 64 else []))])
+    s, decoded, decode = stream(tmp_path, lanes=1, batch=6), Counter[bytes](), reader.decode_crops
+    monkeypatch.setattr(
+        reader, "decode_crops", lambda data, *a, **k: decoded.update([bytes(data)]) or decode(data, *a, **k)
+    )
+    reads.clear()
+    parts = read(s, readers=1, start=0, steps=11)
+    assert set(indices(parts)) <= {0, 1, 64, 65}
+    assert len({b.key for p in parts for b in p.bad}) == 62
+    blocks = len(s.index.block_sizes)
+    assert max(decoded[spoiled(k)] for k in range(2, 64)) <= blocks <= 4
+    assert len(reads) <= blocks**2
 
 
 def test_a_lane_of_broken_samples_ends_the_stream_with_the_reason(tmp_path: Path) -> None:

@@ -157,6 +157,17 @@ def test_what_was_killed_ends_with_the_same_bytes(shards: Path, tmp_path: Path, 
     assert calls == [0, 1, 1, 2]
 
 
+def test_a_part_without_an_image_that_decodes_and_a_shard_without_one_that_can_be_used(tmp_path: Path):
+    folder, images = tmp_path / "s", [*([jpeg(photograph(0)[:24, :32])] * 32), b"no image"]
+    write_shards([Sample(f"{i:02d}", "jpg", data) for i, data in enumerate(images)], str(folder))
+    with tarfile.open(folder / "shard-empty.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("empty.jpg"))
+    eagleray.index(folder)
+    eagleray.measure(folder, "size", workers=0)
+    assert kept(folder, "width = 32") == {f"{i:02d}" for i in range(32)}
+    assert kept(folder, "width is null") == {"32"}
+
+
 def test_samples_that_changed_are_measured_again(shards: Path):
     eagleray.measure(shards, "size", workers=0)
     last = sorted(shards.glob("*.tar"))[-1]

@@ -8,7 +8,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -30,8 +32,10 @@ from eagleray.datasets import card
 from eagleray.datasets.assignment import ShardAssignment, cut_evenly
 from eagleray.datasets.pack import NOTES
 from eagleray.datasets.prepare import prepare
-from eagleray.datasets.sources.item import Item, table
+from eagleray.datasets.sources.item import Item, Listing, table
 from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import SourceFiles
+from eagleray.storage.store import LocalStore
 
 MIB = 2**20
 
@@ -362,3 +366,40 @@ def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path, words: 
     assert line in err
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
+
+
+def test_images_that_are_left_out_are_not_all_in_memory(
+    photos: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An expression may leave out nearly all of 14 million."""
+    run_prepare("folder", photos[0], tmp_path / "first")  # imports what it needs
+    name, photo = next(iter(photos[1].items()))
+    left_out = (Item(f"{i:08d}", "", 0, 0, reason="--where is not true") for i in range(40_000))
+    listing = Listing(itertools.chain([Item("a", str(photos[0] / name), 0, len(photo), "jpg")], left_out))
+    monkeypatch.setattr("eagleray.datasets.prepare.find", lambda options: SourceFiles([], lambda: listing))
+    for module in ("prepare", "sources.item"):
+        monkeypatch.setattr(f"eagleray.datasets.{module}.BATCH", 500)
+    tracemalloc.start()
+    try:
+        done = run_prepare("folder", photos[0], tmp_path / "out")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (done["images"], done["listed"]) == (1, 40_001)
+    assert peak < 5 * MIB
+
+
+def test_notes_are_deleted_several_at_a_time(
+    photos: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a store each takes a while."""
+    honest, together = LocalStore.delete, threading.Barrier(2)
+
+    def slow(self: LocalStore, url: str) -> None:
+        if url.endswith("-000000.parquet"):  # of the images' hashes, and of the shard
+            together.wait(10)
+        honest(self, url)
+
+    monkeypatch.setattr(LocalStore, "delete", slow)
+    run_prepare("folder", photos[0], tmp_path / "out", dedup=True)
+    assert together.n_waiting == 0

@@ -124,6 +124,16 @@ def test_other_layouts_of_patch_camelyon_are_one_line(tmp_path: Path):
     )
 
 
+def test_patches_that_are_compressed_together_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also for a shard, whose items are shuffled: unpacking 1,024 patches for each would take days."""
+    h5py = pytest.importorskip("h5py")
+    SETS["pcam"](tmp_path, "train")
+    read, reads = h5py.Dataset.__getitem__, []
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda self, at: reads.append(at) or read(self, at))
+    run_prepare("pcam", tmp_path, tmp_path / "out", split="train")
+    assert sorted(str(at) for at in reads if at != slice(None)) == [f"slice({n}, {n + 2}, None)" for n in (0, 2, 4)]
+
+
 def damaged_cars(folder: Path) -> str:
     cars(folder, "train")
     savemat(folder / "devkit" / "cars_train_annos.mat", {"annotations": np.arange(3)})

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -175,6 +176,14 @@ def test_a_full_disk_makes_it_slower_not_shorter(
     assert get(cache, 1) == content(1)
     assert "cannot cache a block: No space left on device" in caplog.text
     assert kept(tmp_path) == 0
+
+
+def test_a_folder_that_is_deleted_meanwhile_makes_it_slower_not_shorter(tmp_path: Path) -> None:
+    """As by a job's epilogue, or by what tidies up temporary files."""
+    cache = Cache(tmp_path / "c", 10**6)
+    assert get(cache, 5) == content(5)
+    shutil.rmtree(tmp_path / "c")
+    assert get(cache, 5) == content(5)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

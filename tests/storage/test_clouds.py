@@ -18,7 +18,11 @@ from helpers.clouds import Cloud, point_at, running
 from helpers.s3.proxy import Faults, Proxy
 
 from eagleray.base.errors import Outage, UserError
+from eagleray.data import index_file
+from eagleray.data.tar_scan import Row
+from eagleray.datasets import pack
 from eagleray.storage import az, error_classes, gs, http_body, rest, retry, store
+from eagleray.storage.blob import Blob
 from eagleray.storage.rest import body_of
 from eagleray.storage.store import Store
 
@@ -195,6 +199,57 @@ def test_ages_are_by_the_clock_of_the_store(cloud: Cloud, scheme: str, monkeypat
     assert 98 < at(url).look(url)[1] < 130
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_answer_that_cannot_be_read_is_asked_for_again(
+    cloud: Cloud, scheme: str, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the page of a proxy, which has the status 200."""
+    module, answers = {"gs": gs, "az": az}[scheme], [b"<html>"]
+    url = f"{new_folder(cloud, scheme)}/x"
+    at(url).write(url, b"x")
+    monkeypatch.setattr(module, "body_of", lambda response: answers.pop() if answers else body_of(response))
+    assert [blob.url for blob in at(url).list(url)] == [url]
+    answers.append(b"<html>")
+    assert at(url).look(url)[0] == b"x"
+    assert naps
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_took_hours_waits_for_a_store_that_is_away_for_a_minute(
+    cloud: Cloud, scheme: str, naps: list[float], tmp_path: Path
+) -> None:
+    folder = new_folder(cloud, scheme)
+    (tmp_path / "x").write_bytes(b"shard")
+    cloud.forced.extend([(503, "ServerBusy")] * 11)
+    pack.put(f"{folder}/x", tmp_path / "x")
+    cloud.forced.extend([(503, "ServerBusy")] * 11)
+    index_file.save([(Blob(f"{folder}/x.tar", 512), index_file.table_of([Row()]))], [f"{folder}/index.parquet"])
+    assert sum(naps) > 60
+    assert len(at(folder).list(f"{folder}/")) == 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_page_of_a_long_listing_is_repeated_not_all(
+    cloud: Cloud, scheme: str, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the listing takes: each page takes four seconds here, and ten are waited for a failure."""
+    folder, storage, asked = new_folder(cloud, scheme), at(f"{scheme}://b/x"), list[str]()
+    for number in range(18):
+        cloud.write(folder.split("/")[2], f"a folder/{number:02d}.tar", b"x")
+    page = storage._page
+
+    def slow(bucket: str, prefix: str, delimiter: str, marker: str) -> Any:
+        naps.append(4)
+        asked.append(marker)
+        if len(asked) == 4:
+            raise retry.Transient("reset")
+        return page(bucket, prefix, delimiter, marker)
+
+    monkeypatch.setattr(storage, "_page", slow)
+    assert len(storage.list(f"{folder}/")) == 18
+    assert len(asked) == 5
+
+
 @pytest.mark.parametrize("fault", ["refuse", "cut", "reset", "stall"])
 def test_what_passes_is_repeated(
     faulty: tuple[str, Proxy], fault: str, tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
@@ -223,6 +278,25 @@ def test_an_upload_goes_on_where_it_was(
     cloud.lost.extend(["PUT", "PUT"])
     at(url).put(url, tmp_path / "x")
     assert not cloud.lost
+    assert naps
+    assert at(url).get(url) == data
+
+
+def test_an_upload_begins_anew_whose_first_piece_was_refused(
+    cloud: Cloud, tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google answers without Range when it has no byte yet."""
+    begin, data = gs.GsStore._begin, secrets.token_bytes(2**19)
+
+    def begin_and_fail(self: gs.GsStore, url: str) -> str:
+        session = begin(self, url)
+        cloud.forced.append((503, "backendError"))
+        return session
+
+    monkeypatch.setattr(gs.GsStore, "_begin", begin_and_fail)
+    url = f"{new_folder(cloud, 'gs')}/x"
+    (tmp_path / "x").write_bytes(data)
+    at(url).put(url, tmp_path / "x")
     assert naps
     assert at(url).get(url) == data
 

@@ -1,6 +1,8 @@
 """What may pass is tried again, less and less often, and not for ever."""
 
 import itertools
+import multiprocessing
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,22 @@ def test_it_is_tried_until_it_works_with_growing_pauses_that_differ(clock: Clock
     for i, pause in enumerate(first):
         full = min(retry.FIRST * 2**i, retry.LONGEST)
         assert full / 2 <= pause <= full
+
+
+def pauses_of_a_process(clock: Clock, pauses: Any) -> None:
+    call_with_retries("u", failing(5)[1], patience=600)  # type: ignore[arg-type]
+    pauses.put(clock.pauses)
+
+
+def test_processes_that_are_forked_together_do_not_retry_together(clock: Clock) -> None:
+    forking = multiprocessing.get_context("fork")
+    pauses = forking.SimpleQueue()
+    processes = [forking.Process(target=pauses_of_a_process, args=(clock, pauses)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert pauses.get() != pauses.get()
 
 
 def test_it_is_given_up_within_its_time_with_one_line(clock: Clock) -> None:

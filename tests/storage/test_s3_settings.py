@@ -1,15 +1,19 @@
 """How a store is asked: by the usual settings, as nobody where there are none, and never with a secret in a URL."""
 
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from botocore.exceptions import ConnectionClosedError
 
 from eagleray.base.errors import UserError
-from eagleray.storage import store
+from eagleray.storage import retry, s3, store
 from eagleray.storage.s3 import S3Store
 
 LISTING = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated>
@@ -20,6 +24,7 @@ class Server(ThreadingHTTPServer):
     """A bucket that everybody may read. It notes what it is asked."""
 
     asked: list[tuple[str, dict[str, str]]]
+    pages: list[bytes]  # of a proxy, which come before its answers
 
     def handle_error(self, *_: object) -> None:
         """Of a client that has gone."""
@@ -32,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
         listing = "list-type=2" in self.path
         body = LISTING.encode() if listing else b"0123456"[2:5]
+        body = self.server.pages.pop() if self.server.pages else body
         self.send_response(200 if listing else 206)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"abc"')
@@ -45,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as server:
-        server.asked = []
+        server.asked, server.pages = [], []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -112,3 +118,62 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(settings: Callable[..
     with pytest.raises(UserError, match="credentials do not belong in a URL") as caught:
         store.list_shards(f"s3://mykey:{secret}@b/train")
     assert "my" not in str(caught.value)
+
+
+def test_an_answer_that_is_no_xml_is_asked_for_again(server: Server, settings: Callable[..., None]) -> None:
+    settings()
+    server.pages.append(b"<html><p>Please log in")
+    assert [b.url for b in store.store("s3://b").list("s3://b/train/")] == ["s3://b/train/x-000.tar"]
+    assert len(server.asked) == 2
+
+
+class LongListing:
+    """A client of a bucket with 4 pages of files, each of which takes four seconds; the last one fails once."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.asked, self.meta = (
+            clock,
+            list[str](),
+            SimpleNamespace(config=SimpleNamespace(signature_version="s3v4")),
+        )
+
+    def list_objects_v2(self, *, ContinuationToken: str = "0", **_: str) -> dict[str, Any]:
+        self.asked.append(ContinuationToken)
+        self.clock.append(4)
+        if len(self.asked) == 4:
+            raise ConnectionClosedError(endpoint_url="http://b")
+        page = int(ContinuationToken)
+        files = [{"Key": f"train/{page}.tar", "Size": 7, "ETag": '"abc"'}]
+        return {"Contents": files, "IsTruncated": page < 3, "NextContinuationToken": str(page + 1)}
+
+
+def test_one_page_of_a_long_listing_is_repeated_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    client = LongListing(naps)
+    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=naps.append, monotonic=lambda: sum(naps)))
+    monkeypatch.setattr(s3, "make_client", lambda: client)
+    assert [b.url for b in S3Store().list("s3://b/train/")] == [f"s3://b/train/{n}.tar" for n in range(4)]
+    assert client.asked == ["0", "1", "2", "3", "3"]
+
+
+def test_a_process_that_is_forked_while_a_client_is_made_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loader process, while the thread that stores checkpoints renews its credentials."""
+    storage, parent, begun, gate = S3Store(), os.getpid(), threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        if os.getpid() == parent:
+            gate.wait()
+        return LongListing([])
+
+    monkeypatch.setattr(s3, "make_client", slow)
+    thread = threading.Thread(target=storage.client)
+    thread.start()
+    begun.wait()
+    process = multiprocessing.get_context("fork").Process(target=storage.client)
+    process.start()
+    process.join(5)
+    process.kill()
+    gate.set()
+    thread.join()
+    assert process.exitcode == 0

@@ -35,25 +35,27 @@ class Pool:
     def submit(self, run: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
         self.queue.put((run, future))
+        if not self.open:
+            future.cancel()
         return future
 
     def close(self) -> None:
-        """Drop the waiting calls; the threads end with their current ones."""
+        """Cancel the waiting calls; the threads end with their current ones."""
         self.open = False
         self.queue.put(None)
 
     def _work(self) -> None:
-        while True:
-            asked = self.queue.get()
-            if not self.open:
-                self.queue.put(None)  # for the next thread
-                return
+        while asked := self.queue.get():
             run, future = asked
-            try:
-                future.set_result(run())
-            except BaseException as e:
-                future.set_exception(e)
+            if not self.open:
+                future.cancel()  # a thread of another pool may wait for it
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(run())
+                except BaseException as e:
+                    future.set_exception(e)
             del asked, run, future  # not to keep a block while waiting
+        self.queue.put(None)  # for the next thread
 
 
 class _Bytes(NamedTuple):
@@ -182,7 +184,7 @@ class Fetcher:
         return memoryview(b"".join(part.result() for part in parts))
 
     def close(self) -> None:
-        """Drop the waiting requests."""
+        """Cancel the waiting requests."""
         self.pool.close()
         if self.selects:
             self.hands.close()

@@ -35,7 +35,8 @@ OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns 
 SIZE = " size"  # the column of bytes of every table here; expressions know it as `bytes`
 ROWS = 2**20  # that pass through DuckDB at a time
 MEASURED = "columns"  # the folder of measured columns beside the shards, and what their tables are
-NAMES = re.compile(r'"([^"]+)"|([A-Za-z_]\w*)')
+UNTYPED = "default"  # of Arrow: a column without a value in one of several tables has the type of the others
+NAMES = re.compile(r'"([^"]+)"|([^\W\d]\w*)')
 
 
 def select(index: Index) -> Selection | None:
@@ -131,7 +132,7 @@ def weights_of(
     keyed = wanted + (["key", "shard"] if given or excluded else [])
     for chunk in in_chunks(index, shards):
         rows = [own_columns(index, shard, keyed, measured) for shard in chunk]
-        lengths, table = [len(r) for r in rows], pa.concat_tables(rows)
+        lengths, table = [len(r) for r in rows], pa.concat_tables(rows, promote_options=UNTYPED)
         for other in given:
             table = other.join(table, wanted)
         gone = excluded.rows_of(table).is_valid().to_numpy() if excluded else np.zeros(len(table), bool)
@@ -280,8 +281,11 @@ class Measured:
         if last - first != samples or (digests and not same_samples(index, shard, digests)):
             raise UserError(f"{self.table.folder}: was measured before {name} changed; delete it, and measure again")
         size = sample_table.ROWS
-        parts = [self._part(number).select(names) for number in range(first // size, -(-last // size))]
-        whole = pa.concat_tables(parts).slice(first % size, samples)
+        numbers = range(
+            first // size, max(-(-last // size), first // size + 1)
+        )  # one at least, for a shard without samples
+        parts = [self._part(number).select(names) for number in numbers]
+        whole = pa.concat_tables(parts, promote_options=UNTYPED).slice(first % size, samples)
         return {name: whole[name] for name in names}
 
     def _part(self, number: int) -> pa.Table:

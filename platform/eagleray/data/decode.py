@@ -3,6 +3,7 @@
 Where torchvision has no decoder of JPEG any more, simplejpeg gives the same pixels.
 """
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
 # Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
 MAX_SCANS = 100
 JPEG = b"\xff\xd8"  # the first bytes of such a file
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed data only 0 and restarts follow 255
+FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # the first kind of a frame header, and the kinds of those markers
 EXIF, ORIENTATION = b"Exif\0\0", 0x112
 
 
@@ -68,9 +71,22 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, int]:
     height, width, channels = jpeg_size(data)
     if height * width > MAX_PIXELS:
         raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
-    if (scans := bytes(data).count(b"\xff\xda")) > MAX_SCANS:  # in compressed data 0 follows every 255
+    content = bytes(data)
+    if content.count(b"\xff\xda") > MAX_SCANS and (scans := count_scans(content)) > MAX_SCANS:
         raise BadImage(f"{scans} scans, more than {MAX_SCANS}")
     return height, width, channels
+
+
+def count_scans(data: bytes) -> int:
+    """Return the number of a JPEG's scans. Bytes that only look like one are in thumbnails and, behind the end of the
+    image, in the videos that phones put there."""
+    scans, found = 0, MARKER.search(data, 2)
+    while found and (kind := data[found.end() - 1]) != END:
+        scans += kind == SCAN
+        length = int.from_bytes(data[found.end() : found.end() + 2])
+        # What is below the first frame header has no length for libjpeg where it looks for the next restart.
+        found = MARKER.search(data, found.end() + (length if kind >= FRAME else 0))
+    return scans
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int]:

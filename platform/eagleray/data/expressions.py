@@ -5,7 +5,7 @@ A run that continues evaluates them anew. So a function that may give another va
 
 import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,15 @@ def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedA
         for setting in ("SET enable_external_access=false", "SET lock_configuration=true"):
             connection.execute(setting)
         sql = f"SELECT (\n{expression}\n) AS value FROM samples"
-        if changing := changes_in(connection, sql, table.column_names):
-            raise UserError(
-                f"{name}: {changing[0]} may give another value when the run continues; expected columns and functions "
-                "that depend on them alone"
-            )
+        expected = "expected columns and functions that depend on them alone"
+        try:
+            parts = list(parts_of(parsed(connection, sql)))
+        except RecursionError:
+            raise UserError(f"{name[:200]}: is nested too deeply") from None
+        if changing := changes_in(parts, table.column_names):
+            raise UserError(f"{name}: {changing[0]} may give another value when the run continues; {expected}")
+        if looks_at_others(parts):
+            raise UserError(f"{name}: looks at other samples, of which it would see only some; {expected}")
         try:
             found = connection.sql(sql).to_arrow_table()
         except (duckdb.Error, RuntimeError, AttributeError) as e:
@@ -91,12 +95,23 @@ def unstable() -> frozenset[str]:
         return frozenset(name for (name,) in connection.execute(UNSTABLE).fetchall())
 
 
-def changes_in(connection: Any, sql: str, columns: Collection[str]) -> list[str]:
-    """Return what may give another value when a statement about these columns is run again; nothing of a statement that
-    DuckDB does not understand."""
+def parsed(connection: Any, sql: str) -> Any:
+    """Return the tree of a statement, without parts of one that DuckDB does not understand. Raises RecursionError."""
     ((text,),) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
+    return json.loads(text)
+
+
+def looks_at_others(parts: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the value for a row of `samples` depends on other rows, by a window or by a subquery. Only some
+    of all are in the table, and DuckDB gives the values of a window in another order than that of the rows."""
+    tables = [part["table_name"].lower() for part in parts if part.get("table_name")]
+    return tables.count("samples") > 1 or any(part.get("class") == "WINDOW" for part in parts)
+
+
+def changes_in(parts: Sequence[dict[str, Any]], columns: Collection[str]) -> list[str]:
+    """Return what may give another value when a statement about these columns is run again."""
     found = []
-    for part in parts_of(json.loads(text)):
+    for part in parts:
         name = part.get("function_name", "")
         arguments = part.get("arguments", part.get("children", ()))  # of DuckDB 2, and of older ones
         if name in unstable() or (name == "age" and len(arguments) == 1):  # since then until now

@@ -294,7 +294,7 @@ def _folders(
     indexed."""
     for folder in listed.folders:
         yield [_folder_of_images(folder, spare, note=note, again=again, tick=tick)]
-    asked = [p for url in listed.tars for p in store.patterns(url)]
+    globs = [p for url in listed.tars for p in store.patterns(url) if p.is_glob]  # shards that are named are there
     by_folder = sorted(listed.blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
         with ThreadPoolExecutor(THREADS) as pool:  # a local file is opened for its tag
@@ -303,7 +303,7 @@ def _folders(
         aside = _aside(folder, spare)
         known = (load(aside, again) if aside else {}) | load(beside, again)
         names = {name(b) for b in mine}
-        gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in asked)}
+        gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in globs)}
         if gone and not again:
             raise UserError(
                 f"{folder}/{min(gone)}: is indexed, but no longer exists; `eagleray index {folder}` accepts that"
@@ -311,8 +311,9 @@ def _folders(
         new = [b for b in mine if again or not _is_indexed(b, known)]
         if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
-            kept = ((_old_blob(n, f, folder), f.read(f.groups[n])) for n, f in known.items() if n not in names | gone)
-            same = ((b, _rows(b, known)) for b in mine if b not in new)
+            others, changed = known.keys() - names - gone, set(new)
+            kept = ((_old_blob(n, known[n], folder), known[n].read(known[n].groups[n])) for n in others)
+            same = ((b, _rows(b, known)) for b in mine if b not in changed)
             rows = itertools.chain(kept, same, _counted(scan_all(new), len(new), tick))
             index_file.save(rows, [u for u in (beside, aside) if u])
             known = (load(aside, again) if aside else {}) | load(beside, again)

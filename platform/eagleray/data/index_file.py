@@ -27,6 +27,7 @@ from eagleray.data.parquet_pages import largest_page
 from eagleray.data.tar_scan import Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
+from eagleray.storage.range_file import PATIENCE
 
 NAME = "index.parquet"
 UNREAD = "unread"  # a key of metadata: the number of images that are not read, of a table or by shard
@@ -196,7 +197,7 @@ def save(shards: Tables, urls: Sequence[str]) -> str:
         write(shards, Path(file.name))
         for url in urls:
             try:
-                store.store(url).put(url, Path(file.name))
+                store.store(url).put(url, Path(file.name), patience=PATIENCE)
                 return url
             except OSError as e:
                 error = e

@@ -267,17 +267,20 @@ class Stream:
 
         Raises UserError when no sample of the lane can be decoded.
         """
+        broken = item.lane_run.broken
         for sample, block in self._candidates(item):
-            try:
-                data, channels = block.bytes(sample), self.index.channels
-                found = decode_crops(data, views, u, crops, scaled=self.scaled, channels=channels)
-            except BadImage as e:
-                part.bad.append(self.index.bad_sample(sample, str(e)))
-                continue
-            if part.boxes is not None:
-                image, boxes = found
-                part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
-            return sample, block
+            if sample not in broken:
+                try:
+                    data, channels = block.bytes(sample), self.index.channels
+                    found = decode_crops(data, views, u, crops, scaled=self.scaled, channels=channels)
+                except BadImage as e:
+                    broken[sample] = self.index.bad_sample(sample, str(e))
+                else:
+                    if part.boxes is not None:
+                        image, boxes = found
+                        part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
+                    return sample, block
+            part.bad.append(broken[sample])
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 
@@ -287,7 +290,11 @@ class Stream:
             yield int(lane_run.order[(item.at + i) % len(lane_run.order)]), item.block
         for i in range(1, len(lane_run.lane)):
             samples = lane_run.epoch.samples(lane_run.lane[(lane_run.at_run + i) % len(lane_run.lane)])
-            block = Block(item.block.fetcher, samples)
+            block = item.block  # whose bytes nobody looks at, if all samples are known to be broken
+            if not lane_run.broken.keys() >= set(samples.tolist()):
+                if i not in lane_run.stand_in:
+                    lane_run.stand_in = {i: Block(item.block.fetcher, samples)}
+                block = lane_run.stand_in[i]
             for sample in samples.tolist():
                 yield sample, block
 
@@ -330,6 +337,9 @@ class _LaneRun:
     order: NDArray[np.int64]  # the same in reading order
     copy: int  # how often these samples were read before in this epoch
     at: int  # the position of the next sample in `order`
+    # A whole block may be broken, and what stands in for its samples must not be looked for anew for each of them.
+    broken: dict[int, BadSample] = field(default_factory=dict)  # by sample
+    stand_in: dict[int, Block] = field(default_factory=dict)  # the last other block, by its distance in the lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from eagleray.datasets.sources.source import Read, fetch
 from eagleray.datasets.stats import ImageStats, fit_within, image_format
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
+from eagleray.storage.range_file import PATIENCE
 
 QUALITY = 95  # of a JPEG that was made smaller; its colours are not subsampled
 EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # of formats whose usual extension is not PIL's name in lower case
@@ -131,7 +132,7 @@ def shrink_to_jpeg(pixels: torch.Tensor, height: int, width: int) -> bytes:
 def put(url: str, source: Path) -> None:
     """Store a local file under a URL. Raises UserError when it cannot be written."""
     try:
-        store.store(url).put(url, source)
+        store.store(url).put(url, source, patience=PATIENCE)
     except OSError as e:
         raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None
 

@@ -31,7 +31,7 @@ from eagleray.datasets.catalogue import SOURCES, find
 from eagleray.datasets.dedup import HashTask, first_copies
 from eagleray.datasets.pack import NOTES, PackTask, note_name, put_table, read_note
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import table
+from eagleray.datasets.sources.item import BATCH, table
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import Read, SourceFiles
 from eagleray.datasets.stats import ImageStats
@@ -311,8 +311,10 @@ def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
 
     Raises UserError when no item can be used.
     """
-    for row in items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"]).to_pylist():
-        stats.drop(row["reason"], row[KEY])
+    dropped = items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"])
+    for batch in dropped.to_batches(max_chunksize=BATCH):  # they may be nearly all
+        for row in batch.to_pylist():
+            stats.drop(row["reason"], row[KEY])
     usable = items.filter(pc.is_null(items["reason"]))
     if not len(usable):
         why = (
@@ -368,8 +370,9 @@ def _finish(
 def _delete_notes(destination: str) -> None:
     """Delete the notes of finished tasks, and the incomplete files of a killed process."""
     storage = store.store(destination)
-    for blob in files.list_tree(f"{destination}/{NOTES}"):
-        storage.delete(blob.url)
+    notes = files.list_tree(f"{destination}/{NOTES}")
+    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # a hundred thousand would take an hour in turn
+        pass
     if not store.is_remote(destination):
         shutil.rmtree(store.local_path(f"{destination}/{NOTES}"), ignore_errors=True)
     for blob in files.list_folder(destination + "/"):

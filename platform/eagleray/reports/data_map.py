@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.data import sample_table
-from eagleray.data.columns import MEASURED, samples_where
+from eagleray.data.columns import MEASURED, UNTYPED, samples_where
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.evaluation.embeddings import beside, read_features
@@ -50,7 +50,7 @@ class Data:
         parts = np.unique(self.samples // sample_table.ROWS).tolist()
         found: dict[str, Any] = {}
         for table in self.columns:
-            read = pa.concat_tables([table.read(part, table.columns()) for part in parts])
+            read = pa.concat_tables([table.read(part, table.columns()) for part in parts], promote_options=UNTYPED)
             found |= {name: read[name] for name in table.columns()}
         return pa.table(found)
 

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eagleray.base.errors import UserError, one_line
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.retry import Transient
 
 VERSION = "2021-12-02"  # of the API
@@ -58,7 +59,7 @@ class Accounts:
     """The account of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._account: tuple[int, Account | None] = (0, None)
         self._signs = False  # whether there were credentials
 

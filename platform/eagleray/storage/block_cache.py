@@ -42,7 +42,11 @@ class Cache:
         path = self._path(blob, begin, end)
         data = _read(path, end - begin)
         if data is None:
-            with file_lock(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"):
+            with contextlib.ExitStack() as locks:
+                try:
+                    locks.enter_context(file_lock(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"))
+                except OSError as e:  # the folder was deleted meanwhile, or there is no room for a file
+                    log.warning("%s: cannot be locked: %s", self.folder, e.strerror)
                 data = _read(path, end - begin)
                 if data is None:
                     data = fetch()

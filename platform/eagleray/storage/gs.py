@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -17,6 +16,7 @@ from urllib.parse import quote, urlencode
 
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.storage.blob import Blob
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.rest import Page, Refused, RestStore, body_of, bucket_and_key
 from eagleray.storage.retry import PATIENCE, Transient
 
@@ -58,9 +58,7 @@ class GsStore(RestStore):
 
     def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
         query = {"prefix": prefix, "delimiter": delimiter, "pageToken": marker, "fields": FIELDS}
-        said = json.loads(
-            body_of(self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v}))
-        )
+        said = _json(self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v}))
         return Page(
             [
                 Blob(f"gs://{bucket}/{o['name']}", int(o["size"]), f"gs:{o['generation']}")
@@ -83,7 +81,7 @@ class GsStore(RestStore):
     def look(self, url: str) -> tuple[bytes, float]:
         def run() -> tuple[bytes, float]:
             try:
-                about = json.loads(body_of(self._ask("GET", _path(url), {"fields": "generation,timeCreated"})))
+                about = _json(self._ask("GET", _path(url), {"fields": "generation,timeCreated"}))
                 data, headers = self._whole(url, about["generation"])
             except Refused as e:
                 if e.missing:
@@ -157,7 +155,8 @@ class _Upload:
     def _note(self, response: Any) -> None:
         body_of(response)
         self.done = response.status != INCOMPLETE
-        self._at = int(response.headers.get("Range", "bytes=0--1").rpartition("-")[2] or -1) + 1
+        said = response.headers.get("Range")  # none before the first byte
+        self._at = int(said.rpartition("-")[2]) + 1 if said else 0
 
     def abort(self) -> None:
         """Let the store forget the pieces."""
@@ -168,7 +167,7 @@ class Token:
     """The access token of a process, from google-auth's chain of credentials."""
 
     def __init__(self, pools: Any) -> None:
-        self._pools, self._lock = pools, threading.Lock()
+        self._pools, self._lock = pools, ForkLock()
         self._credentials: tuple[int, Any] = (0, None)
         self._signs = False  # whether there were credentials
 
@@ -230,3 +229,11 @@ class Token:
 def _path(url: str) -> str:
     bucket, key = bucket_and_key(url)
     return f"/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"
+
+
+def _json(response: Any) -> Any:
+    """Return what an answer says. Raises Transient for one that is no JSON, as a proxy between may send."""
+    try:
+        return json.loads(body_of(response))
+    except ValueError as e:
+        raise Transient(f"an answer that is no JSON: {e}") from None

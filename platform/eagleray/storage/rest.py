@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from eagleray.storage import error_classes
 from eagleray.storage.allowed import Allowed, Right
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.http_body import READ_TIMEOUT, read_stream
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
@@ -47,7 +47,7 @@ class Pools:
     """Connections to servers, of which every process has its own."""
 
     def __init__(self) -> None:
-        self._lock, self._process, self._pools = threading.Lock(), 0, dict[str, Any]()
+        self._lock, self._process, self._pools = ForkLock(), 0, dict[str, Any]()
 
     def to(self, address: str) -> Any:
         """Return the connections to the server of an address, through the environment's proxy for it if any."""
@@ -107,29 +107,26 @@ class RestStore:
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         bucket, key = bucket_and_key(url)
-
-        def run() -> Blobs:
-            pages = list(self._pages(bucket, key + start, "/"))
-            if key and not key.endswith("/") and any(f"{key}/" in page.folders for page in pages):
-                return self.list(url + "/", patience=patience)
-            blobs = [b for page in pages for b in page.blobs]
-            return [b for b in blobs if key.endswith("/") or not key or b.url == url]
-
-        return self._call("list", url, run, patience)
+        pages = list(self._pages(url, bucket, key + start, "/", patience))
+        if key and not key.endswith("/") and any(f"{key}/" in page.folders for page in pages):
+            return self.list(url + "/", patience=patience)
+        blobs = [b for page in pages for b in page.blobs]
+        return [b for b in blobs if key.endswith("/") or not key or b.url == url]
 
     def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files below a folder, page by page, so that a failed listing of millions repeats one page only."""
+        """Yield the files below a folder."""
         bucket, key = bucket_and_key(url.rstrip("/") + "/")
-        yield from (b for page in self._pages(bucket, key.lstrip("/"), "", repeat=url) for b in page.blobs)
+        yield from (b for page in self._pages(url, bucket, key.lstrip("/"), "") for b in page.blobs)
 
-    def _pages(self, bucket: str, prefix: str, delimiter: str, *, repeat: str = "") -> Iterator[Page]:
+    def _pages(self, url: str, bucket: str, prefix: str, delimiter: str, patience: float = PATIENCE) -> Iterator[Page]:
+        """Yield the pages of a listing. A failure repeats one page only, as there may be thousands."""
         marker = ""
         while True:
 
             def ask(marker: str = marker) -> Page:
                 return self._page(bucket, prefix, delimiter, marker)
 
-            page = self._call("list", repeat, ask, PATIENCE) if repeat else ask()
+            page = self._call("list", url, ask, patience)
             yield page
             marker = page.marker
             if not marker:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 PATIENCE = 10.0  # seconds to retry while a person waits
 FIRST, LONGEST = 0.1, 15.0  # seconds between attempts
 QUIET = 5.0  # seconds before the first warning
-_random = random.Random()  # not the global generator, which loader processes seed equally in every epoch
+_random = random.SystemRandom()  # has no state, which loader processes would share: they are forked, and seeded equally
 
 
 class Transient(Exception):

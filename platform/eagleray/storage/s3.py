@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from email.utils import parsedate_to_datetime
@@ -14,6 +13,7 @@ from eagleray.storage import error_classes
 from eagleray.storage.allowed import Allowed, Right
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
+from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.http_body import READ_TIMEOUT, read_stream
 from eagleray.storage.metadata_service import failure
 from eagleray.storage.ordered_map import ordered_map
@@ -38,7 +38,7 @@ class S3Store:
     def __init__(self) -> None:
         self._client: tuple[int, Any] = (0, None)
         self._signs = False  # whether a client had credentials
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self.allowed = Allowed()
 
     def client(self) -> Any:
@@ -68,27 +68,24 @@ class S3Store:
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         bucket, key = bucket_and_key(url)
-
-        def run() -> Blobs:
-            paginator = self.client().get_paginator("list_objects_v2")
-            pages = list(paginator.paginate(Bucket=bucket, Prefix=key + start, Delimiter="/"))  # a page is one request
-            files = [(o["Key"], o["Size"], o["ETag"].strip('"')) for page in pages for o in page.get("Contents", [])]
-            folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
-            if key and not key.endswith("/") and f"{key}/" in folders:
-                return self.list(url + "/", patience=patience)
-            inside = [f for f in files if key.endswith("/") or not key or f[0] == key]
-            return [Blob(f"s3://{bucket}/{k}", size, f"s3:{tag}") for k, size, tag in inside]
-
-        return self._call("list", url, run, patience)
+        pages = list(self._pages(url, {"Bucket": bucket, "Prefix": key + start, "Delimiter": "/"}, patience))
+        folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
+        if key and not key.endswith("/") and f"{key}/" in folders:
+            return self.list(url + "/", patience=patience)
+        blobs = [b for page in pages for b in _blobs(bucket, page)]
+        return [b for b in blobs if key.endswith("/") or not key or b.url == url]
 
     def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files below a folder, page by page, so that a failed listing of millions repeats one page only."""
+        """Yield the files below a folder."""
         bucket, key = bucket_and_key(url.rstrip("/") + "/")
-        query = {"Bucket": bucket, "Prefix": key.lstrip("/")}
+        for page in self._pages(url, {"Bucket": bucket, "Prefix": key.lstrip("/")}):
+            yield from _blobs(bucket, page)
+
+    def _pages(self, url: str, query: dict[str, str], patience: float = PATIENCE) -> Iterator[Any]:
+        """Yield the pages of a listing. A failure repeats one page only, as there may be thousands."""
         while True:
-            page = self._call("list", url, lambda: self.client().list_objects_v2(**query), PATIENCE)
-            for o in page.get("Contents", []):
-                yield Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"'))
+            page = self._call("list", url, lambda: self.client().list_objects_v2(**query), patience)
+            yield page
             if not page["IsTruncated"]:
                 return
             query["ContinuationToken"] = page["NextContinuationToken"]
@@ -240,9 +237,18 @@ class S3Store:
         Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
         from boto3.exceptions import Boto3Error
         from botocore import exceptions as boto
+        from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
-        passing = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, Boto3Error)
+        passing = (
+            boto.HTTPClientError,
+            boto.ConnectionError,
+            boto.IncompleteReadError,
+            HTTPError,
+            OSError,
+            Boto3Error,
+            ResponseParserError,  # an answer that is no XML, as a proxy between may send
+        )
 
         def attempt() -> T:
             client = None
@@ -309,6 +315,13 @@ def make_client() -> Any:
         return session.client("s3", config=config, region_name=region)
     except ValueError as e:  # an endpoint without http://, say
         raise UserError(f"s3://: {e}") from None
+
+
+def _blobs(bucket: str, page: Any) -> Blobs:
+    """Return the files of a page of a listing."""
+    return [
+        Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"')) for o in page.get("Contents", [])
+    ]
 
 
 def signs(client: Any) -> bool:

@@ -54,13 +54,18 @@ def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
 
 
 def read(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
-    """Yield every item with its patch as a PNG. Patches that are compressed together are read once."""
-    for url, of_file in groupby(items, key=lambda item: item.url):
+    """Yield every item with its patch as a PNG. Patches that are compressed together are read once, in whatever order
+    the items come."""
+    images: list[Data] = [b""] * len(items)
+    by_place = sorted(range(len(items)), key=lambda i: (items[i].url, items[i].offset))
+    for url, of_file in groupby(by_place, key=lambda i: items[i].url):
         x = _dataset(url, files.find_file(url).size, "x")
         rows = _rows_of_chunk(x)
-        for first, of_chunk in groupby(of_file, key=lambda item: item.offset // rows * rows):
+        for first, of_chunk in groupby(of_file, key=lambda i: items[i].offset // rows * rows):
             patches = x[first : first + rows]
-            yield from ((item, encode(Image.fromarray(patches[item.offset - first]))) for item in of_chunk)
+            for i in of_chunk:
+                images[i] = encode(Image.fromarray(patches[items[i].offset - first]))
+    return zip(items, images, strict=True)
 
 
 def _rows_of_chunk(x: Any) -> int:
