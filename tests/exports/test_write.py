@@ -168,6 +168,12 @@ def test_a_process_of_the_check_has_no_eagleray(tmp_path: Path):
         comparing.compare(found, tmp_path, "import eagleray")
 
 
+def test_a_check_that_is_killed_is_one_line(tmp_path: Path):
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    with pytest.raises(UserError, match=r"cannot be loaded: its process ended with status -9$"):
+        comparing.compare(found, tmp_path, "import os; os.kill(os.getpid(), 9)")
+
+
 def test_the_photographs_are_ten_and_differ(tmp_path: Path):
     paths = comparing.photographs(tmp_path)
     assert len({p.read_bytes() for p in paths}) == 10

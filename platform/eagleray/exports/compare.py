@@ -137,7 +137,9 @@ def compare(
         job["plugins"] = list(packed)
         done = subprocess.run([*PYTHON, CHECK, json.dumps(job)], capture_output=True, text=True, cwd=scratch)
         if done.returncode:
-            raise UserError(f"{folder}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip().splitlines() if done.returncode > 0 else []  # a signal leaves no words
+            why = said[-1] if said else f"its process ended with status {done.returncode}"
+            raise UserError(f"{folder}: cannot be loaded: {why}")
         with np.load(outputs) as results:
             theirs, *features = (results[name] for name in results.files)
         images = [decode(f.read_bytes(), source.preprocessing.channels) for f in files]
