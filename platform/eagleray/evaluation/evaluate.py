@@ -201,7 +201,8 @@ class Evaluation:
             pictures=[os.path.relpath(p, remote.view_dir(self.report.folder)) for p in outcome.pictures],
         )
         if is_remote(self.report.folder):
-            for path, name in zip(outcome.pictures, result.pictures, strict=True):
+            for path in (*outcome.pictures, *outcome.tables):
+                name = os.path.relpath(path, remote.view_dir(self.report.folder))
                 store.put_bytes(f"{self.report.folder}/{name}", path.read_bytes())
         results.add(self.report.folder, result)
         self.report.results.append(result)
