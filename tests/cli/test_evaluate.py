@@ -406,6 +406,9 @@ def test_results_only_grow(tmp_path: Path):
     with pytest.raises(UserError, match="expected a list of results"):
         results.add(str(tmp_path), result())
     assert (tmp_path / "results.json").read_text() == "{"
+    (tmp_path / "results.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="expected a list of results"):
+        results.load(str(tmp_path))
 
 
 def test_tables_hold_every_number():
