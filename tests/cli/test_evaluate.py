@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from eagleray import config
 from eagleray.api import pretrain as api
+from eagleray.api.evaluate import Scores
 from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.config import bundled
@@ -405,6 +406,9 @@ def test_results_only_grow(tmp_path: Path):
     with pytest.raises(UserError, match="expected a list of results"):
         results.add(str(tmp_path), result())
     assert (tmp_path / "results.json").read_text() == "{"
+    (tmp_path / "results.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="expected a list of results"):
+        results.load(str(tmp_path))
 
 
 def test_tables_hold_every_number():
@@ -483,6 +487,13 @@ def test_the_command(trained: Path, shards: Path, tmp_path: Path, capsys):
     assert "expected --SETTING VALUE" in refused(capsys, "evaluate", *given, "--k")
     assert "expected the backbone before all options" in refused(capsys, "evaluate", "--k", "3", *given)
     assert "--trian: not a setting" in refused(capsys, "evaluate", *given, "--trian", "x")
+
+
+def test_an_untrained_backbone_by_itself_has_its_numbers(request_: Callable[..., evaluate.Report], trained: Path):
+    alone = Scores(request_("knn", backbone=f"untrained:{trained}"))
+    both = request_("knn", untrained=True)
+    assert alone["knn/top1"] == both.results[1].numbers["knn/top1"]
+    assert Scores(both)["knn/top1"] == both.results[0].numbers["knn/top1"]
 
 
 def test_workers_find_the_same_features(

@@ -93,6 +93,24 @@ def test_wrong_checkpoints(tmp_path: Path, shards: Path, capsys):
     assert "--protocol kn: unknown; did you mean 'knn'?" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        (("report", "runs/a", "--out"), "s3://bucket/a.html"),
+        (("export", "runs/a", "--destination"), "s3://bucket/export"),
+        (("init", "--images", "5000", "--out"), "s3://bucket/own.yaml"),
+        (("data", "stats", "shards", "--out"), "gs://bucket/stats"),
+    ],
+)
+def test_a_url_where_a_path_is_expected(
+    words: tuple[str, ...], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, *words, url)
+    assert line == f"error: {words[-1]} {url}: expected a path of this machine, not a URL"
+    assert not list(tmp_path.iterdir())
+
+
 def test_show_prints_a_recipe_that_loads(tmp_path: Path):
     shown = RUN.invoke(main.app, ["show", "dino_vits16_in1k_ep100", "optim.batch=1024"])
     assert shown.exit_code == 0

@@ -192,7 +192,7 @@ def test_a_training_whose_results_are_in_a_store_continues_on_another_machine(
     assert "segmentation: continues after step 2 of 2" in lines
     assert numbers[0] == numbers[1]
     names = [b.url for b in store.store(out).walk(out)]
-    assert f"{out}/pictures/untrained/segmentation-fpn.png" in names
+    assert {f"{out}/pictures/untrained/segmentation-fpn.{kind}" for kind in ("png", "csv")} <= set(names)
     assert len([n for n in names if n.endswith("/step-000000002.pt")]) == 1
 
 

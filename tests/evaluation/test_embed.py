@@ -232,6 +232,8 @@ def test_what_is_there_is_never_replaced(shards: Path, tmp_path: Path, capsys: p
         (("out=",), "out=: expected out=FOLDER"),
         (("--features", "last5"), "--features last5: unknown; did you mean 'last4'?"),
         (("out=/proc/no/folder",), "out=/proc/no/folder: cannot be written"),
+        (("--size", "40"), "--resize 32: smaller than the crop of --size 40"),
+        (("--gpus",), "--gpus: is for the Ray tasks of --workers N; without them"),
     ],
 )
 def test_wrong_input_is_one_line(words: tuple[str, ...], line: str, shards: Path, capsys: pytest.CaptureFixture[str]):

@@ -162,10 +162,25 @@ def test_what_is_wrong_in_an_export_is_seen(change: tuple[str, str], wanted: str
         comparing.compare(found, tmp_path, program)
 
 
+def test_a_photograph_that_stays_on_its_side_is_seen(tmp_path: Path):
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    program = timm_hub.write(found, tmp_path).text
+    lying = program.replace("ImageOps.exif_transpose(Image.open(file))", "Image.open(file)")
+    assert lying != program
+    with pytest.raises(UserError, match="pixels that differ by"):
+        comparing.compare(found, tmp_path, lying)
+
+
 def test_a_process_of_the_check_has_no_eagleray(tmp_path: Path):
     found = source(tmp_path / "run", **NETWORKS["vit"])
     with pytest.raises(UserError, match=r"cannot be loaded: ModuleNotFoundError: .*eagleray"):
         comparing.compare(found, tmp_path, "import eagleray")
+
+
+def test_a_check_that_is_killed_is_one_line(tmp_path: Path):
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    with pytest.raises(UserError, match=r"cannot be loaded: its process ended with status -9$"):
+        comparing.compare(found, tmp_path, "import os; os.kill(os.getpid(), 9)")
 
 
 def test_the_photographs_are_ten_and_differ(tmp_path: Path):

@@ -17,6 +17,14 @@ def test_dino(case: Case) -> None:
         case.equal(both, case["results"][row, 2:], f"top-1 and top-5 at k={k:.0f}, T={temperature}")
 
 
+def test_a_low_temperature_leaves_the_nearest_its_vote():
+    g = torch.Generator().manual_seed(0)
+    y = torch.arange(40) % 4
+    x = 20 + torch.eye(4)[y] + 0.1 * torch.randn(40, 4, generator=g)  # all cosines are above 0.99
+    found = knn(LabelledFeatures(x, y), LabelledFeatures(x, y), k=40, ks=(), temperature=0.001).numbers
+    assert found["knn/top1"] == 100
+
+
 @cases("knn_weighted")
 def test_instdisc(case: Case) -> None:
     k, temperature, classes = case.hyper["k"], case.hyper["sigma"], case.hyper["classes"]

@@ -84,4 +84,6 @@ def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").touch()
     said = refused(capsys, "data", "map", str(shards), "--out", str(tmp_path / "file" / "data.html"))
     assert "cannot be written" in said
+    said = refused(capsys, "data", "map", str(shards), "--out", "s3://bucket/data.html")
+    assert said.endswith("--out s3://bucket/data.html: expected a path of this machine, not a URL")
     assert not (tmp_path / "data.html").exists()

@@ -18,8 +18,8 @@ class Scores(dict[str, float]):
     out: str  # the folder or s3:// URL of results.json and the pictures
 
     def __init__(self, report: evaluation.Report) -> None:
-        trained = [r for r in report.results if not r.untrained]
-        super().__init__({f"{r.protocol}/{k.partition('/')[2]}": v for r in trained for k, v in r.numbers.items()})
+        asked = [r for r in report.results if r.untrained == report.untrained]  # not those it is compared with
+        super().__init__({f"{r.protocol}/{k.partition('/')[2]}": v for r in asked for k, v in r.numbers.items()})
         self.results, self.out, self._report = report.results, report.folder, report
 
     def table(self, form: str = "markdown") -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from eagleray.base.errors import UserError
+from eagleray.base.files import check_local
 from eagleray.config import plugins as loading
 from eagleray.engine.export import FILE, export_in, read_export
 from eagleray.models.backbone import Backbone
@@ -94,6 +95,8 @@ def write(
     from eagleray.exports.write import write as write_export
 
     check_target(to)
+    if destination:
+        check_local("--destination", Path(destination))
     if heads and to != "timm":
         raise UserError(f"--heads: not with --to {to}; start.from reads them from an export for timm")
     loading.use(plugins)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import time
@@ -68,6 +69,12 @@ def writing(name: str) -> Iterator[None]:
         yield
     except OSError as e:
         raise UserError(f"{name}: cannot be written: {e.strerror or e}") from None
+
+
+def check_local(option: str, path: Path) -> None:
+    """Raise UserError for a URL, whose scheme would become a folder here."""
+    if url := re.fullmatch(r"(\w+):/+(.*)", str(path)):
+        raise UserError(f"{option} {url[1]}://{url[2]}: expected a path of this machine, not a URL")
 
 
 def sync_folder(folder: Path) -> None:

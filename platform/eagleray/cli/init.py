@@ -9,7 +9,7 @@ import yaml
 
 from eagleray.base.console import out, say
 from eagleray.base.errors import UserError
-from eagleray.base.files import writing
+from eagleray.base.files import check_local, writing
 
 # The recipe that each method starts from, where it is not its first one on ImageNet.
 BASES: Mapping[str, str] = {
@@ -44,6 +44,7 @@ def init(
     file: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("my_recipe.yaml"),
 ) -> None:
     """Write a recipe for your own images, with batch, epochs, queue and momentum that fit their number."""
+    check_local("--out", file)
     if file.exists():
         raise UserError(f"--out {file}: already exists; give another --out")
     if not data and not images:

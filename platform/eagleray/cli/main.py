@@ -12,7 +12,7 @@ import typer
 import eagleray
 from eagleray.base.console import out, print_error, say, silence
 from eagleray.base.errors import Outage, UserError
-from eagleray.base.files import writing
+from eagleray.base.files import check_local, writing
 from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
 from eagleray.cli import replay as replay_cli
 from eagleray.cli import report as report_cli
@@ -188,6 +188,7 @@ def stats(
     """Print how many images, classes and formats a set of shards has; draw a contact sheet and the image sizes."""
     from eagleray.datasets import card, contact_sheet
 
+    check_local("--out", destination)
     with writing(f"--out {destination}"):  # before the images are read, which may take long
         destination.mkdir(parents=True, exist_ok=True)
     if channels:

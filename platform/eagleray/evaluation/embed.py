@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from eagleray.base import devices
+from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.config.channels import Channels
@@ -57,12 +58,16 @@ def embed(
 ) -> SampleTable:
     """Write the features of all samples into the folder or URL `out`. Parts that are there already stay as they are.
 
-    Raises UserError when `out` has the features of other images or of another backbone, and when the backbone lacks
-    this type of features; Outage when a store does not answer."""
+    Raises UserError when the options contradict each other, when `out` has the features of other images or of another
+    backbone, and when the backbone lacks this type of features; Outage when a store does not answer."""
+    if gpus and not workers:
+        raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")
+    size, resize = size or target.settings.size, resize or target.settings.resize
+    if resize < size:
+        raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
     index = open_index(url, note=note, channels=target.channels)
     where = devices.CPU if workers else world.local().device
     backbone = target.backbone.to(where)
-    size, resize = size or target.settings.size, resize or target.settings.resize
     feature_types.check(backbone, kind, size)
     settings = {
         "digest": target.digest,

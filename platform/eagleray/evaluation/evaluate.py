@@ -78,6 +78,7 @@ class Report:
     refused: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     folder: str = ""
+    untrained: bool = False  # whether the backbone that the request names has random weights
 
 
 def evaluate(request: Request, note: Note | None = None) -> Report:
@@ -100,7 +101,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     if request.untrained and not targets[0].untrained:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
         targets.append(load_target(UNTRAINED + bare))
-    report.folder = folder(request, targets[0])
+    report.folder, report.untrained = folder(request, targets[0]), targets[0].untrained
     results.load(report.folder)  # a broken file is refused before anything is computed
     for target in targets:
         evaluation = Evaluation(request, target, names, report, note)
@@ -200,7 +201,8 @@ class Evaluation:
             pictures=[os.path.relpath(p, remote.view_dir(self.report.folder)) for p in outcome.pictures],
         )
         if is_remote(self.report.folder):
-            for path, name in zip(outcome.pictures, result.pictures, strict=True):
+            for path in (*outcome.pictures, *outcome.tables):
+                name = os.path.relpath(path, remote.view_dir(self.report.folder))
                 store.put_bytes(f"{self.report.folder}/{name}", path.read_bytes())
         results.add(self.report.folder, result)
         self.report.results.append(result)

@@ -1,7 +1,7 @@
 """Run a protocol in Ray workers: on the backbone itself, or on features of which each worker has a share."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ def run_on_ranks(
     outcome, files = ray_ranks(_run_rank, task, workers=workers, gpus=job.gpus, note=note)
     for name, data in files.items():
         (out / name).write_bytes(data)
-    return replace(outcome, pictures=tuple(out / picture for picture in outcome.pictures))
+    return _moved(outcome, lambda path: out / path)
 
 
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
@@ -114,7 +114,12 @@ def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
         arguments = {name: value for name, value in arguments.items() if name in protocol.parameters}
         outcome = outcome_of(protocol.run(backbone, *data, **arguments))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    return replace(outcome, pictures=tuple(Path(picture.name) for picture in outcome.pictures)), files
+    return _moved(outcome, lambda path: Path(path.name)), files
+
+
+def _moved(outcome: Outcome, place: Callable[[Path], Path]) -> Outcome:
+    """Return an outcome whose files are in another place."""
+    return replace(outcome, pictures=tuple(map(place, outcome.pictures)), tables=tuple(map(place, outcome.tables)))
 
 
 def outcome_of(result: Any) -> Outcome:

@@ -80,9 +80,8 @@ def load(folder: str) -> list[Result]:
     """Load all results from the results.json of a folder or s3:// URL, oldest first.
 
     Raises UserError when the file is not a list of results."""
-    text = remote.read_note(folder, NAME)
     try:
-        return [Result(**r) for r in json.loads(text or "[]")]
+        return [Result(**r) for r in json.loads(remote.read_note(folder, NAME) or "[]")]
     except (ValueError, TypeError) as e:
         why = " ".join(str(e).split())
         raise UserError(

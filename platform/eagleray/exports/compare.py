@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as F
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.config.channels import RGB, Channel
-from eagleray.data.decode import decode
+from eagleray.data.decode import ORIENTATION, decode
 from eagleray.data.tiff import write_pages
 from eagleray.engine.export import TOLERANCE
 from eagleray.exports.source import Source
@@ -95,6 +95,9 @@ def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
         return files
     for target, image in zip(files, images, strict=False):
         image.save(target, icc_profile=None)  # no library applies it, and one complains
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6  # a camera that was held upright
+    image.save(target, icc_profile=None, exif=turned)
     return files
 
 
@@ -137,7 +140,9 @@ def compare(
         job["plugins"] = list(packed)
         done = subprocess.run([*PYTHON, CHECK, json.dumps(job)], capture_output=True, text=True, cwd=scratch)
         if done.returncode:
-            raise UserError(f"{folder}: cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip().splitlines() if done.returncode > 0 else []  # a signal leaves no words
+            why = said[-1] if said else f"its process ended with status {done.returncode}"
+            raise UserError(f"{folder}: cannot be loaded: {why}")
         with np.load(outputs) as results:
             theirs, *features = (results[name] for name in results.files)
         images = [decode(f.read_bytes(), source.preprocessing.channels) for f in files]

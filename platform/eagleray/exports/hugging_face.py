@@ -18,7 +18,7 @@ from eagleray.exports.source import Program, Source, with_own_grid
 
 PROGRAM = """\
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
 
 processor = AutoImageProcessor.from_pretrained(folder)
@@ -26,7 +26,7 @@ model = AutoModel.from_pretrained(folder){arguments}.eval()
 
 
 def preprocess(files):
-    images = [Image.open(file).convert("RGB") for file in files]
+    images = [ImageOps.exif_transpose(Image.open(file)).convert("RGB") for file in files]
     return processor(images, return_tensors="pt")["pixel_values"]
 
 

@@ -16,14 +16,14 @@ from eagleray.models.backbone import ANY_SIZE
 PROGRAM = """\
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 
 
 def preprocess(files):
-    return torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+    return torch.stack([transform(ImageOps.exif_transpose(Image.open(file)).convert("RGB")) for file in files])
 
 
 def embed(images):  # (B, 3, H, W)

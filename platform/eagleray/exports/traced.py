@@ -30,7 +30,7 @@ import json
 
 import numpy as np
 import onnxruntime
-from PIL import Image
+from PIL import Image, ImageOps
 
 session = onnxruntime.InferenceSession(f"{folder}/backbone.onnx")
 with open(f"{folder}/preprocessing.json") as file:
@@ -38,7 +38,7 @@ with open(f"{folder}/preprocessing.json") as file:
 
 
 def preprocess(files):
-    return np.stack([pixels(Image.open(file).convert("RGB")) for file in files])
+    return np.stack([pixels(ImageOps.exif_transpose(Image.open(file)).convert("RGB")) for file in files])
 
 
 def pixels(image):
@@ -67,7 +67,7 @@ with open(f"{folder}/preprocessing.json") as file:
 
 
 def preprocess(files):
-    return torch.stack([pixels(decode_image(str(file), mode="RGB")) for file in files])
+    return torch.stack([pixels(decode_image(str(file), mode="RGB", apply_exif_orientation=True)) for file in files])
 
 
 def pixels(image):

@@ -22,6 +22,7 @@ from eagleray.protocols.outcome import Outcome
 CHUNK = 1024  # test images that are compared at a time
 TILE = 4096  # training images that they are compared with at a time
 VOTERS = 256  # test images whose votes for all classes are in memory at a time
+LARGEST = 64.0  # exponent of a weight; float32 ends at 88, and k of them are added
 NOTHING = torch.iinfo(torch.int64).min  # the key of no feature
 LOW = 2**32 - 1  # the bits of a key that hold the position
 
@@ -150,6 +151,10 @@ def vote(cosine: Tensor, labels: Tensor, *, classes: int, k: int, temperature: f
 def class_votes(cosine: Tensor, labels: Tensor, *, classes: int, temperature: float) -> Tensor:
     """Sum the weights exp(cosine / temperature) of k neighbours by class.
 
-    The cosines and labels of the neighbours of n queries are (n, k), and the sums are (n, C)."""
+    The cosines and labels of the neighbours of n queries are (n, k), and the sums are (n, C). Where the largest weight
+    of a query would be beyond e^64, all of that query are divided by the same number."""
+    exponents = cosine / temperature
+    # Below a temperature of 0.0113 the largest weights would be infinite, and classes tie. All are divided alike.
+    exponents -= (exponents.amax(1, keepdim=True) - LARGEST).clamp_min(0)
     votes = torch.zeros(len(cosine), classes, device=cosine.device)
-    return votes.scatter_add_(1, labels, (cosine / temperature).exp())
+    return votes.scatter_add_(1, labels, exponents.exp())

@@ -8,9 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a protocol: numbers by name, such as knn/top1 in percent, its settings and the paths of its
-    pictures."""
+    """The result of a protocol: numbers by name, such as knn/top1 in percent, its settings, the paths of its pictures,
+    and those of tables that it has written beside them."""
 
     numbers: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[Path, ...] = ()
+    tables: tuple[Path, ...] = ()

@@ -72,6 +72,7 @@ def group(pictures: Iterable[Picture | None]) -> Pictures:
 def data_map(url: str, index: Index, out: Path, *, features: SampleTable | None, where: str, columns: str) -> None:
     """Write the page. Without `features` an embedding beside the shards is used, if there is one. Raises UserError for
     a wrong expression, and when the page cannot be written."""
+    files.check_local("--out", out)
     tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
     data = Data(url, index, tables, features or beside(index, {}))
     sections = [preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]

@@ -22,8 +22,10 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     """Write the report of a run or a sweep into its folder, or a comparison of several runs into the working folder.
     `out` names another file. Returns the paths that were written: the file, and for a run in a store also the copy
     there. Raises UserError, and Outage when the store does not answer."""
-    if out and out.suffix != ".html":
-        raise UserError(f"--out {out}: expected a name that ends with .html")
+    if out:
+        files.check_local("--out", out)
+        if out.suffix != ".html":
+            raise UserError(f"--out {out}: expected a name that ends with .html")
     sweeps = [(g.rstrip("/"), folder) for g in urls if (folder := sweep_folder(g.rstrip("/")))]
     if sweeps and len(urls) > 1:
         raise UserError(

@@ -225,6 +225,8 @@ def spoilt(folder: Path, how: str) -> None:
         Image.new("L", (10, 10)).save(mask)
     elif how == "other value":
         Image.fromarray(np.full((40, 56), 9, np.uint8)).save(mask)
+    elif how == "16 bits":
+        Image.fromarray(np.full((40, 56), 300, np.uint16)).save(mask)
     elif how == "colours":
         Image.new("RGB", (56, 40)).save(mask)
     elif how == "broken image":
@@ -247,6 +249,7 @@ def read(folder: Path) -> None:
         ("no mask", r"s0.png: no mask in .*masks/train has the same name"),
         ("no images", r"images/train: expected images, found none"),
         ("other size", r"masks/train/s0.png: has 10 x 10 pixels, its image has 56 x 40"),
+        ("16 bits", r"masks/train/s0.png: has the value 300, which is not the number of any of the 2 classes"),
         ("other value", r"masks/train/s0.png: has the value 9, which is not the number of any of the 2 classes"),
         ("colours", r"masks/train/s0.png: has 3 channels; expected one"),
         ("broken image", r"images/train/s0.png: "),

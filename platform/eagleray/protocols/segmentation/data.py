@@ -104,7 +104,7 @@ class Masks:
         if values.shape != image.shape[1:]:
             (h, w), (_, height, width) = values.shape, image.shape
             raise UserError(f"{pair.mask}: has {w} x {h} pixels, its image has {width} x {height}")
-        classes = self.table[np.minimum(values, IGNORED)]
+        classes = np.where((values < 0) | (values > IGNORED), -1, self.table[values.clip(0, IGNORED)])
         if (classes < 0).any():
             worst = int(values[classes < 0].max())
             raise UserError(

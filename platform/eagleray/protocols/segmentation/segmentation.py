@@ -245,4 +245,4 @@ def report(
     drawn = sorted((sample for part in parts for sample in part), key=lambda sample: sample[0])
     draw(out / f"{name}.png", [comparison for _, comparison in drawn], masks.classes)
     note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
-    return Outcome(numbers, settings, (out / f"{name}.png",))
+    return Outcome(numbers, settings, (out / f"{name}.png",), (out / f"{name}.csv",))
