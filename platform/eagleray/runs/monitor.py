@@ -201,11 +201,13 @@ class Bank:
         return min(self.written, len(self.features))
 
     def push(self, features: Tensor, labels: Tensor, images: Tensor) -> None:
-        """Append rows: features (B, D), labels (B,) and images (B,)."""
-        at = (self.written + torch.arange(len(labels), device=labels.device)) % len(self.features)
-        for column, new in ((self.features, features), (self.labels, labels), (self.images, images)):
-            column[at] = new.to(column.dtype)
+        """Append rows: features (B, D), labels (B,) and images (B,). Of more rows than the bank has, only the last are
+        written: of two that belong to one place, any could come last."""
         self.written += len(labels)
+        kept = min(len(labels), len(self.features))
+        at = (self.written - kept + torch.arange(kept, device=labels.device)) % len(self.features)
+        for column, new in ((self.features, features), (self.labels, labels), (self.images, images)):
+            column[at] = new[-kept:].to(column.dtype)
 
     def newest(self, n: int, skip: int = 0) -> "Rows":
         """Return the n newest rows after leaving out the `skip` newest; fewer where the bank has fewer."""
