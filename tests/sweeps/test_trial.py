@@ -10,6 +10,7 @@ import pytest
 from helpers.sweeps import through, trial_settings
 
 from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.runs import layout, pretrain
 from eagleray.runs.tracking import Tracking
@@ -81,3 +82,24 @@ def test_a_trial_with_the_settings_of_another_goes_on_from_its_weights_in_a_fold
     assert line == {"step": 4, "from": "000", "values": {"optim.lr.value": 2e-3}}
     assert [p.stem for p in (tmp_path / "001" / "checkpoints").glob("*.pt")] == ["step-000000004"]
     assert second.tracking.name == "sweep-001"
+
+
+def test_a_trial_that_goes_on_from_another_keeps_the_settings_of_its_own_optimiser(shards: Path, tmp_path: Path):
+    """The constant rate of the predictor is a setting of its group of parameters, as the momentum is."""
+    keys = ("optim.name=sgd", "optim.constant_lr=[predictor]")
+    settings = trial_settings(shards, tmp_path, str(tmp_path), {"optim.lr.value": 0.1, "optim.momentum": 0.9}, *keys)
+    donor = Trial("000", settings, Tracking("none"))
+    method = pretrain.build_method(donor.recipe)
+    optimizer = pretrain.build_optimizer(donor.recipe, method)
+    state = {"step": 4, "method": method.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(f"{donor.out}/{layout.CHECKPOINTS}", 4, state, keep=1)
+    other = {"values": {"optim.lr.value": 0.2, "optim.momentum": 0.8}}
+    trial = Trial("001", settings | other, Tracking("none"))
+    trial.adopt(donor.out)
+    taken = checkpoint.newest(f"{trial.out}/{layout.CHECKPOINTS}")
+    assert taken
+    optimizer.load_state_dict(taken["optimizer"])
+    rates = {group.get("constant_lr") for group in optimizer.param_groups}
+    assert rates == {None, 0.2}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.8}
+    assert str(optimizer.state_dict()["state"]) == str(state["optimizer"]["state"])

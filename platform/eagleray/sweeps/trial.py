@@ -21,6 +21,7 @@ from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
 from eagleray.runs import layout, pretrain, remote, run_dir
 from eagleray.runs import recipe as recipes
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.command import new_command
 from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
@@ -154,9 +155,12 @@ class Trial:
         if state is None:
             return
         state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
-        for group in state["optimizer"]["param_groups"]:
-            if "momentum" in group:
-                group["momentum"] = self.recipe.optim.momentum
+        with torch.device(
+            "meta"
+        ):  # what groups say beside the rate of a step, such as the momentum, is this trial's too
+            own = build_optimizer(self.recipe, build_method(self.recipe)).state_dict()
+        for group, mine in zip(state["optimizer"]["param_groups"], own["param_groups"], strict=False):
+            group |= {key: value for key, value in mine.items() if key != "params"}
         url, scratch = checkpoints(self.out)
         checkpoint.save(url, state["step"], state, keep=self.recipe.checkpoint.keep, scratch=scratch)
         record = {"step": state["step"], "from": donor.rpartition("/")[2], "values": self.settings["values"]}
