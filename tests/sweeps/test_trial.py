@@ -2,18 +2,24 @@
 
 import gc
 import json
+import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.sweeps import through, trial_settings
+from helpers.sweeps import through, trial_settings, wait_until
 
+from eagleray.base.errors import Outage
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.runs import layout, pretrain
 from eagleray.runs.tracking import Tracking
+from eagleray.sweeps import ray_tune
+from eagleray.sweeps.schedulers import LocalState
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.trial import History, Trial
 
 
@@ -103,3 +109,32 @@ def test_a_trial_that_goes_on_from_another_keeps_the_settings_of_its_own_optimis
     assert rates == {None, 0.2}
     assert {group["momentum"] for group in optimizer.param_groups} == {0.8}
     assert str(optimizer.state_dict()["state"]) == str(state["optimizer"]["state"])
+
+
+def test_a_trial_whose_store_stays_away_waits_for_the_sweep_to_continue(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that ends so is continued by the same command, and so is the sweep: nothing is wrong with the trial."""
+
+    def give_up(*_: Any, **__: Any) -> None:
+        raise Outage("s3://bucket: no answer for 10 minutes")
+
+    monkeypatch.setattr(pretrain, "pretrain", give_up)
+    trial = Trial("000", trial_settings(shards, tmp_path, str(tmp_path / "trials"), {}), Tracking("none"))
+    [result] = through(trial)
+    assert not (Path(trial.out) / layout.FAILED).exists()
+    study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    study.rows = {name: {"id": name, "state": "running", "seconds": 0.0} for name in ("000", "001")}
+    local = LocalState(study, threading.Event(), None)
+    journal = ray_tune.journal(local)
+    (tmp_path / "trials" / "001").mkdir()
+
+    def fit() -> None:
+        journal.on_trial_result(0, [], "000", result)
+        journal.on_trial_complete(0, [], "000")
+        wait_until((tmp_path / "trials" / "001" / layout.STOP).exists)  # the others save, and wait too
+        journal.on_trial_complete(0, [], "001")
+
+    with pytest.raises(Outage, match=r"^trial 000: s3://bucket: no answer for 10 minutes; .* --resume continues$"):
+        ray_tune._fit(SimpleNamespace(fit=fit), local, lambda: None)
+    assert [row["state"] for row in study.rows.values()] == ["waiting", "waiting"]

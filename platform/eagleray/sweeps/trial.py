@@ -44,6 +44,7 @@ class Trial:
         self.tracking = replace(tracking, name=f"{settings['sweep']}-{name}", key=key)
         self.thread: threading.Thread | None = None
         self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
+        self.away = ""  # the store or server whose silence has ended the run, which can go on later
         try:
             plugins.install(settings["plugins"])
             tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
@@ -66,7 +67,7 @@ class Trial:
             remote.delete_note(self.out, left)
         remote.write_note(self.out, layout.RECIPE, config.dump(self.recipe))
         write_plugins(self.out, self.recipe.plugins)
-        self.summary, self.failure = {}, ""
+        self.summary, self.failure, self.away = {}, "", ""
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
 
@@ -75,6 +76,8 @@ class Trial:
         try:
             self.steps = make_plan(self.recipe).steps
             self.summary = finished(self.out, self.steps) or self._pretrain() or {}
+        except Outage as e:
+            self.away = line(e)
         except Exception as e:
             self.failure = line(e)
         if self.summary and not (self.folder / layout.METRICS).exists():  # it ended on another machine
@@ -125,8 +128,11 @@ class Trial:
         return result | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
-        """Return the result that ends the trial: its final value, its failure, or that it was asked to stop."""
+        """Return the result that ends the trial: its final value, its failure, or that it was asked to stop or is to
+        go on when a store answers again."""
         key = self.settings["objective"]
+        if self.away:
+            return {"done": True, "percent": self.reported, "away": self.away}
         if not self.failure and not self.summary:  # asked to stop
             return {"done": True, "percent": self.reported}
         values = [] if self.failure else [objective(r, key) for r in self.records()]
