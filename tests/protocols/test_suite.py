@@ -11,7 +11,7 @@ from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.multilabel import bits
 from eagleray.protocols import classification_scores
 from eagleray.protocols.features import LabelledFeatures
-from eagleray.protocols.suite import SUITE, suite
+from eagleray.protocols.suite import SUITE, read_reference, suite
 
 
 def features(url: str) -> LabelledFeatures:
@@ -92,6 +92,17 @@ def test_wins_are_counted_against_the_same_backbone_alone(model: str, reference:
     found = suite(features, root, model=model)
     assert found.numbers.get("suite/reference") == reference
     assert found.numbers.get("suite/wins") == (None if reference is None else 1)
+
+
+def test_the_reference_is_the_trained_backbone(tmp_path: Path):
+    results = [
+        {"protocol": "suite", "untrained": untrained, "numbers": {"suite/mnist": value}}
+        for untrained, value in ((False, 1.0), (False, 98.0), (True, 11.0))  # in the order in which they are written
+    ]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert read_reference(str(tmp_path)) == {"mnist": 98.0}
+    (tmp_path / "results.json").write_text(json.dumps(results[2:]))
+    assert read_reference(str(tmp_path)) == {"mnist": 11.0}
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no list", '[{"protocol": "knn", "numbers": {}}]', "[1]"])
