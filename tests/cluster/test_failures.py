@@ -11,7 +11,6 @@ import pytest
 import ray
 from helpers.bucket import CountingBucket
 
-from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.cluster import failure, ray_train, resize
 from eagleray.cluster.session import session
@@ -20,7 +19,7 @@ from eagleray.storage import store
 
 
 def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "rank", lambda: rank)
+    monkeypatch.setenv("RANK", str(rank))
     try:
         raise error
     except Exception as e:
@@ -43,6 +42,16 @@ def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
     with pytest.raises(RuntimeError, match="rank 3's own"):
         ray_train.raise_failure(out, "a")
     ray_train.raise_failure(out, "b")  # that of another command is none to this one
+
+
+def test_ranks_that_fail_before_they_form_a_group_do_not_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as all ranks of a machine whose GPUs are still busy: this was one attempt."""
+    for rank in range(8):
+        fail(str(tmp_path), rank, RuntimeError("device busy"), monkeypatch)
+    assert not (tmp_path / ".failure").exists()
+    for _ in range(2):
+        fail(str(tmp_path), 5, RuntimeError("device busy"), monkeypatch)
+    assert json.loads((tmp_path / ".failure").read_text())["trace"].startswith("rank 5 failed")
 
 
 def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,10 @@
 """The part of a checkpoint that ranks write together, in a folder and on a real S3 server."""
 
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
 from eagleray.engine.checkpoint import Writer
 from eagleray.engine.sharded_checkpoint import ShardWriter, read_rows, split
+from eagleray.runs.run_dir import RunDir
+from eagleray.runs.tracking import Tracking
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +114,20 @@ def test_rows_that_are_no_numbers_do_not_count(place: Place, mesh: DeviceMesh):
     with pytest.raises(UserError, match=r"the weights are no numbers .* is method\.a"):
         writer.settle()
     assert checkpoint.manifests(place.url) == ["step-000000001"]
+
+
+def test_a_checkpoint_right_after_another_waits_for_the_rows_of_that_one(place: Place, mesh: DeviceMesh):
+    """As before an evaluation, or where a run is asked to stop while it saves."""
+    writer = place.writer(keep=2)
+
+    def slowly(path: Path) -> dict[str, Any]:
+        time.sleep(0.2)
+        return writer.store_file(path)
+
+    recipe: Any = SimpleNamespace(out=place.url)
+    folder = RunDir(recipe, 0, Tracking("none"), command="")
+    folder.writer, folder.shards = writer, ShardWriter(writer.scratch, slowly, scratch=place.swift is not None)
+    for step in (1, 2):
+        folder.save(step, state_of(step, mesh))
+    writer.settle()
+    assert checkpoint.manifests(place.url) == ["step-000000002", "step-000000001"]

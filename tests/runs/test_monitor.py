@@ -116,6 +116,21 @@ def test_first_in_first_out():
     assert torch.equal(other.newest(10).features, bank.newest(10).features)
 
 
+def test_of_a_batch_larger_than_the_bank_the_last_rows_stay():
+    threads, rows = torch.get_num_threads(), torch.arange(4096)
+    bank = Bank(512, 64, torch.device("cpu"))
+    torch.set_num_threads(2)  # each writes a part of the batch
+    try:
+        for _ in range(3):
+            bank.push(rows[:, None].expand(-1, 64).float(), rows % 3, rows)
+    finally:
+        torch.set_num_threads(threads)
+    newest = bank.newest(512)
+    assert newest.images.tolist() == list(range(4095, 4095 - 512, -1))
+    assert torch.equal(newest.features[:, 0].long(), newest.images)
+    assert torch.equal(newest.labels, newest.images % 3)
+
+
 def filled(recipe: Recipe, rows: int, labels: torch.Tensor, images: torch.Tensor) -> Monitor:
     method = build_method(recipe)
     monitor = Monitor(method, build_optimizer(recipe, method), Watch(bank=rows, k=20), labelled=True)

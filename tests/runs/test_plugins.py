@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
 from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.runs import recipe as recipes
+from eagleray.runs.pretrain import same_on_all
 from eagleray.runs.restore import restore
 from eagleray.views.operations import operate
 from eagleray.views.sampling import Views
@@ -89,6 +91,16 @@ def test_callbacks_see_every_event_in_order(run: Path, mine: Path, shards: Path,
     assert [event for event, _ in seen[-2:]] == ["evaluation", "end"]
     pretrain(*arguments(mine, shards, run, *SHORT, "max_steps=6"))
     assert events(run)[len(seen)] == ("start", 4)
+
+
+@pytest.mark.parametrize("decision", [False, True])
+def test_callbacks_of_all_ranks_see_the_checkpoints_of_rank_0(decision: bool):
+    """Rank 1's clock says something else, and does not know whether rank 0 still writes: in a callback that gathers
+    something one of them would wait for the other."""
+    world = SimpleNamespace(rank=1, agree=lambda own: [own + decision])
+    plan, guard = SimpleNamespace(recipe=SimpleNamespace(plugins=("mine",))), SimpleNamespace(watches=False)
+    run: Any = SimpleNamespace(world=world, plan=plan, sharded=False, stateful=SimpleNamespace(guard=guard))
+    assert same_on_all(run, not decision) is decision
 
 
 def test_a_backbone_that_is_registered_with_timm(shards: Path, tmp_path: Path):

@@ -2,10 +2,12 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.bucket import CountingBucket
@@ -19,6 +21,7 @@ from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
 from eagleray.runs import layout, lease, remote
 from eagleray.runs.restore import restore
+from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.storage import store
 
@@ -100,6 +103,24 @@ def test_a_long_history_is_uploaded_seldom_and_with_every_checkpoint(
     mirror.copy()  # before a checkpoint counts
     assert stored(out, tmp_path, "metrics.jsonl").endswith("line\nmore\n")
     mirror.close()
+
+
+def test_a_start_on_another_machine_is_the_same_run_in_wandb(
+    bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, ids = "s3://runs/run", []
+    monkeypatch.setattr(lease, "SETTLE", 0.0)
+    opened = SimpleNamespace(log=ids.append, define_metric=lambda *_, **__: None, finish=lambda: None)
+    wandb = SimpleNamespace(Settings=dict, init=lambda **given: ids.append(given["id"]) or opened)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for machine in ("first", "second"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        (folder := remote.work_dir(out)).mkdir(parents=True)
+        mirror = remote.Mirror(out, "command")
+        Sinks(["wandb"], folder, 0, {}).close()
+        mirror.close()
+    assert len(ids) == 2
+    assert ids[0] == ids[1]
 
 
 def test_only_rank_0_asks_the_store_whether_to_stop(bucket: CountingBucket, monkeypatch: pytest.MonkeyPatch):

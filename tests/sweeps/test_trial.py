@@ -2,17 +2,24 @@
 
 import gc
 import json
+import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.sweeps import through, trial_settings
+from helpers.sweeps import through, trial_settings, wait_until
 
+from eagleray.base.errors import Outage
 from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
 from eagleray.methods.method import Method
 from eagleray.runs import layout, pretrain
 from eagleray.runs.tracking import Tracking
+from eagleray.sweeps import ray_tune
+from eagleray.sweeps.schedulers import LocalState
+from eagleray.sweeps.study import Study
 from eagleray.sweeps.trial import History, Trial
 
 
@@ -81,3 +88,53 @@ def test_a_trial_with_the_settings_of_another_goes_on_from_its_weights_in_a_fold
     assert line == {"step": 4, "from": "000", "values": {"optim.lr.value": 2e-3}}
     assert [p.stem for p in (tmp_path / "001" / "checkpoints").glob("*.pt")] == ["step-000000004"]
     assert second.tracking.name == "sweep-001"
+
+
+def test_a_trial_that_goes_on_from_another_keeps_the_settings_of_its_own_optimiser(shards: Path, tmp_path: Path):
+    """The constant rate of the predictor is a setting of its group of parameters, as the momentum is."""
+    keys = ("optim.name=sgd", "optim.constant_lr=[predictor]")
+    settings = trial_settings(shards, tmp_path, str(tmp_path), {"optim.lr.value": 0.1, "optim.momentum": 0.9}, *keys)
+    donor = Trial("000", settings, Tracking("none"))
+    method = pretrain.build_method(donor.recipe)
+    optimizer = pretrain.build_optimizer(donor.recipe, method)
+    state = {"step": 4, "method": method.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(f"{donor.out}/{layout.CHECKPOINTS}", 4, state, keep=1)
+    other = {"values": {"optim.lr.value": 0.2, "optim.momentum": 0.8}}
+    trial = Trial("001", settings | other, Tracking("none"))
+    trial.adopt(donor.out)
+    taken = checkpoint.newest(f"{trial.out}/{layout.CHECKPOINTS}")
+    assert taken
+    optimizer.load_state_dict(taken["optimizer"])
+    rates = {group.get("constant_lr") for group in optimizer.param_groups}
+    assert rates == {None, 0.2}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.8}
+    assert str(optimizer.state_dict()["state"]) == str(state["optimizer"]["state"])
+
+
+def test_a_trial_whose_store_stays_away_waits_for_the_sweep_to_continue(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that ends so is continued by the same command, and so is the sweep: nothing is wrong with the trial."""
+
+    def give_up(*_: Any, **__: Any) -> None:
+        raise Outage("s3://bucket: no answer for 10 minutes")
+
+    monkeypatch.setattr(pretrain, "pretrain", give_up)
+    trial = Trial("000", trial_settings(shards, tmp_path, str(tmp_path / "trials"), {}), Tracking("none"))
+    [result] = through(trial)
+    assert not (Path(trial.out) / layout.FAILED).exists()
+    study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    study.rows = {name: {"id": name, "state": "running", "seconds": 0.0} for name in ("000", "001")}
+    local = LocalState(study, threading.Event(), None)
+    journal = ray_tune.journal(local)
+    (tmp_path / "trials" / "001").mkdir()
+
+    def fit() -> None:
+        journal.on_trial_result(0, [], "000", result)
+        journal.on_trial_complete(0, [], "000")
+        wait_until((tmp_path / "trials" / "001" / layout.STOP).exists)  # the others save, and wait too
+        journal.on_trial_complete(0, [], "001")
+
+    with pytest.raises(Outage, match=r"^trial 000: s3://bucket: no answer for 10 minutes; .* --resume continues$"):
+        ray_tune._fit(SimpleNamespace(fit=fit), local, lambda: None)
+    assert [row["state"] for row in study.rows.values()] == ["waiting", "waiting"]

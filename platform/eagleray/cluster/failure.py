@@ -2,10 +2,10 @@
 
 import json
 import logging
+import os
 import traceback
 from typing import Any
 
-from eagleray.base import dist
 from eagleray.base.errors import Futile, Outage, UserError, one_line
 from eagleray.engine import checkpoint
 from eagleray.runs import layout, remote
@@ -50,14 +50,15 @@ def count(out: str, command: str, error: Exception) -> dict[str, Any] | None:
     """Count an error of this rank. Returns the failure of the run when it came back twice since this command started,
     without a new checkpoint in between, else None."""
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
-    name = f".failures-{dist.rank()}"
+    rank = os.environ.get("RANK", "0")  # not that of a group, which an error may have kept from being formed
+    name = f".failures-{rank}"
     known = json.loads(remote.read_note(out, name) or "{}")
     times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
     remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
     if times < TIMES and not isinstance(error, Futile):
         return None
     why = f"failed {times} times without progress: {type(error).__name__}: {one_line(error)}; see {out}/{layout.LOG}"
-    trace = f"rank {dist.rank()} failed\n{''.join(traceback.format_exception(error))}"
+    trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
     return {"user": False, "why": why, "trace": trace}
 
 

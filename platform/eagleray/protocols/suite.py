@@ -98,10 +98,13 @@ def published(model: str) -> dict[str, float]:
 
 
 def read_reference(folder: str) -> dict[str, float]:
-    """Return the results of the newest run of the suite in a folder or URL of results, by dataset. Raises UserError."""
+    """Return the results of the newest run of the suite in a folder or URL of results, by dataset; those of a trained
+    backbone, if there are any. Raises UserError."""
     url = f"{store.absolute(folder).rstrip('/')}/results.json"
     try:
-        newest = [result["numbers"] for result in json.loads(files.read_text(url)) if result["protocol"] == "suite"][-1]
+        results = [result for result in json.loads(files.read_text(url)) if result["protocol"] == "suite"]
+        # With --untrained the random weights are measured last, and they are not what others are compared with.
+        newest = sorted(results, key=lambda result: not result.get("untrained"))[-1]["numbers"]
         return {name: float(newest[f"suite/{name}"]) for name in SUITE if f"suite/{name}" in newest}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise UserError(f"--reference {folder}: {url} holds no results of the suite") from None

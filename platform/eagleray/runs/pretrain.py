@@ -222,8 +222,8 @@ def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int,
 
 def same_on_all(run: RankRun, decision: bool) -> bool:
     """Return the decision of rank 0 where all ranks work together on a checkpoint: where weights are sharded, or
-    compared with those at the start."""
-    if not (run.sharded or run.stateful.guard.watches):
+    compared with those at the start, and where the callbacks of a plug-in may do so."""
+    if not (run.sharded or run.stateful.guard.watches or run.plan.recipe.plugins):
         return decision
     return run.world.agree(decision and run.world.rank == 0)[0] > 0
 

@@ -222,6 +222,9 @@ class Mirror(Background):
         """Bring the files of earlier starts to this machine, and delete parts of histories that no longer count."""
         copy, epoch = Copy(self.out, self.folder), self.lease.epoch
         copy.fetch()
+        if id := read_note(self.out, layout.WANDB_ID):  # by which the starts of a run are one run there
+            (self.folder / layout.WANDB).mkdir(exist_ok=True)
+            files.write_atomic(self.folder / layout.WANDB_ID, id)
         for name in GROWING:
             path, history = self.folder / name, copy.histories.get(name)
             sums = checksums(path, history.whole) if history else []

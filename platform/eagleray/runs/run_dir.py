@@ -218,6 +218,7 @@ class RunDir:
         if not rows:
             self.writer.save(step, state)
             return
+        self.writer.wait()  # until the rows of the last checkpoint are stored: ranks agree on that in the same group
         if self.shards is None:
             self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=is_remote(self.out))
             self._at_end(self.shards.wait)

@@ -49,7 +49,7 @@ class WandB:
     def __init__(self, out: Path, step: int, settings: Mapping[str, Any]) -> None:
         wandb = package("wandb", "wandb")
         os.environ.setdefault("WANDB_SILENT", "true")  # a run prints its own lines
-        id = out / layout.WANDB / "id"
+        id = out / layout.WANDB_ID
         id.parent.mkdir(exist_ok=True)
         if not id.exists():
             id.write_text(uuid.uuid4().hex[:8])

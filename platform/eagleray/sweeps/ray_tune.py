@@ -84,7 +84,7 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
                 failure_config=tune.FailureConfig(max_failures=DEATHS),
             ),
         )
-        _fit(tuner, study, stop, Waiting(study, each, lambda: machines(ray), show))
+        _fit(tuner, local, Waiting(study, each, lambda: machines(ray), show))
 
 
 def _keep_keys() -> None:
@@ -94,9 +94,9 @@ def _keep_keys() -> None:
     tune.ENV_VARS_TO_PROPAGATE = {name for name in tune.ENV_VARS_TO_PROPAGATE if not name.startswith("AWS_")}
 
 
-def _fit(tuner: Any, study: Study, stop: threading.Event, show: Callable[[], None]) -> None:
-    """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `stop` is set,
-    every running trial is asked to save and stop."""
+def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
+    """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `local.stop` is set,
+    every running trial is asked to save and stop. Raises Outage when that is because of a store that stays away."""
     problem: list[BaseException] = []
 
     def work() -> None:
@@ -110,15 +110,17 @@ def _fit(tuner: Any, study: Study, stop: threading.Event, show: Callable[[], Non
     while thread.is_alive():
         thread.join(POLL)
         show()
-        if stop.is_set() and time.monotonic() > asked + AGAIN:
+        if local.stop.is_set() and time.monotonic() > asked + AGAIN:
             asked = time.monotonic()
-            for row in list(study.rows.values()):
+            for row in list(local.study.rows.values()):
                 if row["state"] == "running":
                     with suppress(Outage, OSError):  # of a store; the next time may be better
-                        remote.write_note(study.trial(row["id"]), layout.STOP, "")
+                        remote.write_note(local.study.trial(row["id"]), layout.STOP, "")
     for e in problem:
         cause = getattr(e, "cause", e)
         raise cause if isinstance(cause, UserError | Outage) else RuntimeError(f"Ray Tune gave up: {e}") from e
+    if local.away:
+        raise Outage(f"{local.away}; the same command with --resume continues")
 
 
 def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,6 +211,9 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
+            if "away" in result:  # the other trials would wait for the same store, one after the other
+                local.away = f"trial {name}: {result['away']}"
+                local.stop.set()
             if "value" in result:
                 values = trial.config["row"]["values"]  # PBT changes them
                 local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])

@@ -14,6 +14,7 @@ class LocalState:
 
     def __init__(self, study: Study, stop: threading.Event, width: Width | None) -> None:
         self.study, self.stop, self.width = study, stop, width
+        self.away = ""  # the store that does not answer, because of which trials were asked to stop
 
     def __reduce__(self) -> Any:
         return object, ()

@@ -21,6 +21,7 @@ from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
 from eagleray.runs import layout, pretrain, remote, run_dir
 from eagleray.runs import recipe as recipes
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.command import new_command
 from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
@@ -43,6 +44,7 @@ class Trial:
         self.tracking = replace(tracking, name=f"{settings['sweep']}-{name}", key=key)
         self.thread: threading.Thread | None = None
         self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
+        self.away = ""  # the store or server whose silence has ended the run, which can go on later
         try:
             plugins.install(settings["plugins"])
             tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
@@ -65,7 +67,7 @@ class Trial:
             remote.delete_note(self.out, left)
         remote.write_note(self.out, layout.RECIPE, config.dump(self.recipe))
         write_plugins(self.out, self.recipe.plugins)
-        self.summary, self.failure = {}, ""
+        self.summary, self.failure, self.away = {}, "", ""
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
         self.thread.start()
 
@@ -74,6 +76,8 @@ class Trial:
         try:
             self.steps = make_plan(self.recipe).steps
             self.summary = finished(self.out, self.steps) or self._pretrain() or {}
+        except Outage as e:
+            self.away = line(e)
         except Exception as e:
             self.failure = line(e)
         if self.summary and not (self.folder / layout.METRICS).exists():  # it ended on another machine
@@ -124,8 +128,11 @@ class Trial:
         return result | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
-        """Return the result that ends the trial: its final value, its failure, or that it was asked to stop."""
+        """Return the result that ends the trial: its final value, its failure, or that it was asked to stop or is to
+        go on when a store answers again."""
         key = self.settings["objective"]
+        if self.away:
+            return {"done": True, "percent": self.reported, "away": self.away}
         if not self.failure and not self.summary:  # asked to stop
             return {"done": True, "percent": self.reported}
         values = [] if self.failure else [objective(r, key) for r in self.records()]
@@ -154,9 +161,12 @@ class Trial:
         if state is None:
             return
         state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
-        for group in state["optimizer"]["param_groups"]:
-            if "momentum" in group:
-                group["momentum"] = self.recipe.optim.momentum
+        with torch.device(
+            "meta"
+        ):  # what groups say beside the rate of a step, such as the momentum, is this trial's too
+            own = build_optimizer(self.recipe, build_method(self.recipe)).state_dict()
+        for group, mine in zip(state["optimizer"]["param_groups"], own["param_groups"], strict=False):
+            group |= {key: value for key, value in mine.items() if key != "params"}
         url, scratch = checkpoints(self.out)
         checkpoint.save(url, state["step"], state, keep=self.recipe.checkpoint.keep, scratch=scratch)
         record = {"step": state["step"], "from": donor.rpartition("/")[2], "values": self.settings["values"]}
