@@ -277,10 +277,10 @@ def readonly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = write_shards(tmp_path / "readonly", 12, 2)
     honest = LocalStore.put
 
-    def put(self: LocalStore, url: str, source: Path) -> None:
+    def put(self: LocalStore, url: str, source: Path, **how: Any) -> None:
         if url.startswith(str(folder)):
             raise PermissionError(13, "Permission denied")
-        honest(self, url, source)
+        honest(self, url, source, **how)
 
     monkeypatch.setattr(LocalStore, "put", put)
     return folder

@@ -200,10 +200,9 @@ class Evaluation:
             seconds=round(time.monotonic() - began, 1),
             pictures=[os.path.relpath(p, remote.view_dir(self.report.folder)) for p in outcome.pictures],
         )
-        if is_remote(self.report.folder):
-            for path in (*outcome.pictures, *outcome.tables):
-                name = os.path.relpath(path, remote.view_dir(self.report.folder))
-                store.put_bytes(f"{self.report.folder}/{name}", path.read_bytes())
+        for path in (*outcome.pictures, *outcome.tables) if is_remote(self.report.folder) else ():
+            name = os.path.relpath(path, remote.view_dir(self.report.folder))
+            store.put_bytes(f"{self.report.folder}/{name}", path.read_bytes())
         results.add(self.report.folder, result)
         self.report.results.append(result)
 
