@@ -58,6 +58,13 @@ def test_the_command_prints_a_table_and_json(folder: Path) -> None:
     assert [r["name"] for r in json.loads(done.output)] == ["deep/new", "none", "old"]
 
 
+def test_a_damaged_run_does_not_hide_the_others(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "old" / "summary.json").write_text("{")
+    found = {run.name: run for run in list_runs(str(folder), "knn/top1")}
+    assert [found[name].state for name in ("deep/new", "none", "old")] == ["broken off", "broken off", "damaged"]
+    assert [r.getMessage() for r in caplog.records] == [f"{folder / 'old' / 'summary.json'}: not valid JSON"]
+
+
 @pytest.mark.parametrize(
     ("where", "metric", "line"),
     [

@@ -1,5 +1,6 @@
 """Lists the runs in a folder or a bucket: state, steps, and the newest and best score of each."""
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from eagleray.runs.metrics import METRICS
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 
+log = logging.getLogger(__name__)
 DEPTH = 4  # folders below the given one in which runs are looked for
 
 
@@ -22,7 +24,7 @@ class Listed:
 
     name: str  # its folder, from the given one
     method: str
-    state: str  # as in a report
+    state: str  # as in a report, or "damaged"
     step: int
     steps: int | None  # planned
     best: float | None
@@ -31,12 +33,15 @@ class Listed:
 
 
 def list_runs(url: str, metric: str) -> list[Listed]:
-    """Return the runs in a folder or below it with their scores of one metric, the newest first. Raises UserError when
-    there is no such folder, no run in it, or no such metric."""
+    """Return the runs in a folder or below it with their scores of one metric, the newest first.
+
+    A run with a file that cannot be read is damaged, and the log says why. Raises UserError when there is no such
+    folder, no run in it, or no such metric.
+    """
     if metric not in METRICS:
         raise UserError(f"{metric}: no metric of runs; choose one of {', '.join(sorted(METRICS))}")
     root = store.absolute(url.rstrip("/") or "/")
-    found = [listed(read(out), root, metric) for out in sorted(run_folders(root))]
+    found = [_entry(out, root, metric) for out in sorted(run_folders(root))]
     if not found:
         raise UserError(f"{url}: no runs there; expected a folder with runs up to {DEPTH} folders below it")
     return sorted(found, key=lambda run: run.changed or datetime.min.replace(tzinfo=UTC), reverse=True)
@@ -66,12 +71,20 @@ def run_folders(root: str) -> Iterator[str]:
             folders.clear()
 
 
+def _entry(out: str, root: str, metric: str) -> Listed:
+    try:
+        return listed(read(out), root, metric)
+    except UserError as e:
+        log.warning("%s", e)
+        return Listed(_name(out, root), "", "damaged", 0, None, None, None, None)
+
+
 def listed(run: Run, root: str, metric: str) -> Listed:
     """Return the entry of a run in the list of a folder."""
     pick = min if METRICS[metric].better == "lower" else max
     values = [float(r[metric]) for r in [*run.records, run.summary] if metric in r]
     return Listed(
-        name=os.path.relpath(run.out, root) if not is_remote(root) else run.out.removeprefix(f"{root}/"),
+        name=_name(run.out, root),
         method=_part(run.recipe, "method"),
         state=run.state,
         step=run.last,
@@ -80,6 +93,10 @@ def listed(run: Run, root: str, metric: str) -> Listed:
         last=values[-1] if values else None,
         changed=datetime.fromtimestamp(run.starts[-1]["time"], UTC) if run.starts else None,
     )
+
+
+def _name(out: str, root: str) -> str:
+    return out.removeprefix(f"{root}/") if is_remote(root) else os.path.relpath(out, root)
 
 
 def _part(recipe: dict[str, Any], part: str) -> str:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from eagleray.base.console import out, say
-from eagleray.base.files import read_history
+from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
 from eagleray.sweeps.label_free import agreement
@@ -28,6 +28,8 @@ class Show:
     def __init__(self, study: Study) -> None:
         self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
         self.began: dict[str, tuple[float, int]] = {}  # when a trial was first seen to run, and at which step
+        self.tails: dict[str, Tail] = {}  # of the metrics of trials that were seen to run
+        self.steps: dict[str, int] = {}  # the newest in them
 
     def __enter__(self) -> "Show":
         if out.is_terminal:
@@ -69,8 +71,11 @@ class Show:
         from its last report if the trials are in a store."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
-        lines = read_history(self.study.folder / "trials" / row["id"] / layout.METRICS)
-        step = lines[-1]["step"] if lines else row["step"]
+        path = self.study.folder / "trials" / row["id"] / layout.METRICS
+        tail = self.tails.setdefault(row["id"], Tail(path, whole=True))
+        for line in history(parse_lines(tail.lines())[-1:]):
+            self.steps[row["id"]] = line["step"]
+        step = self.steps.get(row["id"], row["step"])
         at, start = self.began.setdefault(row["id"], (time.monotonic(), step))
         eta = ""
         if step > start and row["steps"]:
