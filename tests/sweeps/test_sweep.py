@@ -114,6 +114,7 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"space": {"optim.momentum": {"uniform": [0, "much"]}}}, "expected a list of two numbers"),
         ({"space": {"optim.momentum": {"grid": [0.9]}}}, "grid values cannot be searched by search=random"),
         ({"space": {"out": {"choice": ["a"]}}}, "cannot vary between trials"),
+        ({"scheduler": "pbt", "space": {"optim.batch": {"choice": [32, 64]}}}, "cannot vary with scheduler=pbt"),
         ({"scheduler": "asah"}, "'asha', 'hyperband', 'pbt' or 'none'"),
         ({"search": "grid"}, "expected scheduler=none, not asha"),
         ({"search": "grid", "scheduler": "none", "trials": 3}, "cannot be set with search=grid"),

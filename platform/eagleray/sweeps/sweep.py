@@ -23,6 +23,8 @@ from eagleray.runs.recipe import Recipe
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
+# A checkpoint belongs to one network, one optimiser and one order of the samples.
+KEPT_BY_PBT = ("backbone.", "data.", "optim.batch", "optim.epochs", "optim.name", "seed")
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,11 @@ def check(sweep: Sweep, source: str) -> None:
         for key, v in branch.space.items():
             if key in ("out", "workers"):
                 raise UserError(f"{where}space.{key}: cannot vary between trials; set it for all with {key}=VALUE")
+            if sweep.scheduler == "pbt" and key.startswith(KEPT_BY_PBT):
+                raise UserError(
+                    f"{where}space.{key}: cannot vary with scheduler=pbt, whose trials continue from each other's "
+                    "checkpoints; expected keys such as optim.lr.value"
+                )
             if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
                 raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
         for values in corners(branch.space):
