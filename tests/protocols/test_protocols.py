@@ -1,5 +1,6 @@
 """Protocols on features and on small shards."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from eagleray.protocols.features import LabelledFeatures, extract_pooled, labell
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
-from eagleray.protocols.protocol import PASSED, Protocol
+from eagleray.protocols.protocol import PASSED, Protocol, as_option
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
@@ -100,6 +101,15 @@ def test_the_papers_settings_are_described_alike():
     assert PROTOCOLS["linear_augmented@dino"].about == "the same, with the settings of DINO, on the last 4 blocks"
 
 
+@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+def test_defaults_are_shown_as_they_are_typed(name: str):
+    protocol = PROTOCOLS[name]
+    defaults = {k: v for k, (_, v) in protocol.keywords.items() if v is not ...} | dict(protocol.preset)
+    typed = {k: "".join(shlex.split(as_option(v))) for k, v in defaults.items()}
+    assert all(f"--{k} {as_option(v)}" in str(protocol) for k, v in defaults.items())
+    assert protocol.parse(typed) == defaults
+
+
 CENTROID = """
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
@@ -115,7 +125,7 @@ def test_a_protocol_is_a_function_and_a_line(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     protocol = Protocol("nearest class mean", "centroid_of_tests:centroid", ("labels",))
     assert protocol.settings == ["normalise", "size", "resize", "features"]
-    assert "--normalise True" in str(protocol)
+    assert "--normalise true" in str(protocol)
     settings = protocol.parse({"normalise": "false"})
     outcome = protocol.run(*(clusters(10, spread=0.1, seed=seed) for seed in (0, 1)), **settings)
     assert (outcome.numbers, outcome.settings) == ({"centroid/images": 10}, {"normalise": False})

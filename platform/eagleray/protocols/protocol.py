@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +91,7 @@ class Protocol:
         own = {name: default for name, (_, default) in self.keywords.items()} | dict(self.preset)
         defaults |= {n: v for n, v in own.items() if v is not ...}
         needs = "; ".join(DATA_OPTIONS[n] for n in self.needs if n in DATA_OPTIONS) or "no data"
-        return f"{self.about}; {needs}; " + ", ".join(f"--{n} {defaults[n]}" for n in self.settings)
+        return f"{self.about}; {needs}; " + ", ".join(f"--{n} {as_option(defaults[n])}" for n in self.settings)
 
     def parse(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Convert settings to the types that the function's signature declares.
@@ -113,6 +114,13 @@ def is_text(hint: Any) -> bool:
     except PydanticUserError:
         return False
     return True
+
+
+def as_option(value: Any) -> str:
+    """Return a value as it is typed on the command line, so that `parse_option` gives it back."""
+    if isinstance(value, tuple):
+        return ",".join(map(as_option, value)) or "''"
+    return (value or "''") if isinstance(value, str) else json.dumps(value)
 
 
 def parse_option(value: Any, hint: Any) -> Any:
