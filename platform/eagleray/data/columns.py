@@ -281,10 +281,8 @@ class Measured:
         if last - first != samples or (digests and not same_samples(index, shard, digests)):
             raise UserError(f"{self.table.folder}: was measured before {name} changed; delete it, and measure again")
         size = sample_table.ROWS
-        numbers = range(
-            first // size, max(-(-last // size), first // size + 1)
-        )  # one at least, for a shard without samples
-        parts = [self._part(number).select(names) for number in numbers]
+        end = max(-(-last // size), first // size + 1)  # one part at least, for a shard without samples
+        parts = [self._part(number).select(names) for number in range(first // size, end)]
         whole = pa.concat_tables(parts, promote_options=UNTYPED).slice(first % size, samples)
         return {name: whole[name] for name in names}
 

@@ -275,12 +275,13 @@ class Stream:
                     found = decode_crops(data, views, u, crops, scaled=self.scaled, channels=channels)
                 except BadImage as e:
                     broken[sample] = self.index.bad_sample(sample, str(e))
-                else:
-                    if part.boxes is not None:
-                        image, boxes = found
-                        part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
-                    return sample, block
-            part.bad.append(broken[sample])
+            if sample in broken:
+                part.bad.append(broken[sample])
+                continue
+            if part.boxes is not None:
+                image, boxes = found
+                part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
+            return sample, block
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 

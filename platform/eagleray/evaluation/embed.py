@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from eagleray.base import devices
-from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.config.channels import Channels
@@ -20,7 +19,7 @@ from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
-from eagleray.evaluation.target import Target, load_in_worker
+from eagleray.evaluation.target import Target, check_crop, check_gpus, load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
 from eagleray.protocols.eval_mode import in_eval_mode
@@ -60,11 +59,9 @@ def embed(
 
     Raises UserError when the options contradict each other, when `out` has the features of other images or of another
     backbone, and when the backbone lacks this type of features; Outage when a store does not answer."""
-    if gpus and not workers:
-        raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")
+    check_gpus(gpus, workers)
     size, resize = size or target.settings.size, resize or target.settings.resize
-    if resize < size:
-        raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
+    check_crop(size, resize)
     index = open_index(url, note=note, channels=target.channels)
     where = devices.CPU if workers else world.local().device
     backbone = target.backbone.to(where)

@@ -24,7 +24,7 @@ from eagleray.engine import world
 from eagleray.evaluation import on_workers, results
 from eagleray.evaluation.extraction import Task, features
 from eagleray.evaluation.results import UNTRAINED, Result, Row
-from eagleray.evaluation.target import Target, load_target
+from eagleray.evaluation.target import Target, check_crop, check_gpus, load_target
 from eagleray.models.token_linear import on_device
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import digest, tree_digest
@@ -88,8 +88,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
     Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or say
-    if request.gpus and not request.workers:
-        raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")
+    check_gpus(request.gpus, request.workers)
     names, refused = select(request.protocols)
     report = Report()
     for line in refused:
@@ -234,9 +233,7 @@ class Evaluation:
         settings |= protocol.parse({**protocol.preset, **options})
         if isinstance(keys := settings.get("labels"), str):  # a file, which workers have to find
             settings["labels"] = store.absolute(keys)
-        size, resize = settings.get("size", 0), settings.get("resize", settings.get("size", 0))
-        if resize < size:
-            raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
+        check_crop(settings.get("size", 0), settings.get("resize", settings.get("size", 0)))
         return settings
 
     def run_on_backbone(self, name: str, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:

@@ -290,17 +290,15 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int
     of a run that has not begun. Raises UserError when its optimiser has other groups of parameters."""
     if state is None:
         return {"step": first, "seconds": 0.0, "useful": 0.0}
+    groups = state["optimizer"]["param_groups"], stateful.optimizer.param_groups
+    saved, own = ([len(group["params"]) for group in side] for side in groups)
+    if saved != own:
+        found = f"the checkpoint of step {state['step']} groups the parameters otherwise ({saved}, not {own})"
+        raise UserError(f"{found}; {GROUPED}")
     parts = stateful._asdict()
-    try:
-        if shards.sharded(next(stateful.method.parameters())):
-            read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
-            sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
-        else:
-            parts.pop("optimizer").load_state_dict(state["optimizer"])
-    except ValueError as e:
-        raise UserError(
-            f"the checkpoint of step {state['step']} groups the parameters otherwise ({e}); {GROUPED}"
-        ) from e
+    if shards.sharded(next(stateful.method.parameters())):
+        read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
+        sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
     for name, part in parts.items():
         part.load_state_dict(state.get(name, {}) if name in ADDED else state[name])
     return state

@@ -161,9 +161,8 @@ class Trial:
         if state is None:
             return
         state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
-        with torch.device(
-            "meta"
-        ):  # what groups say beside the rate of a step, such as the momentum, is this trial's too
+        # What groups say beside the rate of a step, such as the momentum, is this trial's too.
+        with torch.device("meta"):
             own = build_optimizer(self.recipe, build_method(self.recipe)).state_dict()
         for group, mine in zip(state["optimizer"]["param_groups"], own["param_groups"], strict=False):
             group |= {key: value for key, value in mine.items() if key != "params"}
