@@ -1,6 +1,7 @@
 """A folder of images is read as exactly as shards are, and what is wrong in it is said or replaced."""
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,31 @@ def keys_of(index: Index) -> list[str]:
 
 def loader(folder: Path, **keys: Any) -> eagleray.Loader:
     return eagleray.loader(folder, **{"views": [{"size": 16}], "batch": 8, "workers": 0, "bad_limit": 0.1, **keys})
+
+
+def test_linked_folders_are_read_as_if_they_were_there(photos: Path, tmp_path: Path):
+    """A set of some classes is often a folder of links; neither a link to its own folder nor one to itself ends it."""
+    (linked := tmp_path / "linked").mkdir()
+    for name in "ac":
+        (linked / name).symlink_to(photos / name)
+    (photos / "a" / "deeper" / "up").symlink_to(photos / "a")
+    (photos / "a" / "itself").symlink_to(photos / "a" / "itself")
+    index, notes = opened(linked)
+    assert sorted(keys_of(index)) == sorted(str(p.relative_to(photos)) for p in photos.glob("[ac]/**/[0-9]*"))
+    assert set(index.label.tolist()) == {0, 1}
+    assert notes == [f"indexing {len(index)} images of {linked}; not read: 1 without extension"]
+
+
+def test_a_folder_that_cannot_be_listed_ends_in_a_line(photos: Path, monkeypatch: pytest.MonkeyPatch):
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/b/deeper"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)  # these tests may run as root
+    with pytest.raises(UserError, match=f"{photos}/b/deeper: cannot be read: Permission denied"):
+        opened(photos)
 
 
 def test_every_image_is_there_with_its_label_and_bytes(photos: Path):

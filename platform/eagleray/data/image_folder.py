@@ -67,13 +67,13 @@ def holds_images(folder: str) -> bool:
         return False
     if any(entry.name.endswith(".tar") for entry in os.scandir(store.local_path(folder))):
         return False
-    return any(_is_image(path) for path in _paths(folder))
+    return any(_is_image(path) for path in store.files_below(store.local_path(folder), hidden=False))
 
 
 def list_images(folder: str) -> Listing:
     """List the images in a folder and in all folders below it. Raises UserError when a folder cannot be listed."""
     root, sizes, others = store.local_path(folder), {}, Counter[str]()
-    for path in _paths(folder):
+    for path in store.files_below(root, hidden=False):
         if not _is_image(path):
             if path != "index.parquet":
                 others[extension(path)] += 1
@@ -148,15 +148,6 @@ def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience
             data[at : at + size] = bytes(size)
         at += size
     return data
-
-
-def _paths(folder: str) -> Iterator[str]:
-    """Yield the relative path of every file that is not hidden, in no order."""
-    root = str(store.local_path(folder))
-    for parent, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        below = "" if parent == root else os.path.relpath(parent, root) + "/"
-        yield from (below + name for name in names if not name.startswith("."))
 
 
 def _is_image(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import fnmatch
+import functools
 import itertools
 import math
 import os
@@ -29,6 +30,7 @@ from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 from eagleray.storage.s3 import S3Store
 
 T = TypeVar("T")
+Inode = tuple[int, int]  # of a file: its device and its number there
 EDGE = 4096  # bytes at each end of a local file that its tag is computed from
 DEEPEST = 20  # most braces inside of each other
 NAMES = 1_000_000  # most names that the braces of a pattern may stand for
@@ -96,11 +98,10 @@ class LocalStore:
         return _call_with_retries(url.rstrip("/"), run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
-        for folder, _, names in os.walk(local_path(url)):
-            for name in names:
-                path = os.path.join(folder, name)
-                if os.path.isfile(path):  # no broken link, no socket
-                    yield Blob(path, os.path.getsize(path))
+        for name in files_below(root := local_path(url)):
+            path = os.path.join(root, name)
+            if os.path.isfile(path):  # no broken link, no socket
+                yield Blob(path, os.path.getsize(path))
 
     def tag(self, blob: Blob) -> str:
         return local_tag(blob)
@@ -167,6 +168,40 @@ def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryvie
     if count != length:
         raise UserError(f"{url}: expected {length} bytes from {start} on, but the file ends after {count} of them")
     return data
+
+
+def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
+    """Yield the relative paths of all files in a local folder and below it, in no order; none if there is no folder.
+
+    Links to folders are followed, except to one that the link itself is in. Without `hidden`, names that begin with a
+    dot are left out. Raises UserError when a folder cannot be listed, and Outage."""
+    todo: list[tuple[str, tuple[Inode, ...]]] = [("", ())]  # folders, and those above them
+    while todo:
+        below, above = todo.pop()
+        inode, found = _call_with_retries(str(root / below), functools.partial(_scan, root / below), PATIENCE)
+        if inode in above:
+            continue
+        for name, is_folder in found:
+            if not hidden and name.startswith("."):
+                continue
+            if is_folder:
+                todo.append((f"{below}{name}/", (*above, inode)))
+            else:
+                yield below + name
+
+
+def _scan(folder: Path) -> tuple[Inode, list[tuple[str, bool]]]:
+    """Return the inode of a folder, and the names in it, each with whether it is a folder; no names where none is."""
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as entries:
+            return (status.st_dev, status.st_ino), [(entry.name, _is_folder(entry)) for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return (0, 0), []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
 
 
 def _call_with_retries(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
