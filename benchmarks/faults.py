@@ -1,5 +1,5 @@
-"""Does a run say what is wrong with it? Eight ways to break a run, and a healthy run of every method, each some hundred
-steps of a small ViT: what `health.py` named, and when.
+"""Does a run say what is wrong with it? Eight ways to break a run, and a healthy run of each method that needs
+neither labels nor another run, each some hundred steps of a small ViT: what `health.py` named, and when.
 
     python benchmarks/faults.py [--data SHARDS] [--steps 200] [--only NAME ...] [--json]
 
@@ -39,7 +39,7 @@ from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
 
 SMALL = "_vitxs8_cifar10_ep2"  # the recipes of two CPU cores
-LEFT_OUT = ("distill", "supervised")  # which need another run, and the ten classes of CIFAR-10
+LEFT_OUT = ("distill", "supervised")  # whose small recipes need another run, and the ten classes of CIFAR-10
 SPOIL = {
     "same views": lambda v: [v[0], v[0].clone(), *v[2:]],
     "wrong normalisation": lambda v: [x * 57 + 120 for x in v],  # pixels from 0 to 255

@@ -226,10 +226,7 @@ def test_what_was_killed_is_made_again_and_other_numbers_are_refused(features: s
         (["--clusters", "195"], "features: 194 of 195 samples have features; expected 195"),
         (["--similar", "0"], "error: --similar 0: expected a number above 0, up to 1"),
         (["--keep", "nan"], "error: --keep nan: expected a number above 0, up to 1"),
-        (
-            ["--gpus"],
-            "--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU",
-        ),
+        (["--gpus"], "--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU"),
     ],
 )
 def test_wrong_numbers_are_one_line(

@@ -1,5 +1,6 @@
 """A folder of images is read as exactly as shards are, and what is wrong in it is said or replaced."""
 
+import errno
 import itertools
 import os
 import shutil
@@ -71,6 +72,19 @@ def test_a_folder_that_cannot_be_listed_ends_in_a_line(photos: Path, monkeypatch
     monkeypatch.setattr(os, "scandir", scandir)  # these tests may run as root
     with pytest.raises(UserError, match=f"{photos}/b/deeper: cannot be read: Permission denied"):
         opened(photos)
+
+
+def test_a_folder_that_a_file_server_forgets_for_a_moment_is_listed(photos: Path, monkeypatch: pytest.MonkeyPatch):
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/b/deeper") and not failed:
+            failed.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return scan(path)
+
+    scan, failed = os.scandir, list[Any]()
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert len(opened(photos)[0]) == IMAGES
+    assert failed
 
 
 def test_every_image_is_there_with_its_label_and_bytes(photos: Path):

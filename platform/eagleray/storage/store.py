@@ -98,7 +98,8 @@ class LocalStore:
         return _call_with_retries(url.rstrip("/"), run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
-        for name in files_below(root := local_path(url)):
+        root = local_path(url)
+        for name in files_below(root):
             path = os.path.join(root, name)
             if os.path.isfile(path):  # no broken link, no socket
                 yield Blob(path, os.path.getsize(path))
@@ -201,7 +202,12 @@ def _scan(folder: Path) -> tuple[Inode, list[tuple[str, bool]]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+    try:
+        return entry.is_dir()
+    except OSError as e:
+        if e.errno in PASSING:
+            raise
+        return False  # a link that leads nowhere
 
 
 def _call_with_retries(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
