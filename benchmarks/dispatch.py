@@ -48,6 +48,7 @@ RECIPES = {
     "instloc": "instloc_resnet50_in1k_ep200",
     "lejepa": "lejepa_vits16_in1k_ep100",
     "mae": "mae_vits16_in1k_ep1600",
+    "mpp": "mpp_vitb16_in1k_ep320",
     "moby": "moby_swint_in1k_ep300",
     "moco": "moco_resnet50_in1k_ep200",
     "mocov3": "mocov3_vits16_in1k_ep300",

@@ -223,6 +223,10 @@ FIGURES = {
         Branch("a quarter of the\npatches", ("backbone", "decoder of\nall patches"), "\\hat x"),
         (("pixels of the hidden patches", r"\|\hat x-x\|^2"),),
     ),
+    "mpp": Figure(
+        Branch("half of the patches\nmasked or exchanged", ("backbone", "linear layer"), "p"),
+        (("mean colours of those patches", r"-\log\;p_{\mathrm{colour}}"),),
+    ),
     "distill": Figure(
         Branch(TWO, ("backbone", "head of images,\nhead of patches"), "s"),
         (

@@ -27,7 +27,7 @@ FAMILIES = (
     *("instdisc_proximal_formula", "simclr_ntxent", "byol_loss", "swav_loss", "swav_queue"),
     *("esvit_ddino_loss", "esvit_dino_loss_mixup", "selfpatch_loss"),
     *("simsiam_heads", "simsiam_loss", "barlow_twins", "vicreg"),
-    *("sigreg", "lejepa_loss", "mae_loss", "mae_pos_embed", "mae_step"),
+    *("sigreg", "lejepa_loss", "mae_loss", "mae_pos_embed", "mae_step", "mpp_step"),
     *("esvit_swin", "esvit_vil", "esvit_cvt", "esvit_correspondence"),
     *("cvt_forward", "t2t_vit_forward"),
     *("drloc_l1", "drloc_ce", "drloc_reg", "drloc_exhaustive", "drloc_multigrid", "drloc_pool"),

@@ -50,6 +50,7 @@ METHODS = {
     "moby": "dim: 12, hidden: 16, queue: 64",
     "moco": "dim: 12, hidden: 16, queue: 64, momentum: {value: 0.9}, symmetric: true",
     "mocov3": "dim: 16, hidden: 32",
+    "mpp": "corrupted: 0.5, masked: 0.5, exchanged: 0.3",
     "pirl": "dim: 12, negatives: 16, patch: 8",
     "pixpro": "dim: 16, hidden: 32, instance_weight: 0.5",
     "selfpatch": "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, heads: 2, freeze_last: 0.1",
@@ -62,11 +63,11 @@ METHODS = {
 }
 VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
-VIEWS |= dict.fromkeys(("distill", "instdisc", "mae"), "[{size: 16, scale: [0.3, 1.0]}]")
+VIEWS |= dict.fromkeys(("distill", "instdisc", "mae", "mpp"), "[{size: 16, scale: [0.3, 1.0]}]")
 VIEWS["instloc"] = f"[{PAIR}, {{size: 16}}]"
 VIEWS |= {"pirl": "[{size: 16, scale: [0.3, 1.0]}, {size: 48, scale: [0.6, 1.0]}]"}
 VIEWS["detco"] = f"[{PAIR}, {{size: 48, count: 2, scale: [0.6, 1.0]}}]"
-VIT_ONLY = ("dinov2", "ibot", "mae")  # which hide or drop patches
+VIT_ONLY = ("dinov2", "ibot", "mae", "mpp")  # which hide or drop patches
 CNN_ONLY = ("detco", "instloc")  # which learn from the stages of a CNN; one without batch norm, as micro-batches need
 # Strides end at 8: on a CPU the gradient of PyTorch's bfloat16 convolution of single pixels with stride 2 is garbage.
 CNN = "{name: resnet10t, options: {channels: [8, 8, 16, 24], stem_width: 4, norm_layer: groupnorm1, output_stride: 8}}"

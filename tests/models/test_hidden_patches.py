@@ -72,6 +72,20 @@ def test_packed_and_micro_batched_forwards_are_the_whole_one() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_patch_in_the_place_of_another_is_seen_there(kind: str) -> None:
+    net, (x, hidden) = network(**KINDS[kind]), given()
+    source = torch.stack([torch.randperm(16) for _ in range(5)])
+    blocks = x.unflatten(3, (4, 4)).unflatten(2, (4, 4)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (B, N, 3, p, p)
+    moved = torch.stack([image[order] for image, order in zip(blocks, source, strict=True)])
+    other = moved.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    ours, want = net(x, hidden._replace(source=source)), net(other, hidden)
+    torch.testing.assert_close(ours.patches, want.patches)
+    if not net.batch_norm:
+        net.micro_batch = 2
+        torch.testing.assert_close(net(x, hidden._replace(source=source)).patches, want.patches)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("resnet50", {}), ("swin_tiny_patch4_window7_224", {}), ("vit_tiny_patch16_224", {"patch_drop_rate": 0.5})],

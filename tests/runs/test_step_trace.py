@@ -46,7 +46,7 @@ class Real:
 
 
 @pytest.mark.parametrize(
-    "method", ["mocov3", "dino", "esvit", "moco", "swav", "drloc", "instdisc", "lejepa", "mae", "pirl", "pixpro"]
+    "method", ["mocov3", "dino", "esvit", "moco", "swav", "drloc", "instdisc", "lejepa", "mae", "mpp", "pirl", "pixpro"]
 )
 def test_memory_and_flops_are_those_of_a_real_step(method: str):
     recipe = recipe_of(method)

@@ -22,8 +22,9 @@ from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
 from eagleray.models import vit
 from eagleray.models.backbone import Backbone, Encoder
-from eagleray.models.masking import drops_patches, take
+from eagleray.models.masking import drops_patches
 from eagleray.models.micro_batch import micro_batched
+from eagleray.models.packing import take
 
 
 class MAE(Method):

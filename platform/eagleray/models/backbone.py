@@ -95,7 +95,8 @@ class Backbone(nn.Module):
         size = self.micro_batch if self.training else None
         if hidden is None:
             return Features(*micro_batched(self._features, images, size))
-        return Features(*micro_batched(partial(self._features, token=hidden.token), images, size, hidden.mask))
+        where = (hidden.mask,) if hidden.source is None else (hidden.mask, hidden.source)
+        return Features(*micro_batched(partial(self._features, token=hidden.token), images, size, *where))
 
     def pooled(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches in memory."""
@@ -163,8 +164,10 @@ class Backbone(nn.Module):
         out: Tensor = self.model.forward_head(self._run([images], pooled=True)[0], pre_logits=True)
         return out
 
-    def _features(self, images: Tensor, mask: Tensor | None = None, token: Tensor | None = None) -> Features:
-        hidden = None if mask is None or token is None else Hidden(mask, token)
+    def _features(
+        self, images: Tensor, mask: Tensor | None = None, source: Tensor | None = None, token: Tensor | None = None
+    ) -> Features:
+        hidden = None if mask is None or token is None else Hidden(mask, token, source)
         return self._split(self._run([images], hidden=hidden)[0], images)
 
     def _run(self, images: Sequence[Tensor], *, pooled: bool = False, hidden: Hidden | None = None) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from eagleray.models.packing import embedded
+from eagleray.models.packing import embedded, take
 
 
 def drops_patches(model: Any) -> bool:
@@ -29,8 +29,3 @@ def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
     tokens = torch.cat([x[:, :first], take(x[:, first:], kept)], 1)
     out: Tensor = model.norm(model.blocks(tokens))
     return out
-
-
-def take(x: Tensor, positions: Tensor) -> Tensor:
-    """Return the rows of each image in x (B, N, D) at positions (B, n), as (B, n, D)."""
-    return x.gather(1, positions.unsqueeze(2).expand(-1, -1, x.shape[2]))

@@ -15,10 +15,17 @@ from torch import Tensor, nn
 
 
 class Hidden(NamedTuple):
-    """Patches in whose place a token stands. A grid of h x w patches, D channels."""
+    """Patches in whose place a token stands, and others in whose place another patch stands. A grid of h x w = N
+    patches, D channels."""
 
-    mask: Tensor  # (B, h, w) true for a hidden patch
+    mask: Tensor  # (B, h, w) true for a patch that the token hides
     token: Tensor  # (1, D)
+    source: Tensor | None = None  # (B, N) the patch of the image that stands at each position; None: its own
+
+
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows of each image in x (B, N, D) at positions (B, n), as (B, n, D)."""
+    return x.gather(1, positions.unsqueeze(2).expand(-1, -1, x.shape[2]))
 
 
 def maskable(model: Any) -> bool:
@@ -77,9 +84,11 @@ def packed_tokens(
 
 def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor:
     """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block. A hidden patch has a
-    position."""
+    position; a patch that stands for another one has that one's."""
     patches = model.patch_embed(images)  # (B, h, w, D) or (B, h * w, D)
     if hidden is not None:
+        if hidden.source is not None:
+            patches = take(patches.flatten(1, -2), hidden.source).view_as(patches)
         mask = hidden.mask.reshape(patches.shape[:-1]).unsqueeze(-1)
         patches = torch.where(mask, hidden.token.to(patches.dtype), patches)
     tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(patches)))
