@@ -128,9 +128,13 @@ CLAIMS = (  # the most worth per hour first
     ),
     Claim(
         "proof_curriculum",
-        "Curriculum (FastDINOv2): low resolution first saves time at equal quality.",
+        "Curriculum (FastDINOv2, PatchDropout): low resolution or fewer patches first save time at equal quality.",
         f"{CIFAR}, 7,500 images, 4 epochs in batches of 128",
-        (Pair("curriculum", "full", SECONDS, lower=True), Pair("curriculum", "full", KNN)),
+        tuple(
+            pair
+            for arm in ("curriculum", "keep")
+            for pair in (Pair(arm, "full", SECONDS, lower=True), Pair(arm, "full", KNN))
+        ),
     ),
     drloc(10),
     drloc(50),

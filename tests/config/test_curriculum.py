@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.recipes import small_recipe
+from helpers.recipes import CNN_ONLY, METHODS, small_recipe
 
 from eagleray import config
 from eagleray.base.errors import UserError
@@ -29,16 +29,17 @@ def recipe(method: str, *keys: str) -> Recipe:
 def test_phases_follow_each_other_and_change_sizes_alone(epochs: int) -> None:
     curriculum = [Phase(until=1 / 3, sizes=(64, 32)), Phase(until=0.7, sizes=(112, 48))]
     found = phases(VIEWS, curriculum, epochs)
-    ends = [end for end, _ in found]
+    ends = [phase.until for phase in found]
     assert ends == [round(epochs / 3), round(0.7 * epochs), epochs]
-    assert [tuple(v.size for v in views) for _, views in found] == [(64, 32), (112, 48), (224, 96)]
-    for _, views in found:
-        assert tuple(dataclasses.replace(v, size=w.size) for v, w in zip(views, VIEWS, strict=True)) == VIEWS
+    assert [tuple(v.size for v in phase.views) for phase in found] == [(64, 32), (112, 48), (224, 96)]
+    for phase in found:
+        assert tuple(dataclasses.replace(v, size=w.size) for v, w in zip(phase.views, VIEWS, strict=True)) == VIEWS
+        assert phase.keep == 1
 
 
 def test_without_a_curriculum_there_is_one_phase_and_no_key_of_it() -> None:
     plain = recipe("mocov3")
-    assert plain.phases == ((2, plain.views),)
+    assert plain.phases == ((2, plain.views, 1.0),)
     assert not [key for key in recipes.flat(plain) if key.startswith("curriculum")]
 
 
@@ -55,8 +56,11 @@ def test_a_curriculum_is_part_of_a_run_s_identity_and_is_read_again(tmp_path: Pa
         ("[{until: 0, sizes: [8, 8]}]", r"curriculum\.0\.until"),
         ("[{until: 1.5, sizes: [8, 8]}]", r"curriculum\.0\.until"),
         ("[{until: 0.5, sizes: [8, 0]}]", r"curriculum\.0\.sizes\.1"),
-        ("[{until: 0.5, sizes: []}]", r"curriculum\.0\.sizes"),
-        ("[{until: 0.5}]", r"curriculum\.0\.sizes"),
+        ("[{until: 0.5, sizes: []}]", r"curriculum\.0: expected sizes, keep, or both"),
+        ("[{until: 0.5}]", r"curriculum\.0: expected sizes, keep, or both"),
+        ("[{until: 0.5, keep: 0}]", r"curriculum\.0\.keep: input should be greater than 0"),
+        ("[{until: 0.5, keep: 1.5}]", r"curriculum\.0\.keep: input should be less than or equal to 1"),
+        ("[{until: 0.5, keep: 1}]", r"curriculum\.0: expected sizes, keep, or both"),
         ("[{until: 0.5, size: 8}]", r"curriculum\.0\.size"),
         ("[{until: 0.5, sizes: [8]}]", r"curriculum\.0\.sizes=\[8\]: expected 2 sizes, one for each entry of views"),
         (
@@ -106,3 +110,45 @@ def test_methods_that_work_with_any_size_take_a_curriculum(method: str) -> None:
     sizes = [view.size // 2 for view in plain.views]
     phased = recipe(method, "backbone.options.patch_size=4", f"curriculum=[{{until: 0.5, sizes: {sizes}}}]")
     check_method(phased)
+
+
+POOLED_ONLY = sorted(m for m in METHODS if config.part_constant("eagleray.methods", m, "pooled_only"))
+KEEP = "curriculum=[{until: 0.5, keep: 0.5}]"
+
+
+def test_methods_that_read_pooled_vectors_alone_are_those_that_may_lose_patches() -> None:
+    assert set(POOLED_ONLY) == {
+        *("barlow_twins", "byol", "dino", "instdisc", "lejepa", "moby", "moco", "mocov3", "pirl", "simclr", "simsiam"),
+        *("supervised", "swav", "vicreg"),
+    }
+    for method in POOLED_ONLY:
+        assert [phase.keep for phase in recipe(method, KEEP).phases] == [0.5, 1.0]
+        check_method(recipe(method, KEEP))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - set(POOLED_ONLY) - set(CNN_ONLY)))
+def test_methods_that_read_patches_keep_all_of_them(method: str) -> None:
+    for key, name in ((KEEP, r"curriculum\.0\.keep=0\.5"), ("backbone.options.patch_drop_rate=0.5", ".*")):
+        with pytest.raises(UserError, match=rf"^{name}.*(reads every patch of a view|can be hidden|leave patches out)"):
+            check_method(recipe(method, key))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["backbone={name: resnet18}"], "curriculum: ResNet cannot leave patches out, or does so in every phase"),
+        (
+            ["backbone.options.patch_drop_rate=0.5"],
+            "curriculum: VisionTransformer cannot leave patches out, or does so",
+        ),
+        (["start={from: none, anchor: 0.1}"], r"curriculum\.0\.keep=0\.5: start\.anchor=0\.1 compares every patch"),
+    ],
+)
+def test_what_excludes_leaving_patches_out_is_said_in_one_line(keys: list[str], said: str) -> None:
+    tree = yaml.safe_load(small_recipe("mocov3"))
+    tree |= {"backbone": {}} if keys[0].startswith("backbone={") else {}
+    for key in (KEEP, *keys):
+        tree = config.merge(tree, config.override(key))
+    with pytest.raises(UserError, match=said) as raised:
+        check_method(recipes.check(tree, "small"))
+    assert "\n" not in str(raised.value)

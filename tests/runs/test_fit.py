@@ -57,7 +57,7 @@ def test_the_views_of_a_curriculum_shrink_with_the_others():
     changed = values(base, 60_000, size=96)
     assert changed["curriculum"] == [{"until": 0.75, "sizes": [48, 48, 24]}]
     keys = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
-    assert [views[0].size for _, views in recipe.load(base, keys).phases] == [48, 96]
+    assert [phase.views[0].size for phase in recipe.load(base, keys).phases] == [48, 96]
     assert "curriculum" not in values(base, 60_000)
 
 

@@ -125,6 +125,18 @@ def test_hours_add_up_over_phases_with_views_of_several_sizes(small: Recipe):
     assert [p.steps for p in short.phases] == [62_500, 7_500]
 
 
+def test_a_phase_with_half_of_the_patches_costs_less(small: Recipe):
+    target, data = target_of("h100", H100, 1), replace(DATA, core_rate=None)
+    full = replace(small, optim=replace(small.optim, epochs=8))
+    for until in (0.25, 0.75):  # a plan looks at a step in the middle
+        phased = forecast(replace(full, curriculum=(Phase(until=until, keep=0.5),)), target, data)
+        assert replace(phased, phases=()) == forecast(full, target, data)
+        [early] = phased.phases
+        assert (early.until, early.keep) == (8 * until, 0.5)
+        assert early.flops_per_image < 0.9 * phased.flops_per_image  # whose momentum encoder sees all
+        assert ", 50% of patches: " in "\n".join(report(full, phased, data))
+
+
 def test_what_does_not_fit_is_one_line_with_keys_that_would(small: Recipe, monkeypatch: pytest.MonkeyPatch):
     tight = replace(small, optim=replace(small.optim, batch=4096), data=replace(small.data, lanes=1))
     target = target_of("h100", H100, 1)

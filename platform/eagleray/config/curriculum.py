@@ -1,9 +1,11 @@
-"""Smaller views in the first part of the training, as in FastDINOv2 (Zhang et al. 2025, arXiv:2507.03779)."""
+"""Cheaper steps in the first part of the training: smaller views, as in FastDINOv2 (Zhang et al. 2025,
+arXiv:2507.03779), and views of which a ViT sees some of the patches, as in PatchDropout (Liu et al. 2022,
+arXiv:2208.07220)."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -15,19 +17,38 @@ from eagleray.config.view import View
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Phase:
-    """An early part of the training, in which views are smaller."""
+    """An early part of the training, in which views are smaller or have fewer patches."""
 
     until: Annotated[float, Field(gt=0, lt=1)]  # share of the epochs after which it ends; rounded to whole epochs
-    sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]  # pixels, one for each entry of `views`
+    # Pixels, one for each entry of `views`; none: those that the views state.
+    sizes: Annotated[tuple[PositiveInt, ...], Field(exclude_if=lambda sizes: not sizes)] = ()
+    # Share of a view's patches, drawn anew in each step, that the blocks of a trained ViT see; momentum copies see all.
+    keep: Annotated[float, Field(gt=0, le=1, exclude_if=lambda share: share == 1)] = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.sizes and self.keep == 1:
+            raise ValueError("expected sizes, keep, or both")
 
 
-def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> tuple[tuple[int, tuple[View, ...]], ...]:
-    """Return the views of every phase of a training, each after the epoch before which it ends.
+class PhaseViews(NamedTuple):
+    """What the steps of a phase see."""
 
-    The last phase has the views as they are stated. A phase changes only their sizes. Raises UserError when a phase has
-    no epoch, or when its sizes do not fit the views.
+    until: int  # the epoch before which the phase ends
+    views: tuple[View, ...]
+    keep: float  # share of the patches
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(view.size) for view in self.views)
+        return f"views of {sizes} pixels" + (f", {self.keep:g} of their patches" if self.keep < 1 else "")
+
+
+def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> tuple[PhaseViews, ...]:
+    """Return what is seen in every phase of a training.
+
+    The last phase has the views as they are stated. A phase changes only their sizes, and how many patches a trained
+    ViT sees of them. Raises UserError when a phase has no epoch, or when its sizes do not fit the views.
     """
-    out: list[tuple[int, tuple[View, ...]]] = []
+    out: list[PhaseViews] = []
     ends = [0, *(round(phase.until * epochs) for phase in curriculum)]
     for i, (phase, (begin, end)) in enumerate(zip(curriculum, itertools.pairwise(ends), strict=True)):
         key = f"curriculum.{i}"
@@ -36,6 +57,9 @@ def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> t
                 f"{key}.until={phase.until:g}: is epoch {end} of optim.epochs={epochs}; expected one after {begin} and "
                 f"before {epochs}, so that every phase has an epoch"
             )
+        if not phase.sizes:
+            out.append(PhaseViews(end, tuple(views), phase.keep))
+            continue
         if len(phase.sizes) != len(views):
             raise UserError(
                 f"{key}.sizes={list(phase.sizes)}: expected {len(views)} sizes, one for each entry of views"
@@ -54,5 +78,6 @@ def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> t
                 f"{key}.sizes={list(phase.sizes)}: one size for views of {', '.join(map(str, smaller))} pixels; "
                 "expected different sizes for them"
             )
-        out.append((end, tuple(replace(view, size=size) for view, size in zip(views, phase.sizes, strict=True))))
-    return (*out, (epochs, tuple(views)))
+        resized = tuple(replace(view, size=size) for view, size in zip(views, phase.sizes, strict=True))
+        out.append(PhaseViews(end, resized, phase.keep))
+    return (*out, PhaseViews(epochs, tuple(views), 1.0))

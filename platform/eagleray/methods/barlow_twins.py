@@ -20,6 +20,7 @@ class BarlowTwins(Method):
     """Both views pass through one encoder, and the loss is computed over the batch of all ranks."""
 
     views = (2, 2)
+    pooled_only = True
 
     def __init__(
         self,

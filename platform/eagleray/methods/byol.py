@@ -23,6 +23,7 @@ class BYOL(Method):
     Views beside these two, such as small crops, are seen by the online network alone."""
 
     views = (2, 100)
+    pooled_only = True
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ class DINO(Method):
     """The student sees all views, the teacher only the first two, which are the large crops."""
 
     views = (2, 100)
+    pooled_only = True
     shardable = True
     center: Tensor  # (K,)
 

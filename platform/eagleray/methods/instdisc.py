@@ -23,6 +23,7 @@ class InstDisc(Method):
     """One view is compared with the vectors that a bank keeps of its own image and of others."""
 
     views = (1, 1)
+    pooled_only = True
     bank: Bank | None  # None before `allocate`
     Z: Tensor  # () normalising constant of P; 0 until it is estimated from the first batch
 

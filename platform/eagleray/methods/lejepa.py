@@ -26,6 +26,7 @@ class LeJEPA(Method):
     """
 
     views = (2, 100)
+    pooled_only = True
 
     def __init__(
         self,

@@ -38,6 +38,10 @@ class Method(nn.Module):
     needs_boxes: ClassVar[bool] = False
     """True if the method reads `Batch.boxes`, which say where in the image each view lies."""
 
+    pooled_only: ClassVar[bool] = False
+    """True if the method reads nothing but the pooled vectors of what it trains, so that a ViT may see some of the
+    patches of each view."""
+
     shardable: ClassVar[bool] = False
     """True if FSDP may divide the weights among ranks: the method reads them in `forward` alone, and nothing but the
     optimiser and `ema_update` changes them."""

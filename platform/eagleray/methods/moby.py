@@ -25,6 +25,7 @@ class MoBY(Method):
     """Both views are queries and keys, with a queue for each. Only the online network uses drop path."""
 
     views = (2, 2)
+    pooled_only = True
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ class MoCo(Method):
     """Queries come from one view and keys from the other; the keys of earlier batches are the negatives."""
 
     views = (2, 2)
+    pooled_only = True
     queues: list[Queue]
 
     def __init__(

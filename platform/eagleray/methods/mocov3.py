@@ -27,6 +27,7 @@ class MoCoV3(Method):
     """Both views are queries and keys; the negatives are the other keys of the batch of all ranks."""
 
     views = (2, 2)
+    pooled_only = True
     shardable = True
 
     def __init__(

@@ -27,6 +27,7 @@ class PIRL(Method):
     """The vector of the first view, and that of nine patches of the second, find the image's own row of a bank."""
 
     views = (2, 2)
+    pooled_only = True
     bank: Bank | None  # None before `allocate`
     Z: Tensor  # () normalising constant of P; 0 until it is estimated from the first batch
 

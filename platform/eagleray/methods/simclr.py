@@ -23,6 +23,7 @@ class SimCLR(Method):
     """Every other crop of the batch of all ranks is a negative. There is no momentum encoder and no predictor."""
 
     views = (2, 2)
+    pooled_only = True
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ class SimSiam(Method):
     """Each view predicts the projection of the other. There are no negatives and no momentum encoder."""
 
     views = (2, 2)
+    pooled_only = True
 
     def __init__(
         self,

@@ -17,6 +17,8 @@ from eagleray.models.backbone import Backbone
 class Supervised(Classifier):
     """The loss is the cross-entropy of every view; several views of an image are DeiT's repeated augmentation."""
 
+    pooled_only = True
+
     def __init__(
         self,
         backbone: Backbone,

@@ -27,6 +27,7 @@ class SwAV(Method):
     """Only the first two views, the full-resolution crops, are assigned to prototypes; other views predict them."""
 
     views = (2, 100)
+    pooled_only = True
     queues: Sequence[Queue]  # one for each full-resolution crop, or empty
 
     def __init__(

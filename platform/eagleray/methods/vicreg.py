@@ -21,6 +21,7 @@ class VICReg(Method):
     """Both views pass through one encoder, and the three terms of the loss are computed over the batch of all ranks."""
 
     views = (2, 2)
+    pooled_only = True
 
     def __init__(
         self,

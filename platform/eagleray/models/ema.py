@@ -6,7 +6,7 @@ from itertools import compress
 from typing import TypeVar
 
 import torch
-from timm.layers import DropPath
+from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
 from eagleray.base.shards import local, sharded
@@ -15,7 +15,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def ema_copy(net: M) -> M:
-    """Return a copy of `net` that is not trained by gradients and has no dropout or drop path.
+    """Return a copy of `net` that is not trained by gradients, has no dropout or drop path and sees every patch.
 
     It stays in training mode, so its batch norms use the statistics of the batch.
     """
@@ -24,6 +24,8 @@ def ema_copy(net: M) -> M:
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0
+        elif isinstance(module, PatchDropout):
+            module.prob = 0.0
         elif isinstance(module, nn.Dropout):
             module.p = 0.0
     return out

@@ -6,10 +6,12 @@ B images, N patches, n of them kept, P prefix tokens, such as the class token, D
 from typing import Any
 
 import torch
+from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from eagleray.models.packing import embedded, take
+from eagleray.base.errors import UserError
+from eagleray.models.packing import embedded, maskable, take
 
 
 def drops_patches(model: Any) -> bool:
@@ -29,3 +31,19 @@ def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
     tokens = torch.cat([x[:, :first], take(x[:, first:], kept)], 1)
     out: Tensor = model.norm(model.blocks(tokens))
     return out
+
+
+def allow_dropping(model: Any) -> None:
+    """Let `keep_patches` choose how many patches of an image a model's blocks see. Raises UserError for a model whose
+    patches cannot be left out."""
+    if not maskable(model):
+        raise UserError(
+            f"curriculum: {type(model).__name__} cannot leave patches out, or does so in every phase; expected a plain "
+            "vision transformer of timm without patch_drop_rate, or no keep"
+        )
+    model.patch_drop = PatchDropout(0.0, num_prefix_tokens=model.num_prefix_tokens)
+
+
+def keep_patches(model: Any, share: float) -> None:
+    """Show the blocks of a model only this share of each image's patches while training, drawn anew in each forward."""
+    model.patch_drop.prob = 1 - share

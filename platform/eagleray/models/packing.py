@@ -30,7 +30,7 @@ def take(x: Tensor, positions: Tensor) -> Tensor:
 
 def maskable(model: Any) -> bool:
     """Return whether patches of a model can be hidden; of timm's models, those of plain ViTs that keep every patch."""
-    return isinstance(model, VisionTransformer) and isinstance(model.patch_drop, nn.Identity)
+    return isinstance(model, VisionTransformer) and getattr(model.patch_drop, "prob", 0) == 0
 
 
 def masked_features(model: Any, images: Tensor, hidden: Hidden) -> Tensor:

@@ -15,6 +15,7 @@ from eagleray.engine import optim
 from eagleray.engine.loop import Step, fit, patch_parameters
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
+from eagleray.models import masking
 from eagleray.models.backbone import Backbone
 from eagleray.models.checkpointing import checkpoint_blocks
 from eagleray.models.weights import Weights, fill
@@ -43,6 +44,8 @@ def build_backbone(recipe: Recipe) -> Backbone:
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:
         checkpoint_blocks(network.model)
+    if any(phase.keep < 1 for phase in recipe.curriculum):
+        masking.allow_dropping(network.model)
     return network
 
 
@@ -58,6 +61,7 @@ def check_method(recipe: Recipe) -> Method:
         if not least <= views <= most:
             count = f"{least}" if least == most else f"{least} to {most}"
             raise UserError(f"views: got {views}, but {recipe.method.name} works with {count}")
+        check_dropped_patches(recipe, method)
         o = recipe.optim
         optim.param_groups(
             method,
@@ -81,14 +85,27 @@ def check_method(recipe: Recipe) -> Method:
                     f"backbone.name={recipe.backbone.name}: its features have {found} "
                     f"channels, but the model states {backbone.dim}"
                 )
-        *early, (_, full) = recipe.phases
-        method.check_views(_empty(full, recipe.planes))
-        for i, (_, smaller) in enumerate(early):
+        *early, full = recipe.phases
+        method.check_views(_empty(full.views, recipe.planes))
+        for i, phase in enumerate(early):
             try:
-                method.check_views(_empty(smaller, recipe.planes))
+                method.check_views(_empty(phase.views, recipe.planes))
             except UserError as e:
-                raise UserError(f"curriculum.{i}.sizes={[v.size for v in smaller]}: {e}") from None
+                raise UserError(f"curriculum.{i}.sizes={[v.size for v in phase.views]}: {e}") from None
     return method
+
+
+def check_dropped_patches(recipe: Recipe, method: Method) -> None:
+    """Raises UserError when views are to lose patches that something reads."""
+    rate = recipe.backbone.options.get("patch_drop_rate", 0)
+    keys = [f"curriculum.{i}.keep={phase.keep:g}" for i, phase in enumerate(recipe.curriculum) if phase.keep < 1]
+    if not rate and not keys:
+        return
+    key = keys[0] if keys else f"backbone.options.patch_drop_rate={rate}"
+    if not method.pooled_only:
+        raise UserError(f"{key}: {recipe.method.name} reads every patch of a view; expected all of them, 1")
+    if recipe.start and recipe.start.anchor:
+        raise UserError(f"{key}: start.anchor={recipe.start.anchor:g} compares every patch of a view; leave one out")
 
 
 def _empty(views: Sequence[View], planes: int) -> list[torch.Tensor]:
@@ -122,7 +139,7 @@ def optimizer_steps(
     o = recipe.optim
     return fit(
         method,
-        batches,
+        dropping_patches(recipe, method, batches),
         optimizer,
         lr=scaled_lr(recipe),
         weight_decay=o.weight_decay,
@@ -134,6 +151,26 @@ def optimizer_steps(
         wrap=wrap,
         precision=precision,
     )
+
+
+def dropping_patches(
+    recipe: Recipe, method: Method, batches: Iterable[tuple[Progress, Batch]]
+) -> Iterable[tuple[Progress, Batch]]:
+    """Return the batches; before each of them trained backbones are told the share of patches that its phase keeps."""
+    phases = recipe.phases
+    if all(phase.keep == 1 for phase in phases):
+        return batches
+    backbones = [m for m in method.modules() if isinstance(m, Backbone)]
+    trained = [m.model for m in backbones if any(p.requires_grad for p in m.parameters())]
+
+    def each() -> Iterator[tuple[Progress, Batch]]:
+        for at, batch in batches:
+            share = next((p.keep for p in phases if at.step < p.until * at.steps_per_epoch), 1.0)
+            for model in trained:
+                masking.keep_patches(model, share)
+            yield at, batch
+
+    return each()
 
 
 def scaled_lr(recipe: Recipe) -> Schedule:

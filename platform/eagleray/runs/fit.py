@@ -172,8 +172,9 @@ def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
 
 
 def _smaller(phase: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
-    """Return a phase of the curriculum with smaller sizes, multiples of the patch."""
-    return {"until": phase["until"], "sizes": [_side(size * by, patch) for size in phase["sizes"]]}
+    """Return a phase of the curriculum with smaller sizes, multiples of the patch, where it has any."""
+    sizes = {"sizes": [_side(size * by, patch) for size in phase["sizes"]]} if "sizes" in phase else {}
+    return {**phase, **sizes}
 
 
 def _side(pixels: float, patch: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from eagleray.base.errors import UserError
+from eagleray.config.curriculum import PhaseViews
 from eagleray.engine.precision import DTYPES
 from eagleray.models.backbone import Backbone
 from eagleray.runs.accelerators import Accelerator, Rates, reduce_seconds, stated_rates
@@ -52,13 +53,14 @@ class Data:
 
 @dataclass(frozen=True)
 class EarlyPhase:
-    """The forecast of a phase of the training in which views are smaller."""
+    """The forecast of a phase of the training in which views are smaller or have fewer patches."""
 
     until: int  # the epoch before which it ends
     sizes: tuple[int, ...]  # pixels, of each entry of `views`
     steps: int
     flops_per_image: float
     images_per_s: float | None
+    keep: float = 1.0  # share of the patches
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
             return whole
         return next((result for _, result in smaller_batches(recipe, target, data) if result.fits), whole)
     form = precision_of(recipe, target)
-    trace = trace or trace_step(recipe, ranks=target.ranks, dataset=data.images, dtype=DTYPES[form])
+    if trace is None:
+        trace = trace_step(replace(recipe, curriculum=()), ranks=target.ranks, dataset=data.images, dtype=DTYPES[form])
     if recipe.parallel == "fsdp":
         trace = divided(recipe, trace, target.ranks)
     batch, peak = recipe.optim.batch, trace.peak
@@ -181,15 +184,23 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
 
 
 def early_phases(recipe: Recipe, target: Target, data: Data, steps: int) -> Iterator[EarlyPhase]:
-    """Yield the forecasts of the phases with smaller views, of a run of so many steps. Decoding is taken to be as slow
-    as for full views."""
+    """Yield the forecasts of the phases with smaller views or fewer patches, of a run of so many steps. Decoding is
+    taken to be as slow as for full views."""
     begin = 0
-    for until, views in recipe.phases[:-1]:
-        result = forecast(replace(recipe, views=views, curriculum=()), target, data)
-        end = min(until * (data.images // recipe.optim.batch), steps)
-        sizes = tuple(view.size for view in views)
-        yield EarlyPhase(until, sizes, end - begin, result.flops_per_image, result.images_per_s)
+    for phase in recipe.phases[:-1]:
+        result = forecast(in_phase(recipe, phase), target, data)
+        end = min(phase.until * (data.images // recipe.optim.batch), steps)
+        sizes = tuple(view.size for view in phase.views)
+        yield EarlyPhase(phase.until, sizes, end - begin, result.flops_per_image, result.images_per_s, phase.keep)
         begin = end
+
+
+def in_phase(recipe: Recipe, phase: PhaseViews) -> Recipe:
+    """Return a recipe whose steps are all like those of a phase."""
+    network = recipe.backbone
+    if phase.keep < 1:
+        network = replace(network, options=network.options | {"patch_drop_rate": 1 - phase.keep})
+    return replace(recipe, views=phase.views, backbone=network, curriculum=())
 
 
 def precision_of(recipe: Recipe, target: Target) -> str:
@@ -305,7 +316,7 @@ def report(recipe: Recipe, result: Forecast, data: Data, price: float | None = N
     yield f"work      {gflop:.4g} GFLOP per image, {result.images_per_rank} images on each device"
     for phase in result.phases:
         rate = f", {phase.images_per_s:.0f} images/s" if phase.images_per_s else ""
-        sizes = ", ".join(map(str, phase.sizes))
+        sizes = ", ".join(map(str, phase.sizes)) + (f", {phase.keep:.0%} of patches" if phase.keep < 1 else "")
         yield f"          before epoch {phase.until}, views of {sizes}: {phase.flops_per_image / 1e9:.4g} GFLOP{rate}"
     if result.step_seconds is not None and result.images_per_s:
         mfu = f", {result.mfu:.0%} of the device's peak" if result.mfu else ""

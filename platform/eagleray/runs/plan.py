@@ -190,7 +190,7 @@ def open_plan(
     views, batch = Views.of(recipe.views), recipe.optim.batch
     selection = dist.from_rank_zero(partial(select, index))
     patient, scaled = 60 * data.patience, data.decode == "scaled"
-    phases = tuple((end, Views.of(smaller)) for end, smaller in recipe.phases[:-1])
+    phases = tuple((phase.until, Views.of(phase.views)) for phase in recipe.phases[:-1])
     stream = Stream(
         index,
         views,

@@ -96,8 +96,8 @@ def pretrain(
         folder.callbacks("start", step)
         run = RankRun(plan, world, folder, stateful, clock_of(state))
         log.info("%s", describe(run))
-        for end, views in recipe.phases[:-1]:
-            log.info("curriculum: before epoch %d, views of %s pixels", end, ", ".join(str(v.size) for v in views))
+        for phase in recipe.phases[:-1]:
+            log.info("curriculum: before epoch %d, %s", phase.until, phase)
         if plan.stream.selection:
             log.info("data.train: %s", plan.stream.selection)
         if world.why:

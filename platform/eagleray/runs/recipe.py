@@ -17,7 +17,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import STRICT, Part, bundled, part_of, register
 from eagleray.config import plugins as loading
 from eagleray.config.channels import RGB, Channels, check_operations, planes
-from eagleray.config.curriculum import Phase, phases
+from eagleray.config.curriculum import Phase, PhaseViews, phases
 from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
@@ -174,7 +174,7 @@ class Recipe:
     # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
     start: Annotated[Start | None, Field(exclude_if=lambda start: start is None)] = None
     views: Annotated[tuple[View, ...], AfterValidator(check_views)]
-    # Early phases with smaller views, in the order of their epochs; afterwards views have the sizes stated above.
+    # Early phases with smaller views or fewer patches, in the order of their epochs; then views are as stated above.
     curriculum: Annotated[tuple[Phase, ...], Field(exclude_if=lambda phases: not phases)] = ()
     data: Data = Data()
     optim: Optim = Optim()
@@ -212,9 +212,9 @@ class Recipe:
         return teacher if isinstance(teacher, Network) else None
 
     @property
-    def phases(self) -> tuple[tuple[int, tuple[View, ...]], ...]:
-        """Return the views of every phase of the training, each after the epoch before which it ends. Raises
-        UserError when a phase has no epoch or does not fit the views."""
+    def phases(self) -> tuple[PhaseViews, ...]:
+        """Return what is seen in every phase of the training. Raises UserError when a phase has no epoch or does not
+        fit the views."""
         return phases(self.views, self.curriculum, self.optim.epochs)
 
     @property
