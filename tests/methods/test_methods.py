@@ -28,7 +28,9 @@ BACKBONES = {
         "backbone={name: swin_tiny_patch4_window7_224, options: {img_size: 64, embed_dim: 12, depths: [1, 1], "
         "num_heads: [1, 2], window_size: 4}}"
     ],
-    "resnet": ["backbone={name: resnet50, options: {layers: [1, 1, 1, 1], base_width: 16}}"],
+    "resnet": [
+        "backbone={name: resnet50, options: {layers: [1, 1, 1, 1], channels: [16, 32, 64, 128], base_width: 16}}"
+    ],
 }
 
 
