@@ -40,6 +40,8 @@ INSTEAD = {
     r" --workers \d+ --gpus": "",
     r" gpus=true": "",
     r"\bBUCKET\b": "bucket",
+    r"\$PWD/photos": "s3://bucket/train",
+    r"\$PWD": "s3://bucket",
     r"(submit tune cifar10_small)": r"\1 sweep.trials=2",
     r"(tune imagenet_methods)": r"\1 workers=0 optim.batch=32 optim.epochs=1 evaluate.every=1 sweep.trials=2",
     r"(tune mocov3_figure5)": r"\1 workers=0 optim.epochs=1",
