@@ -11,30 +11,29 @@ import pytest
 import ray
 from helpers.bucket import CountingBucket
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, UserError
 from eagleray.cluster import failure, ray_train, resize
 from eagleray.cluster.session import session
+from eagleray.cluster.supervisor import RayWorker
 from eagleray.runs import histories, remote
 from eagleray.storage import store
 
 
-def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setenv("RANK", str(rank))
     try:
         raise error
     except Exception as e:
-        if counted := failure.count(out, "a", e):
-            failure.fail(out, "a", counted)
+        return RayWorker(out, "a", "mocov3").count(failure.report(e))
 
 
-def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_that_came_back_is_kept_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "checkpoints").mkdir()
     out = str(tmp_path)
-    for _ in range(3):
-        fail(out, 3, ZeroDivisionError("rank 3's own"), monkeypatch)
-        fail(out, 0, RuntimeError("connection closed by peer"), monkeypatch)
+    assert not fail(out, 0, RuntimeError("device busy"), monkeypatch)
+    assert not fail(out, 3, ZeroDivisionError("rank 3's own"), monkeypatch)
+    assert not (tmp_path / ".failure").exists()
+    assert fail(out, 3, ZeroDivisionError("rank 3's own"), monkeypatch)
     kept = json.loads((tmp_path / ".failure").read_text())
     assert kept["why"].startswith("failed 3 times without progress: ZeroDivisionError: rank 3's own")
     assert kept["trace"].startswith("rank 3 failed\nTraceback")
@@ -44,14 +43,22 @@ def test_the_first_rank_that_fails_for_good_is_named_with_its_traceback(
     ray_train.raise_failure(out, "b")  # that of another command is none to this one
 
 
-def test_ranks_that_fail_before_they_form_a_group_do_not_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Such as all ranks of a machine whose GPUs are still busy: this was one attempt."""
-    for rank in range(8):
-        fail(str(tmp_path), rank, RuntimeError("device busy"), monkeypatch)
-    assert not (tmp_path / ".failure").exists()
-    for _ in range(2):
-        fail(str(tmp_path), 5, RuntimeError("device busy"), monkeypatch)
-    assert json.loads((tmp_path / ".failure").read_text())["trace"].startswith("rank 5 failed")
+def test_errors_before_and_after_a_checkpoint_and_of_two_commands_are_not_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "checkpoints").mkdir()
+    counts = [failure.count(str(tmp_path), "a") for _ in range(2)]
+    monkeypatch.setattr(failure.checkpoint, "manifests", lambda folder: ["step-9", "step-8"])
+    counts += [failure.count(str(tmp_path), command) for command in "aab"]
+    assert counts == [1, 2, 1, 2, 1]
+
+
+def test_an_error_that_cannot_be_counted_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def away(*_: str) -> None:
+        raise Outage("s3://bucket/run: no answer")
+
+    monkeypatch.setattr(remote, "read_note", away)
+    assert not any(fail(str(tmp_path), 0, RuntimeError("no"), monkeypatch) for _ in range(4))
 
 
 def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,6 +42,9 @@ class Worker:
     def fail(self, failure: dict[str, Any]) -> None:
         self.failures.append(failure)
 
+    def count(self, failure: dict[str, Any]) -> bool:
+        raise AssertionError(failure)
+
 
 def train(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, harm: Callable[[list[Spare]], None]

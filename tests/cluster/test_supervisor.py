@@ -31,6 +31,7 @@ class Worker:
     def __init__(self) -> None:
         self.leave = threading.Event()
         self.failures: list[dict[str, Any]] = []
+        self.counted: list[str] = []
 
     def warned(self) -> bool:
         return self.leave.is_set()
@@ -40,6 +41,10 @@ class Worker:
 
     def fail(self, failure: dict[str, Any]) -> None:
         self.failures.append(failure)
+
+    def count(self, failure: dict[str, Any]) -> bool:
+        self.counted.append(failure["why"])
+        return len(self.counted) == 3
 
 
 class Ranks:
@@ -74,6 +79,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         spare.close()
     for attempt in range(1, 4):  # a rank whose other one has raised waits for it until Ray ends the worker
         ranks.store.add(f"{attempt}/gone", 2)
+        ranks.store.add(f"{attempt}/counted", 2)
     ranks.threads.shutdown()
 
 
@@ -135,6 +141,25 @@ def test_errors_and_exits_are_attempts_in_vain(ranks: Ranks) -> None:
     assert results() == ["done in attempt 3", "done in attempt 3"]
     assert ranks.begun(1, 2)[2] == "failed in attempt 1"
     assert ranks.begun(0, 3)[2] == "the process of rank 1 was ended with status 3"
+
+
+def test_an_error_that_comes_back_ends_all_ranks_and_two_in_one_attempt_count_once(ranks: Ranks) -> None:
+    always = dict.fromkeys(range(1, 4), "fail with an error")
+    results = ranks.start(always, always)
+    assert results() == [None, None]
+    assert len(ranks.worker.counted) == 3
+    assert set(ranks.worker.counted) <= {"error of rank 0", "error of rank 1"}
+
+
+def test_an_error_of_a_rank_that_lost_one_that_was_killed_does_not_count(ranks: Ranks) -> None:
+    """However often: machines that vanish are no error of the run."""
+    lost = dict.fromkeys(range(1, 5), "miss the other")
+    results = ranks.start(lost, dict.fromkeys(range(1, 5), "stand still"))
+    for attempt in range(1, 5):
+        os.kill(ranks.begun(1, attempt)[0], signal.SIGKILL)
+    assert results() == ["done in attempt 5", "done in attempt 5"]
+    assert ranks.begun(0, 5)[2] == "the process of rank 1 was ended by signal 9"
+    assert ranks.worker.counted == []
 
 
 def test_a_failure_that_no_attempt_mends_ends_all_ranks(ranks: Ranks) -> None:

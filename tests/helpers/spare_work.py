@@ -1,5 +1,6 @@
 """What a process that `eagleray.cluster.spares` has forked does in a test."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,9 +25,21 @@ def work(line: Line, attempt: int, why: str, folder: Path, rank: int, plan: dict
         os._exit(3)
     if deed == "fail for good":
         line.send("fail", {"user": True, "why": "no such key"})
-    word = {"fail": "failed", "fail for good": "failed", "be preempted": "preempted"}.get(deed, "done")
-    line.send(word, f"{word} in attempt {attempt}")
+    if deed == "miss the other":
+        other, _, _ = begun(folder, 1 - rank, attempt)
+        wait_until_gone(other)
+        time.sleep(0.3)
+    word = {"be preempted": "preempted", "miss the other": "failed"}.get(deed, "failed" if "fail" in deed else "done")
+    kept = [{"why": f"error of rank {rank}"}] if deed in ("fail with an error", "miss the other") else []
+    line.send(word, f"{word} in attempt {attempt}", *kept)
     line.wait_for("go")
+
+
+def wait_until_gone(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(process, 0)
+            time.sleep(0.01)
 
 
 def begun(folder: Path, rank: int, attempt: int, seconds: float = 60) -> tuple[int, int, str]:

@@ -6,12 +6,13 @@ import os
 import traceback
 from typing import Any
 
-from eagleray.base.errors import Futile, Outage, UserError, one_line
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.engine import checkpoint
 from eagleray.runs import layout, remote
 
 log = logging.getLogger(__name__)
-TIMES = 3  # starts in a row that end with an error and without a new checkpoint, after which a run has failed
+TIMES = 3  # errors in a row that end an attempt, without a new checkpoint, after which a run has failed
+COUNT = ".failures"  # the file of their number
 
 
 def fail(out: str, command: str, failure: dict[str, Any]) -> None:
@@ -46,20 +47,21 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
     return dict(json.loads(kept)) if kept else None
 
 
-def count(out: str, command: str, error: Exception) -> dict[str, Any] | None:
-    """Count an error of this rank. Returns the failure of the run when it came back twice since this command started,
-    without a new checkpoint in between, else None."""
-    newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
+def report(error: Exception) -> dict[str, Any]:
+    """Return what is kept of an error of this rank if it ends the run."""
     rank = os.environ.get("RANK", "0")  # not that of a group, which an error may have kept from being formed
-    name = f".failures-{rank}"
-    known = json.loads(remote.read_note(out, name) or "{}")
-    times = known["times"] + 1 if known.get("after") == newest and known.get("command") == command else 1
-    remote.write_note(out, name, json.dumps({"command": command, "after": newest, "times": times}))
-    if times < TIMES and not isinstance(error, Futile):
-        return None
-    why = f"failed {times} times without progress: {type(error).__name__}: {one_line(error)}; see {out}/{layout.LOG}"
     trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
-    return {"user": False, "why": why, "trace": trace}
+    return {"user": False, "why": f"{type(error).__name__}: {one_line(error)}", "trace": trace}
+
+
+def count(out: str, command: str) -> int:
+    """Count an error that has ended an attempt. Returns how many did so in a row since this command started, without a
+    new checkpoint in between."""
+    newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
+    known = json.loads(remote.read_note(out, COUNT) or "{}")
+    times = int(known["times"]) + 1 if known.get("after") == newest and known.get("command") == command else 1
+    remote.write_note(out, COUNT, json.dumps({"command": command, "after": newest, "times": times}))
+    return times
 
 
 def _key(command: str) -> bytes:

@@ -15,8 +15,8 @@ import torch.distributed as td
 
 from eagleray import config
 from eagleray.base.devices import is_accelerator
-from eagleray.base.errors import Outage, Preempted, Superseded, UserError, one_line
-from eagleray.cluster.failure import count
+from eagleray.base.errors import Futile, Outage, Preempted, Superseded, UserError, one_line
+from eagleray.cluster.failure import report
 from eagleray.cluster.spares import Line
 from eagleray.cluster.supervisor import DONE, FAIL, FAILED, GO, PREEMPTED, SHOW, SUPERSEDED, WARNED
 from eagleray.config import plugins
@@ -51,8 +51,7 @@ class RayWorld(World):
 
 def train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> None:
     """Train one rank, and tell the worker how that ended. `why` says what ended the attempt before."""
-    out, command = given["recipe"]["out"] or "", given["command"]
-    last: tuple[str, Any]
+    last: tuple[Any, ...]
     try:
         last = DONE, _train(line, attempt, why, given)
     except Preempted as e:
@@ -63,9 +62,10 @@ def train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> None:
         line.send(FAIL, {"user": isinstance(e, UserError), "outage": isinstance(e, Outage), "why": str(e)})
         last = FAILED, one_line(e)
     except Exception as e:
-        if failure := count(out, command, e):
-            line.send(FAIL, failure)
-        last = FAILED, f"rank {os.environ['RANK']}: {type(e).__name__}: {one_line(e)}"
+        failure = report(e)
+        if isinstance(e, Futile):
+            line.send(FAIL, failure | {"why": one_line(e)})
+        last = FAILED, f"rank {os.environ['RANK']}: {failure['why']}", failure
     line.send(*last)
     line.wait_for(GO)  # the connections to the other ranks stay until these have ended too
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as td
 
 from eagleray.base.devices import is_accelerator
-from eagleray.base.errors import Preempted, Superseded
-from eagleray.cluster.failure import fail, failure_of
+from eagleray.base.errors import Outage, Preempted, Superseded, UserError
+from eagleray.cluster.failure import TIMES, count, fail, failure_of
 from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.resize import asked_to_save, note_saved
 from eagleray.cluster.spares import ENDED, Spare
+from eagleray.runs import layout
 
 log = logging.getLogger(__name__)
 PROCESS = "eagleray.cluster.rank_process:train"  # what is forked; imported in the process that waits alone
@@ -47,12 +48,16 @@ class Worker(Protocol):
     def fail(self, failure: dict[str, Any]) -> None:
         """Keep why no new attempt can mend the run."""
 
+    def count(self, failure: dict[str, Any]) -> bool:
+        """Count an error that has ended an attempt, and keep it if it came back too often. Returns whether it did."""
+
 
 class Ending(NamedTuple):
     """Says how this rank's part of an attempt ended: one of the last words of its process, and what belongs to it."""
 
     word: str
     value: Any = None
+    failure: dict[str, Any] | None = None  # what is kept of an error if the run fails by it
 
 
 class Supervisor:
@@ -77,19 +82,30 @@ class Supervisor:
                 raise Preempted(ending.value)
             if ending.word == SUPERSEDED:
                 raise Superseded(ending.value)
-            self._meet(attempt)
+            self._meet(attempt, "gone")
+            why = self.store.get(f"{attempt}/over").decode()
+            self._count(ending, why)
+            self._meet(attempt, "counted")
             if self.store.check([FAIL]):
                 return None
-            why = self.store.get(f"{attempt}/over").decode()
             log.warning("attempt %d is over: %s", attempt, why)
             brief = brief + 1 if time.monotonic() - began < BRIEF else 0
             time.sleep(pause(brief))
         raise AssertionError("unreachable")
 
-    def _meet(self, attempt: int) -> None:
-        """Wait until the processes of all ranks have gone, and what they have said is written down."""
-        self.store.add(f"{attempt}/gone", 1)
-        while self.store.add(f"{attempt}/gone", 0) < self.size:
+    def _count(self, ending: Ending, why: str) -> None:
+        """Count this rank's error if it has ended the attempt. Those of ranks that lost their connection to a process
+        that died do not count: a run on machines that come and go may lose many between two checkpoints."""
+        if ending.failure is None or ending.value != why or self.store.check([FAIL]):
+            return
+        if self.worker.count(ending.failure):
+            self.store.set(FAIL, str(self.rank))
+
+    def _meet(self, attempt: int, where: str) -> None:
+        """Wait until all ranks are there: when the processes of all have `gone`, and what they have said is written
+        down, and when an error is `counted`."""
+        self.store.add(f"{attempt}/{where}", 1)
+        while self.store.add(f"{attempt}/{where}", 0) < self.size:
             time.sleep(LOOK / 4)
 
 
@@ -147,7 +163,7 @@ class Following:
             self.worker.fail(values[0])
             self.store.set(FAIL, str(self.rank))
         elif word in (DONE, PREEMPTED, SUPERSEDED, FAILED) and self.kill_at > 0:  # it comes too late otherwise
-            self.last = Ending(word, values[0])
+            self.last = Ending(word, *values)
             if word == DONE:
                 self.store.add(self._key("done"), 1)
             elif word == FAILED:
@@ -172,7 +188,7 @@ class Following:
         if self.kill_at == NEVER:  # this explains the errors of ranks that have lost their connection to it
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
             self.store.set(self._key("over"), f"the process of rank {self.rank} was ended {how}")
-        return Ending(FAILED)
+        return self.last or Ending(FAILED)
 
     def _watch(self) -> None:
         """Look whether the process has to be ended, and whether the worker has something to tell it."""
@@ -221,6 +237,17 @@ class RayWorker:
 
     def fail(self, failure: dict[str, Any]) -> None:
         fail(self.out, self.command, failure)
+
+    def count(self, failure: dict[str, Any]) -> bool:
+        try:
+            times = count(self.out, self.command)
+        except (UserError, Outage, OSError) as e:
+            log.warning("%s: an error cannot be counted: %s", self.out, e)
+            return False
+        if times >= TIMES:
+            why = f"failed {times} times without progress: {failure['why']}; see {self.out}/{layout.LOG}"
+            self.fail(failure | {"why": why})
+        return times >= TIMES
 
 
 def cpus_per_gpu(node: Mapping[str, float], least: float) -> float:

@@ -229,13 +229,16 @@ def same_on_all(run: RankRun, decision: bool) -> bool:
 
 
 def open_quarantine(run: RankRun) -> Quarantine:
-    """Return the list of bad samples. It starts with those that were found when the data was indexed."""
+    """Return the list of bad samples. It starts with those that were found when the data was indexed and, on all
+    ranks, with those in the file of rank 0: only there is the file of a remote run fetched. Called by all ranks
+    together."""
     index = run.plan.index
     quarantine = Quarantine(
         run.folder.path / layout.QUARANTINE,
         samples=len(index) + len(index.bad),
         limit=run.plan.recipe.data.bad_limit,
     )
+    quarantine.bad = dist.from_rank_zero(lambda: quarantine.bad)
     quarantine.add(index.bad, write=run.world.rank == 0)
     return quarantine
 
