@@ -144,7 +144,8 @@ def test_colours_are_learnt() -> None:
             "corrupts 0 of the 1 patches of a view; expected at least one of at least two",
         ),
         ("views=[{size: 16, count: 2}]", "views: got 2, but mpp works with 1"),
-        ("backbone.options.patch_drop_rate=0.5", "expected a plain vision transformer of timm, whose patches"),
+        ("backbone.options.patch_drop_rate=0.5", "VisionTransformer cannot hide patches for mpp"),
+        ("backbone.options.global_pool=avg", "or has a layer after its pooling; expected a plain vision transformer"),
     ],
 )
 def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +154,9 @@ def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: py
 
 
 def test_other_backbones_and_more_channels_are_refused() -> None:
-    with pytest.raises(UserError, match=r"backbone.name: expected a plain vision transformer of timm, .* got ResNet"):
+    with pytest.raises(
+        UserError, match=r"backbone.name: ResNet cannot hide patches for mpp, or has a layer"
+    ):
         MPP(Backbone("resnet18"))
     with (
         pytest.raises(UserError, match=r"data.channels: 6 channels of 8 levels make too many colours for mpp"),

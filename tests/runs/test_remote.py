@@ -1,10 +1,12 @@
 """Runs that are kept in a store: whichever machine goes on, it finds all of them there."""
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +55,22 @@ def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Pat
     remote.write_note(out, "metrics.jsonl", "one\nother\n")  # another machine went on from before
     copy.fetch()
     assert file.read_text() == "one\nother\n"
+
+
+def test_processes_that_fetch_at_once_get_whole_files(
+    bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As those of an evaluation on one machine do."""
+    out = "s3://runs/run"
+    for name in layout.SUMMARY, layout.RECIPE, layout.LOG:
+        remote.write_note(out, name, name * 1000)
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.02), sync(file))[1])  # a slow disk
+    with ThreadPoolExecutor(8) as threads:
+        for fetched in [threads.submit(remote.Copy(out, tmp_path / "here").fetch) for _ in range(8)]:
+            fetched.result()
+    for name in layout.SUMMARY, layout.RECIPE, layout.LOG:
+        assert (tmp_path / "here" / name).read_text() == name * 1000
 
 
 @pytest.fixture
@@ -151,7 +169,7 @@ def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
         remote.write_note(out, name, name)
     remote.Copy(out, tmp_path / "here").fetch()
     found = {str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*") if p.is_file()}
-    assert found == {"train.log", "export/backbone.json"}
+    assert found == {"train.log", "export/backbone.json", remote.FETCH_LOCK}
 
 
 def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: str, monkeypatch: pytest.MonkeyPatch):

@@ -165,6 +165,16 @@ def test_without_labels_the_likeness_decides(source: Path, shards: Path, tmp_pat
     assert not watched().lost()
 
 
+def test_a_start_no_better_than_a_guess_cannot_be_lost(source: Path, shards: Path, tmp_path: Path):
+    name, overrides = given(source, shards, tmp_path / "out", "start.stop_below=0.9")
+    guard = StartGuard(open_plan(resolve_paths(recipes.load(name, overrides))))
+    guard.labels = torch.arange(320) % 100  # a guess is right once in a hundred times
+    for before, lost in (2.0, False), (20.0, True):
+        guard.scores, guard.seen, guard.told = {"start/knn": before}, (7, {"start/knn": 0.0}), False
+        assert bool(guard.lost()) == lost
+        assert bool(guard.findings()) == lost
+
+
 @pytest.mark.usefixtures("every_save")
 def test_a_frozen_backbone_stays_while_heads_are_warmed(source: Path, shards: Path, tmp_path: Path):
     """Ten steps are an epoch."""
@@ -182,9 +192,11 @@ def test_a_frozen_backbone_stays_while_heads_are_warmed(source: Path, shards: Pa
     assert "frozen encoder" not in {f["kind"] for f in read_lines(tmp_path / "out" / layout.HEALTH)}
 
 
-def measured(name: str, overrides: list[str]) -> dict[str, Any]:
+def measured(name: str, overrides: list[str], images: int | None = None) -> dict[str, Any]:
     plan = open_plan(resolve_paths(recipes.load(name, overrides)))
     guard, method = StartGuard(plan), build_method(plan.recipe)
+    if images:
+        guard.samples, guard.labelled = guard.samples[:images], False
     guard.measure(0, method.export, "fp32", THREADS)
     [(_, online)] = momentum_copies(method)
     with torch.no_grad():
@@ -200,6 +212,14 @@ def test_ranks_measure_what_one_process_measures(source: Path, shards: Path, tmp
         torch.testing.assert_close(each.pop("first"), one["first"])
         assert each == pytest.approx({k: v for k, v in one.items() if k != "first"}, rel=1e-4)
     assert one["start/cka"] < 1
+
+
+def test_a_rank_without_images_measures_with_the_others(source: Path, shards: Path, tmp_path: Path):
+    name, overrides = given(source, shards, tmp_path / "out")
+    one, first = measured(name, overrides, 2), "first"
+    for each in on_ranks(3, measured, tmp_path, name, overrides, 2):
+        torch.testing.assert_close(each.pop(first), one[first])
+        assert each == pytest.approx({k: v for k, v in one.items() if k != first}, rel=1e-4)
 
 
 @pytest.mark.parametrize(

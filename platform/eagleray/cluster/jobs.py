@@ -96,7 +96,8 @@ class Job:
         if self.state == "stopped":
             return f"{self.id}: stopped; submitting the same run again continues it"
         if self.state == "failed" and self.status is None:
-            return f"{self.id}: failed before the run began: {self.message}"
+            told = self.message or "Ray does not say why"
+            return f"{self.id}: failed without an exit status: {told}; submitting the same run again continues it"
         return f"{self.id}: {self.state}" + (f", exit status {self.exits}" if self.exits else "")
 
 

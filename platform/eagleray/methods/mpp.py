@@ -19,6 +19,7 @@ from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.masking import drops_patches
 from eagleray.models.packing import Hidden, maskable, take
 from eagleray.models.patch_colours import LEVELS, corrupt, mean_colours
 from eagleray.views.colours import colours
@@ -42,10 +43,10 @@ class MPP(Method):
         exchanged: Share = 0.1,  # share of the corrupted patches in whose place another patch stands; the rest stay
     ) -> None:
         super().__init__()
-        if not maskable(backbone.model):
+        if not (maskable(backbone.model) and drops_patches(backbone.model)):
             raise UserError(
-                "backbone.name: expected a plain vision transformer of timm, whose patches can be hidden, "
-                f"got {type(backbone.model).__name__}"
+                f"backbone.name: {type(backbone.model).__name__} cannot hide patches for mpp, or has a layer after its "
+                "pooling; expected a plain vision transformer of timm, such as vit_base_patch16_224"
             )
         if masked + exchanged > 1:
             raise UserError(f"method.masked={masked} method.exchanged={exchanged}: expected a sum of at most 1")

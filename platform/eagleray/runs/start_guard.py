@@ -49,6 +49,7 @@ class StartGuard:
             samples = labelled_samples(index) if self.labelled else np.arange(len(index))
             self.samples = subset(samples, count)
             self.labels = torch.from_numpy(index.label[self.samples])
+        self.read = False  # the images are there
         self.images: list[tuple[Tensor, Tensor]] = []  # of this rank: rows of its share, and pixels (b, 3, S, S)
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
         self.scores: dict[str, float] = {}  # at the start: of the evaluation, and the first measurement
@@ -92,8 +93,9 @@ class StartGuard:
         step; it is not called again for the same step. The first call says what the start is. Called by all ranks
         together. Raises UserError and Outage when the images cannot be read."""
         if self.seen[0] != step:
-            if not self.images:
+            if not self.read:  # on all ranks at once, also where the share of one has no image
                 dist.together(partial(self._read, reading))
+                self.read = True
             features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=1)  # of ruined weights
             fresh = self.first is None
             if fresh:
@@ -133,9 +135,12 @@ class StartGuard:
 
     def _below(self, share: float) -> bool:
         now, before = self.seen[1][self.key], self.scores[self.key]
+        if not self.labelled:
+            return now < share * before
         p = before / 100
-        noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5 if self.labelled else 0.0
-        return now < share * before - noise
+        noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
+        guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()  # by the shares of the classes
+        return before - noise > guess and now < share * before - noise
 
     def _text(self) -> str:
         now, before = self.seen[1][self.key], self.scores[self.key]
