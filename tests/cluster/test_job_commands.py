@@ -114,6 +114,7 @@ def test_a_sweep_travels_with_its_recipes(head: FakeHead, sweep: Path, tmp_path:
     [
         (["evaluate", "s3://bucket/run", "--train", "s3://b/train", "--workers", "4", "--k", "10"], "4 worker(s)"),
         (["evaluate", "timm:vit_tiny_patch16_224", "--out", "s3://b/eval", "--workers", "2"], "2 worker(s)"),
+        (["evaluate", "hf:timm/vit_tiny", "--out", "s3://b/eval", "--workers", "2"], "2 worker(s)"),
         (["prepare", "folder", "s3://bucket/photos", "s3://bucket/shards", "--dedup", "--size", "64"], "every CPU"),
         (["index", "s3://bucket/train-{000..127}.tar"], "each shard"),
     ],
@@ -172,6 +173,7 @@ def test_plugins_lie_where_the_command_looks_for_them(head: FakeHead, tmp_path: 
         (["evaluate", "s3://b/a", "--train", "s3://b/t"], "--workers: missing"),
         (["evaluate", "s3://b/a", "--workers", "4", "--gpus", "4"], "--gpus 4 and --workers: expected only one"),
         (["evaluate", "timm:vit_tiny_patch16_224", "--workers", "4"], "--out is missing"),
+        (["evaluate", "hf:timm/vit_tiny", "--workers", "4"], "--out is missing"),
         (["prepare", "folder", "photos", "s3://b/out"], "FROM=photos: a relative path"),
         (["prepare", "folder", "s3://b/in", "s3://b/out", "--workers", "0"], "--workers 0: expected at least one"),
         (["index", "shards/"], "URL=shards/: a relative path"),

@@ -154,9 +154,7 @@ def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: py
 
 
 def test_other_backbones_and_more_channels_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"backbone.name: ResNet cannot hide patches for mpp, or has a layer"
-    ):
+    with pytest.raises(UserError, match=r"backbone.name: ResNet cannot hide patches for mpp, or has a layer"):
         MPP(Backbone("resnet18"))
     with (
         pytest.raises(UserError, match=r"data.channels: 6 channels of 8 levels make too many colours for mpp"),

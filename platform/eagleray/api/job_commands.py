@@ -7,6 +7,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cluster import job_package
 from eagleray.cluster.job_package import JobPackage, check_place
+from eagleray.models.network import is_public
 
 RUNS = ("pretrain", "finetune")
 COMMANDS = (*RUNS, "tune", "evaluate", "prepare", "index")
@@ -97,7 +98,7 @@ def _evaluate(
 ) -> JobPackage:
     """An evaluation: of what the nodes can reach, on workers, as the head computes nothing."""
     [backbone] = names
-    stored = not backbone.startswith(("timm:", "untrained:"))
+    stored = not (backbone.startswith("untrained:") or is_public(backbone))
     if stored:
         check_place("backbone", backbone)
     out = str(options.get("--out") or (backbone if stored else ""))
