@@ -15,6 +15,7 @@ import pyarrow
 import pytest
 import webdataset
 from helpers import corrupt
+from helpers.bucket import CountingBucket
 from helpers.pictures import Member, encode, jpeg, picture, sample, write_shards, write_tar
 from pyarrow import parquet
 
@@ -59,7 +60,7 @@ MEMBERS: list[Member] = [
 KINDS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
-def opened(where: Path | str | list[str], spare: Path | None = None) -> Index:
+def opened(where: Path | str | list[str], spare: Path | str | None = None) -> Index:
     return open_index(where if isinstance(where, list) else str(where), spare, note=lambda _: None)
 
 
@@ -294,6 +295,19 @@ def test_where_nothing_can_be_written_the_index_is_kept_aside(readonly: Path, tm
     spy.reads.clear()
     assert equal(opened(readonly, spare), first)
     assert spy.reads == []
+
+
+def test_an_index_in_a_store_is_found_by_another_machine(
+    readonly: Path, tmp_path: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    first = opened(readonly, "s3://runs/run")
+    assert len(spy.scans) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    assert equal(opened(readonly, "s3://runs/run"), first)
+    assert len(spy.scans) == 2
+    assert {b.url for b in indexing.aside_in("s3://runs/run")} == {f.url for f in first.files}
 
 
 def test_an_index_beside_and_one_aside_complete_each_other(readonly: Path, tmp_path: Path, spy: Spy) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -10,22 +11,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers.bucket import CountingBucket
+from helpers.recipes import SMALL
 from helpers.runs import assert_same, start, weights
 from helpers.s3.server import Swift, store_of
 
 from eagleray.base import dist
 from eagleray.base.errors import Superseded, UserError
 from eagleray.base.files import read_lines
+from eagleray.data import index as indexing
 from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
+from eagleray.evaluation.extraction import Task
 from eagleray.runs import layout, lease, remote
+from eagleray.runs import recipe as recipes
+from eagleray.runs.plan import open_plan
 from eagleray.runs.restore import restore
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.storage import store
+from eagleray.storage.store import LocalStore
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +64,32 @@ def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Pat
     remote.write_note(out, "metrics.jsonl", "one\nother\n")  # another machine went on from before
     copy.fetch()
     assert file.read_text() == "one\nother\n"
+
+
+def test_an_index_that_cannot_lie_beside_the_shards_lies_in_the_store_of_the_run(
+    bucket: CountingBucket, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There each machine finds it that goes on, and each worker that evaluates."""
+    data, honest, scans = tmp_path / "data", LocalStore.put, list[str]()
+    shutil.copytree(shards / "train", data, ignore=shutil.ignore_patterns("index*"))
+
+    def put(self: LocalStore, url: str, source: Path, **how: Any) -> None:
+        if url.startswith(str(data)):
+            raise PermissionError(13, "Permission denied")
+        honest(self, url, source, **how)
+
+    scan = indexing.scan
+    monkeypatch.setattr(LocalStore, "put", put)
+    monkeypatch.setattr(indexing, "scan", lambda blob: [scans.append(blob.url), scan(blob)][1])
+    (tmp_path / "small.yaml").write_text(SMALL)
+    keys = [f"data.train={data}", "data.test=null", "out=s3://runs/run"]
+    images = len(open_plan(recipes.load(str(tmp_path / "small.yaml"), keys)).index)
+    assert len(scans) == len(list(data.glob("*.tar")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    plan = open_plan(recipes.load(str(tmp_path / "small.yaml"), keys))
+    task = Task("", None, str(data), np.arange(2), 16, 16, spare="s3://runs/run")
+    assert len(plan.index) == len(task.open()) == images
+    assert len(scans) == len(list(data.glob("*.tar")))
 
 
 def test_processes_that_fetch_at_once_get_whole_files(

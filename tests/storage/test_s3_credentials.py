@@ -169,6 +169,20 @@ def test_what_was_allowed_is_waited_for_in_folders_below_and_after_a_restart(ser
     assert not server.answers
 
 
+def test_what_an_earlier_process_only_read_is_not_waited_for_when_it_is_written(
+    server: Server, keys: object, tmp_path: Path
+) -> None:
+    """Such as an index beside shards that may be read alone: it has its place elsewhere."""
+    elsewhere = "s3://b/other/export/x"
+    store.expect_access("s3://b/other/", ("list", "read"))
+    server.answers = [(403, "AccessDenied")] * 2
+    assert bytes(store.store(elsewhere).read(elsewhere, 2, 3, patience=4)) == b"234"
+    server.answers = [(403, "AccessDenied")]
+    (tmp_path / "x").write_text("x")
+    with pytest.raises(OSError, match="AccessDenied"):
+        store.store(elsewhere).put(elsewhere, tmp_path / "x")
+
+
 def test_what_was_never_allowed_ends_at_once(server: Server, keys: object, tmp_path: Path) -> None:
     server.answers = [(403, "AccessDenied")]
     with pytest.raises(UserError, match="AccessDenied"):

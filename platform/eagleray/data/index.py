@@ -33,6 +33,9 @@ Tick = Callable[[int, int], None]  # shards done, shards in all
 ScanAll = Callable[[Sequence[Blob]], Iterable[tuple[Blob, pa.Table]]]  # reads tars, in any order
 THREADS = 8  # shards that are read at a time
 
+Spare = Path | str | None  # a folder or a URL
+ASIDE = "index-"  # the beginning of the name of an index that is not beside its shards
+
 
 def scan_shard(blob: Blob) -> tuple[Blob, pa.Table]:
     """Read a whole tar, and return the rows of its samples with it."""
@@ -182,7 +185,7 @@ def byte_range(rows: Rows) -> tuple[int, int]:
 
 def open_index(
     urls: Urls,
-    spare: Path | None = None,
+    spare: Spare = None,
     *,
     note: Note = print,
     patience: float = PATIENCE,
@@ -192,8 +195,8 @@ def open_index(
     """Open the index of some shards or of local folders of images, which are decoded as these `channels`.
 
     Shards and folders without an index are indexed first, which `note` is called to report. The index file is stored
-    beside the shards or, where nothing can be written there, in the folder `spare`. `scan_all` reads the tars. Raises
-    UserError when an indexed shard has changed or is missing, and when there is no usable image at all.
+    beside the shards or, where nothing can be written there, in `spare`. `scan_all` reads the tars. Raises UserError
+    when an indexed shard has changed or is missing, and when there is no usable image at all.
     """
     listed = list_data(urls, patience)
     known = dict(itertools.chain.from_iterable(_folders(listed, spare, note=note, scan_all=scan_all)))
@@ -288,7 +291,7 @@ ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
-    listed: Listing, spare: Path | None, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
+    listed: Listing, spare: Spare, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
 ) -> Iterator[ShardFiles]:
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""
@@ -334,9 +337,7 @@ def _split(urls: Sequence[str]) -> tuple[list[str], list[str]]:
     return tars, folders
 
 
-def _folder_of_images(
-    folder: str, spare: Path | None, *, note: Note, again: bool, tick: Tick | None
-) -> tuple[Blob, File]:
+def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tick | None) -> tuple[Blob, File]:
     """Return a folder of images as one shard, with the index file that has its rows.
 
     New images are indexed. Raises UserError when an indexed image is gone or has another size.
@@ -363,8 +364,13 @@ def _folder_of_images(
     return blob, file
 
 
-def _aside(folder: str, spare: Path | None) -> str | None:
-    return str(spare / f"index-{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet") if spare else None
+def _aside(folder: str, spare: Spare) -> str | None:
+    return f"{spare}/{ASIDE}{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet" if spare else None
+
+
+def aside_in(spare: str) -> list[Blob]:
+    """Return the indexes in a folder or below a URL of data beside which none could be stored."""
+    return [blob for blob in store.store(spare).list(f"{spare}/", ASIDE) if blob.url.endswith(".parquet")]
 
 
 def _rows(blob: Blob, known: dict[str, File]) -> pa.Table:

@@ -44,6 +44,11 @@ class Task:
     gpus: bool = False  # each worker has a GPU, and computes in bfloat16
     channels: Channels = ()  # as which the images are decoded
     bank: Bank = "fp32"  # the format in which features are kept
+    spare: str = ""  # folder or URL of an index that could not be written beside the shards
+
+    def open(self) -> Index:
+        """Return the index of the images."""
+        return open_index(self.url, self.spare or None, note=lambda _: None, channels=self.channels)
 
     @property
     def how(self) -> tuple[object, ...]:
@@ -123,7 +128,7 @@ def embedded(
 def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
     """Return the task's types of features of this rank's share of its images, from the cache of this machine or
     extracted now. Called by all ranks together."""
-    index = open_on_all(lambda: open_index(task.url, note=lambda _: None, channels=task.channels))
+    index = open_on_all(task.open)
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {task.backbone}: {', '.join(missing)} features")
@@ -135,7 +140,7 @@ def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledF
 
 def share(task: Task) -> Share:
     """Extract the features of one worker's share of the images, in a Ray task."""
-    return task.number, _extract(task, open_index(task.url, note=lambda _: None, channels=task.channels))
+    return task.number, _extract(task, task.open())
 
 
 def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:

@@ -44,6 +44,7 @@ class Job:
     gpus: bool  # each worker has a GPU
     shards: Mapping[str, str] = field(default_factory=dict)  # URLs of the images: train, test or both
     channels: Channels = ()  # as which their images are decoded
+    spare: str = ""  # folder or URL of an index that could not be written beside the shards
 
     def load(self, note: Note = lambda _: None) -> tuple[Backbone, list[Any]]:
         """Return the backbone on this worker's device, and the data that the protocol needs: folders of this machine,
@@ -51,7 +52,7 @@ class Job:
 
         Raises UserError when they cannot be read, or the weights are no longer those of the command."""
         backbone = load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
-        train, test = (_open(self.shards.get(name), self.channels) for name in ("train", "test"))
+        train, test = (self._open(self.shards.get(name)) for name in ("train", "test"))
         folders, data = iter(self.folders), list[Any]()
         for need in PROTOCOLS[self.protocol].needs:
             if need == "images":
@@ -63,10 +64,11 @@ class Job:
                 data.append(local_folder(next(folders), note))
         return backbone, data
 
-
-def _open(url: str | None, channels: Channels) -> Index | None:
-    """Open the index of the shards at a URL on all ranks together."""
-    return open_on_all(lambda: open_index(url, note=lambda _: None, channels=channels)) if url else None
+    def _open(self, url: str | None) -> Index | None:
+        """Open the index of the shards at a URL on all ranks together."""
+        if not url:
+            return None
+        return open_on_all(lambda: open_index(url, self.spare or None, note=lambda _: None, channels=self.channels))
 
 
 def measure_videos(

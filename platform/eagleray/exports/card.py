@@ -101,7 +101,7 @@ def training_set(source: Source) -> tuple[str, str]:
     cards: list[dict[str, Any]] = []
     digest = "unknown, as the training set could not be read when this was exported"
     with contextlib.suppress(UserError, Outage, OSError):
-        index = open_index(sources, source.folder, note=lambda _: None)
+        index = open_index(sources, source.out, note=lambda _: None)
         digest = (
             f"{data_digest(index, np.arange(len(index)))}, of the shards, checksums and labels of {len(index):,} images"
         )

@@ -22,7 +22,7 @@ from eagleray.engine.sharded import check_shardable
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.shuffle_bn import check_groups
-from eagleray.runs import fit, origin, remote
+from eagleray.runs import fit, origin
 from eagleray.runs.build import check_method, scaled_lr
 from eagleray.runs.recipe import TEACHER, Recipe, digest, needs_boxes
 from eagleray.storage import store
@@ -173,10 +173,12 @@ def open_plan(
 
     Raises UserError when the data is missing or does not fill a batch, and Outage when it cannot be read for `patience`
     seconds."""
-    data, folder = recipe.data, remote.work_dir(recipe.out)
+    data = recipe.data
     if any(source.selects for source in data.test or ()):
         raise UserError("data.test: where, weight, exclude and share are for data.train")
-    opening = partial(open_index, spare=folder, note=note, patience=patience, scan_all=scan_all, channels=data.channels)
+    # In the run's folder, whichever machine goes on: where nothing can be written beside the shards.
+    opening = partial(open_index, spare=recipe.out, note=note, patience=patience, scan_all=scan_all)
+    opening = partial(opening, channels=data.channels)
     sources = data.sources()
     try:
         index = open_on_all(partial(opening, sources))

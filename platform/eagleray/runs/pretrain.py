@@ -71,9 +71,9 @@ def pretrain(
     precision = Precision.of(recipe.precision, world.device)
     compiles(recipe.compile, world.device)  # before anything starts
     if world.why:  # an attempt before this one read the data and wrote the run, whose rights may just be renewed
-        data = [place for source in recipe.data.sources() for place in (source.url, store.parent(source.url))]
-        for url in (recipe.out, *data):
-            store.expect_access(url)
+        store.expect_access(recipe.out)
+        for url in (place for source in recipe.data.sources() for place in (source.url, store.parent(source.url))):
+            store.expect_access(url, ("list", "read"))  # an index may have its place elsewhere
     if not is_accelerator(world.device):
         keep_freed_memory()
     with (

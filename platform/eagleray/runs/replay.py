@@ -4,7 +4,6 @@ Samples, crops and random numbers are functions of the recipe, the data and the 
 data and the same arithmetic give the same bits.
 """
 
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,13 +21,14 @@ from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_over
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.data.index import aside_in
 from eagleray.data.loader import Loader, processes
 from eagleray.data.quarantine import BadSample
 from eagleray.engine import world as worlds
 from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs.build import optimizer_steps
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.origin import arithmetic
@@ -37,6 +37,7 @@ from eagleray.runs.pretrain import build_stateful, checkpoint_below, fit_micro_b
 from eagleray.runs.rank_run import Stateful
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_log import REPEATED, StepTable
+from eagleray.storage import store
 
 Note = Callable[[str], None]
 
@@ -92,8 +93,8 @@ def take(task: Task, note: Note) -> Taken:
 
 def open_data(recipe: Recipe, out: str, scratch: Path, note: Note) -> Plan:
     """Open the training data of a run in a folder of its own. Raises UserError and Outage."""
-    for index in remote.work_dir(out).glob("index-*.parquet"):  # of data beside which none could be stored
-        shutil.copy(index, scratch)
+    for index in aside_in(out):
+        (scratch / index.url.rpartition("/")[2]).write_bytes(store.store(out).get(index.url))
     return open_plan(replace(recipe, out=str(scratch), data=replace(recipe.data, test=None)), note=note)
 
 

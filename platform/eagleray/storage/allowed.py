@@ -1,5 +1,6 @@
 """Remembers what a store has allowed: what is refused later may pass, as when a role or a key is replaced."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 Right = Literal["list", "read", "write", "delete"]
@@ -17,9 +18,9 @@ class Allowed:
         """Remember that a file or a listing was not refused."""
         self._known.add((right, _folder(right, url)))
 
-    def add_folder(self, folder: str) -> None:
-        """Remember that an earlier process did everything in a folder."""
-        self._known |= {(right, folder.rstrip("/")) for right in RIGHTS}
+    def add_folder(self, folder: str, rights: Sequence[Right] = RIGHTS) -> None:
+        """Remember that an earlier process had these rights in a folder."""
+        self._known |= {(right, folder.rstrip("/")) for right in rights}
 
     def has(self, right: Right, url: str) -> bool:
         """Return whether the same was allowed in this folder or in one above it, short of the whole bucket."""

@@ -20,7 +20,7 @@ from braceexpand import braceexpand
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import durable_path, make_folder, sync_file, sync_folder
-from eagleray.storage.allowed import Allowed
+from eagleray.storage.allowed import RIGHTS, Allowed, Right
 from eagleray.storage.az import AzStore
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.gs import GsStore
@@ -254,9 +254,10 @@ def check_writable(url: str, key: str = "") -> None:
         raise read_only(f"{key}={url}" if key else url)
 
 
-def expect_access(url: str) -> None:
-    """Wait for refused requests below a folder as for other outages: an earlier process of the same run was there."""
-    store(url).allowed.add_folder(url)
+def expect_access(url: str, rights: Sequence[Right] = RIGHTS) -> None:
+    """Wait for refused requests below a folder as for other outages: an earlier process of the same run did the same
+    there."""
+    store(url).allowed.add_folder(url, rights)
 
 
 def is_remote(url: str) -> bool:
