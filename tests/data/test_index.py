@@ -307,7 +307,7 @@ def test_an_index_in_a_store_is_found_by_another_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert equal(opened(readonly, "s3://runs/run"), first)
     assert len(spy.scans) == 2
-    assert {b.url for b in indexing.aside_in("s3://runs/run")} == {f.url for f in first.files}
+    assert {b.url for b in index_file.aside_in("s3://runs/run")} == {f.url for f in first.files}
 
 
 def test_an_index_beside_and_one_aside_complete_each_other(readonly: Path, tmp_path: Path, spy: Spy) -> None:

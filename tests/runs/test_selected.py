@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.commands import refused
+from helpers.recipes import small_recipe
 from helpers.runs import FAST, arguments, assert_same, split, weights
 
 import eagleray
@@ -46,6 +47,18 @@ def test_a_stop_changes_nothing(small: Path, shards: Path, tmp_path: Path):
     api.pretrain(*given(small, shards, tmp_path / "all", "max_steps=1", choice='{url: "%s"}'))
     assert read_lines(tmp_path / "all" / "starts.jsonl")[0]["order"] != digests[0]
     assert whole.summary["steps"] == 14
+
+
+@pytest.mark.parametrize("method", ["instdisc", "pirl"])
+def test_methods_with_a_vector_for_each_image_take_whole_data_sets(
+    method: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (recipe := tmp_path / "small.yaml").write_text(small_recipe(method))
+    name, keys = given(recipe, shards, tmp_path / "out")
+    line = refused(capsys, "pretrain", name, *keys)
+    assert re.search(rf"data\.train: leaves out \d+ of 320 samples, but {method} has a vector for each", line)
+    weighted = '{url: "%s", weight: "1 + (label %% 3) / 2"}'
+    api.pretrain(*given(recipe, shards, tmp_path / "out", "max_steps=2", choice=weighted))
 
 
 def test_a_run_does_not_continue_with_another_table(

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import yaml
 from helpers.recipes import SMALL
 
 from eagleray import config
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, UserError
 from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.tracking import Tracking, tracking_of
 from eagleray.sweeps import plots, run
 from eagleray.sweeps.study import Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of, suggest
@@ -126,6 +128,8 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"objective": {"key": "classifier/top1"}}, "mocov3 trains no classifier"),
         ({"objective": {"key": "labelfree"}}, "did you mean 'label_free'?"),
         ({"objective": {"mode": "most"}}, "'max' or 'min'"),
+        ({"objective": {"key": "loss"}}, "objective.mode=max: lower loss is better; expected min"),
+        ({"objective": {"key": "monitor/knn", "mode": "min"}}, "mode=min: higher monitor/knn is better; expected max"),
         ({"trails": 3}, "trails: unknown key; did you mean 'trials'?"),
     ],
 )
@@ -209,6 +213,35 @@ def test_the_best_is_one_that_took_all_its_steps(study: Study):
     again = recipes.load(str(path))
     assert again.optim.lr.value == best["values"]["optim.lr.value"]
     assert again.out == str(study.folder / "best")
+
+
+def test_fewer_trials_than_are_done_leave_none(study: Study, tmp_path: Path):
+    fill(study)
+    assert Study(load(write(tmp_path, trials=4)), study.folder).open_trials() == 0
+
+
+def test_what_mlflow_did_not_hear_at_the_end_is_sent_by_the_same_command(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fill(study)
+    begin(study)
+    tracking, sent, away = replace(tracking_of(study.folder), parent="p"), [], [True]
+
+    def finish(tracking: Tracking, run: str, status: str, numbers: dict[str, float], files: list[Path]) -> None:
+        if away:
+            away.pop()
+            raise Outage("no answer")
+        sent.append((run, status, numbers["best"]))
+
+    def again() -> None:
+        run.tune(str(tmp_path / "sweep.yaml"), ["sweep.trials=6", f"out={study.folder}"], most=None, resume=True)
+
+    write(tmp_path, trials=6)
+    monkeypatch.setattr(run, "parent", lambda study: tracking)
+    monkeypatch.setattr(run.mlflow_requests, "finish", finish)
+    for _ in range(3):
+        again()
+    assert sent == [("p", "FINISHED", 15.0)]  # once
 
 
 def test_the_table_has_every_trial_once(study: Study):

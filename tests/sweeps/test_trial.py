@@ -6,7 +6,7 @@ import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from helpers.sweeps import through, trial_settings, wait_until
@@ -88,6 +88,39 @@ def test_a_trial_with_the_settings_of_another_goes_on_from_its_weights_in_a_fold
     assert line == {"step": 4, "from": "000", "values": {"optim.lr.value": 2e-3}}
     assert [p.stem for p in (tmp_path / "001" / "checkpoints").glob("*.pt")] == ["step-000000004"]
     assert second.tracking.name == "sweep-001"
+
+
+def test_a_trial_takes_over_what_another_was_when_it_was_compared(shards: Path, tmp_path: Path):
+    """The other one may have gone on before there was room for this one."""
+    settings = trial_settings(shards, tmp_path, str(tmp_path), {"optim.lr.value": 0.1})
+    donor = Trial("000", settings, Tracking("none"))
+    assert donor.saved() == 0
+    method = pretrain.build_method(donor.recipe)
+    optimizer = pretrain.build_optimizer(donor.recipe, method)
+    for step in (4, 8):
+        state = {"step": step, "method": method.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(f"{donor.out}/{layout.CHECKPOINTS}", step, state, keep=2)
+    assert donor.saved() == 8
+    for name, at, taken in ("001", 4, 4), ("002", None, 8), ("003", 2, 8):  # that of step 2 is not kept
+        trial = Trial(name, settings, Tracking("none"))
+        trial.adopt(donor.out, at)
+        assert trial.saved() == taken
+
+
+def test_values_that_an_exchange_has_changed_are_noted_before_the_trial_goes_on(tmp_path: Path):
+    """A checkpoint with them is saved then, which a sweep that was killed continues from."""
+    study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    study.rows = {"000": {"id": "000", "alternative": "", "state": "waiting", "values": {"optim.lr.value": 0.1}}}
+    journal = ray_tune.journal(LocalState(study, threading.Event(), None))
+
+    class Cloned:
+        config: ClassVar = {"row": {"values": {"optim.lr.value": 0.2}}}
+
+        def __str__(self) -> str:
+            return "000"
+
+    journal.on_trial_start(0, [], Cloned())
+    assert Study(study.sweep, tmp_path).rows["000"]["values"] == {"optim.lr.value": 0.2}
 
 
 def test_a_trial_that_goes_on_from_another_keeps_the_settings_of_its_own_optimiser(shards: Path, tmp_path: Path):

@@ -63,10 +63,11 @@ def export(
     """Write a run's or a checkpoint's backbone as files that the library `to` loads, and return what it loads: the file
     or, of timm-hub and transformers, the folder. docs/export.md describes the files.
 
-    They are written into the folder `destination`, by default the run's `export/`, or `export/TO` for any library but
-    timm. They count only after a fresh process, with that library alone, has loaded them and got the same features of
-    ten photographs. `what` names an encoder of the method, such as `student`, instead of the one that is evaluated.
-    With `heads` another file, for `start.from` alone, has what else the method holds: heads, centres, queues.
+    They are written into the folder `destination`, by default the run's `export/`, or a folder in it for any library
+    but timm, for another encoder and for a checkpoint, such as `export/onnx` and `export/student-step-100`. They count
+    only after a fresh process, with that library alone, has loaded them and got the same features of ten photographs.
+    `what` names an encoder of the method, such as `student`, instead of the one that is evaluated. With `heads` another
+    file, for `start.from` alone, has what else the method holds: heads, centres, queues.
 
     Raises UserError when the outputs differ, or the library cannot build this network.
 
@@ -101,5 +102,6 @@ def write(
         raise UserError(f"--heads: not with --to {to}; start.from reads them from an export for timm")
     loading.use(plugins)
     found = load_source(absolute(os.fspath(source).rstrip("/")), what)
-    own = found.folder / "export" if to == "timm" else found.folder / "export" / to
-    return write_export(found, to, Path(destination or own), with_heads=heads)
+    step = f"step-{found.step}" if found.step is not None else ""
+    kind = "-".join(part for part in ("" if to == "timm" else to, what, step) if part)
+    return write_export(found, to, Path(destination or found.folder / "export" / kind), with_heads=heads)

@@ -5,6 +5,7 @@ single process each operation returns its input.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,20 @@ from torch import Tensor
 from eagleray.base.errors import Outage, UserError
 
 T = TypeVar("T")
+_limit: timedelta | None = None  # that a rank waits for the others in the groups of this process; None: PyTorch's
+
+
+def form_group(device: torch.device, limit: timedelta, **where: Any) -> None:
+    """Form the process group of this process, in which a rank waits for the others until the limit."""
+    global _limit  # as the group itself is one for the process
+    _limit = limit
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit, **where)
+
+
+def host_group() -> Any:
+    """Return a new group of all ranks for data on the host, with the limit of the group that there is. Called by all
+    ranks together."""
+    return dist.new_group(backend="gloo", timeout=_limit)
 
 
 def size() -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as td
 
 from eagleray import config
+from eagleray.base import dist
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import Futile, Outage, Preempted, Superseded, UserError, one_line
 from eagleray.cluster.failure import report
@@ -90,10 +91,5 @@ def form_group(device: torch.device, attempt: int, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = td.PrefixStore(f"{attempt}/group", td.TCPStore(*address, is_master=False, timeout=limit))
-    td.init_process_group(
-        td.get_default_backend_for_device(device),
-        store=store,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=limit,
-    )
+    where = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.form_group(device, limit, store=store, **where)

@@ -1,12 +1,10 @@
 """Indexes shards: reads every tar once and stores where its samples are, in one file per folder of shards."""
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
 from eagleray.data.index_faults import unusable
-from eagleray.data.index_file import NAME, SCHEMA, File, Tables, load, name
+from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
@@ -32,9 +30,6 @@ Note = Callable[[str], None]
 Tick = Callable[[int, int], None]  # shards done, shards in all
 ScanAll = Callable[[Sequence[Blob]], Iterable[tuple[Blob, pa.Table]]]  # reads tars, in any order
 THREADS = 8  # shards that are read at a time
-
-Spare = Path | str | None  # a folder or a URL
-ASIDE = "index-"  # the beginning of the name of an index that is not beside its shards
 
 
 def scan_shard(blob: Blob) -> tuple[Blob, pa.Table]:
@@ -291,7 +286,13 @@ ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
-    listed: Listing, spare: Spare, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
+    listed: Listing,
+    spare: Spare,
+    *,
+    note: Note,
+    again: bool = False,
+    tick: Tick | None = None,
+    scan_all: ScanAll,
 ) -> Iterator[ShardFiles]:
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""
@@ -303,7 +304,7 @@ def _folders(
         with ThreadPoolExecutor(THREADS) as pool:  # a local file is opened for its tag
             mine = list(pool.map(lambda b: replace(b, tag=store.store(b.url).tag(b)), group))
         beside = f"{folder}/{NAME}"
-        aside = _aside(folder, spare)
+        aside = index_file.aside(folder, spare)
         known = (load(aside, again) if aside else {}) | load(beside, again)
         names = {name(b) for b in mine}
         gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in globs)}
@@ -342,7 +343,7 @@ def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tic
 
     New images are indexed. Raises UserError when an indexed image is gone or has another size.
     """
-    beside, aside = f"{folder}/{NAME}", _aside(folder, spare)
+    beside, aside = f"{folder}/{NAME}", index_file.aside(folder, spare)
     listing = image_folder.list_images(folder)
     blob = image_folder.blob_of(folder, listing)
     known = (load(aside, again) if aside else {}) | load(beside, again)
@@ -362,15 +363,6 @@ def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tic
     if shard.size != blob.size or shard.usable + shard.bad != len(listing.sizes):
         raise file.damaged(f"{shard.usable + shard.bad} images of {shard.size} bytes")
     return blob, file
-
-
-def _aside(folder: str, spare: Spare) -> str | None:
-    return f"{spare}/{ASIDE}{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet" if spare else None
-
-
-def aside_in(spare: str) -> list[Blob]:
-    """Return the indexes in a folder or below a URL of data beside which none could be stored."""
-    return [blob for blob in store.store(spare).list(f"{spare}/", ASIDE) if blob.url.endswith(".parquet")]
 
 
 def _rows(blob: Blob, known: dict[str, File]) -> pa.Table:

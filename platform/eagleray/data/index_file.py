@@ -37,6 +37,8 @@ PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "D
 
 
 Tables = Iterable[tuple[Blob, pa.Table]]
+Spare = Path | str | None  # a folder or a URL for indexes beside whose shards nothing can be written
+ASIDE = "index-"  # the beginning of their names
 
 
 def table_of(rows: Iterable[Row]) -> pa.Table:
@@ -133,6 +135,16 @@ def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
 def name(blob: Blob) -> str:
     """Return the file name of a shard."""
     return blob.url.rpartition("/")[2]
+
+
+def aside(folder: str, spare: Spare) -> str | None:
+    """Return the place in `spare` for the index of a folder."""
+    return f"{spare}/{ASIDE}{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet" if spare else None
+
+
+def aside_in(spare: str) -> list[Blob]:
+    """Return the indexes in a folder or below a URL of data beside which none could be stored."""
+    return [blob for blob in store.store(spare).list(f"{spare}/", ASIDE) if blob.url.endswith(".parquet")]
 
 
 def load(url: str, again: bool) -> dict[str, File]:

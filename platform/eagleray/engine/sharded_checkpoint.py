@@ -69,7 +69,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, settle: Callable[[Path], dict[str, Any]], *, scratch: bool) -> None:
         self.folder, self.settle, self.scratch = folder, settle, scratch
-        self.group: Any = td.new_group(backend="gloo")  # its own: it is used while the training step uses the others
+        self.group: Any = dist.host_group()  # its own: it is used while the training step uses the others
         self._thread: threading.Thread | None = None
         self._ruined: list[str] = []  # tensors of the rows on their way that hold a NaN
 

@@ -26,7 +26,7 @@ class World:
         """`cpus` are those of this rank; None: this machine's."""
         self.device, self.cpus = device, cpus or devices.cpus()
         self.rank, self.size = dist.rank(), dist.size()
-        self._control: Any = td.new_group(backend="gloo") if self.size > 1 and devices.is_accelerator(device) else None
+        self._control: Any = dist.host_group() if self.size > 1 and devices.is_accelerator(device) else None
 
     def synchronise(self, module: nn.Module) -> nn.Module:
         """Turn the batch norms of a module, in place, into ones over all ranks."""

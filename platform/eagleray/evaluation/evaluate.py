@@ -269,7 +269,7 @@ class Evaluation:
             architecture, gpus, urls = self.request.architecture, self.request.gpus, tuple(copies.values())
             one, shards = self.target, {k: v for k, v in self.request.data(protocol).items() if k in ("train", "test")}
             what = (one.name, architecture, one.digest, name, urls, arguments, gpus, shards)
-            job = on_workers.Job(*what, one.channels, self.spare)
+            job = on_workers.Job(*what, one.channels, store.absolute(self.report.folder))
             extra["elsewhere"] = partial(on_workers.measure_videos, job, workers)
             if "elsewhere" not in protocol.parameters:
                 run = partial(on_workers.run_on_ranks, job, workers if protocol.ranks else 1, **extra)
@@ -297,7 +297,8 @@ class Evaluation:
         extraction |= {"bank": bank} if bank != "fp32" else {}
         common: dict[str, Any] = {"size": size, "resize": resize, "gpus": self.request.gpus, "bank": bank}
         common |= {"backbone": self.target.name, "digest": self.target.digest}
-        common |= {"architecture": self.request.architecture, "channels": self.target.channels, "spare": self.spare}
+        common |= {"architecture": self.request.architecture, "channels": self.target.channels}
+        common["spare"] = store.absolute(self.report.folder)
         if self.request.workers and not protocol.ranks:
             self.note(f"{name}: the workers extract its features, and this process computes the rest")
         if "suite" in protocol.needs:
@@ -367,16 +368,11 @@ class Evaluation:
         """The index of the images for protocols without labels."""
         return self.open(self.request.test or self.request.train or "")
 
-    @property
-    def spare(self) -> str:
-        """The place of indexes that cannot be written beside the shards: the folder of results."""
-        return self.report.folder or "."
-
     def open(self, url: str) -> Index:
         """Open the index of the shards at a URL.
 
         If the index cannot be written beside the shards, it is written to the folder of results."""
-        return open_index(url, self.spare, note=self.note, channels=self.target.channels)
+        return open_index(url, self.report.folder, note=self.note, channels=self.target.channels)
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:

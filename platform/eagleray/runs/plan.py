@@ -113,6 +113,13 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_al
     index, test = plan.index, plan.test
     if queue := fit.long_queue(recipe, plan.stream.samples_per_epoch):
         note(queue)
+    chosen = plan.stream.selection
+    if chosen and chosen.kept < len(chosen.weight) and type(method).allocate is not Method.allocate:
+        raise UserError(
+            f"data.train: leaves out {len(chosen.weight) - chosen.kept:,} of {len(chosen.weight):,} samples, but "
+            f"{recipe.method.name} has a vector for each and would compare with those that are never read; expected "
+            "shards of the chosen ones: eagleray prepare webdataset --where"
+        )
     if method.classes is not None:
         labels.check_labels("data.train", index, method.classes, every=True)
         if test:

@@ -21,7 +21,7 @@ from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_over
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.data.index import aside_in
+from eagleray.data.index_file import aside_in
 from eagleray.data.loader import Loader, processes
 from eagleray.data.quarantine import BadSample
 from eagleray.engine import world as worlds

@@ -206,7 +206,8 @@ def journal(local: LocalState) -> Any:
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = local.study.rows[str(trial)]
             begun = row.get("starts", 0)  # rows of older sweeps lack it
-            local.study.set(row["id"], state="running", starts=begun + 1)
+            values = dict(trial.config["row"]["values"])  # PBT changes them, and a checkpoint with them is saved first
+            local.study.set(row["id"], state="running", starts=begun + 1, values=values)
             local.study.note(f"trial {row['id']} {'continues' if begun else 'starts'}: {words(row)}")
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
@@ -274,17 +275,18 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             self.pretraining.end()
 
         def save_checkpoint(self, folder: str) -> None:
-            """Stop the run, which saves its own checkpoint, and write down which trial it was. Tune holds no
-            weights."""
+            """Stop the run, which saves its own checkpoint, and write down which trial it was and at which step. Tune
+            holds no weights."""
             self.pretraining.end()
-            mark = {"out": self.pretraining.out, "percent": self.pretraining.reported}
+            own = self.pretraining
+            mark = {"out": own.out, "percent": own.reported, "step": own.saved()}
             (Path(folder) / "mark.json").write_text(json.dumps(mark))
 
         def load_checkpoint(self, folder: Any) -> None:
             mark = json.loads((Path(folder) / "mark.json").read_text())
             self.pretraining.reported = mark["percent"]  # what is before it has been told
             if mark["out"] != self.pretraining.out:
-                self.pretraining.adopt(mark["out"])
+                self.pretraining.adopt(mark["out"], mark.get("step"))  # older sweeps did not note it
 
     trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
     trial.__qualname__ = "Trial"  # what processes and Ray's pages show

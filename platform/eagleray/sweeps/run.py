@@ -20,7 +20,7 @@ from eagleray.runs import layout, metrics, mlflow_requests, remote
 from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
-from eagleray.runs.tracking import Tracking, read_note, reserve, tracking_of
+from eagleray.runs.tracking import Tracking, read_note, reserve, tracking_of, write_note
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 from eagleray.sweeps import plots
@@ -55,7 +55,8 @@ def tune(
         begin(study)
         if not study.open_trials():
             out.print(f"done already: all {count_trials(sweep)} trials in {folder} have ended", markup=False)
-            return end(study, None, done=True)
+            told = read_note(study.folder / layout.MLFLOW, tracking_of(study.folder).uri).get("ended") == "FINISHED"
+            return end(study, None if told else parent(study), done=True)
         files.write_atomic(study.folder / layout.ENVIRONMENT, json.dumps(environment(), indent=1))
         study.wait_again()
         return conduct(study, most)
@@ -108,6 +109,7 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
         numbers |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
         try:
             mlflow_requests.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", numbers, written)
+            note_ended(study, tracking, "FINISHED" if done else "")
         except Exception as e:
             out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
     if best and study.sweep.register:
@@ -147,11 +149,19 @@ def parent(study: Study) -> Tracking:
         reserve(tracking, study.folder / layout.MLFLOW)
         study.upload()
         own = mlflow_requests.parent_run(tracking, study.folder / layout.MLFLOW, study.name, params)
+        note_ended(study, tracking, "")
         study.upload()
         return replace(tracking, parent=own)
     except Exception as e:
         out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
         return tracking
+
+
+def note_ended(study: Study, tracking: Tracking, status: str) -> None:
+    """Note that MLflow knows how the sweep ended, or with an empty status that it goes on."""
+    note = study.folder / layout.MLFLOW
+    fields = {k: v for k, v in read_note(note, tracking.uri).items() if k != "ended"}
+    write_note(note, tracking.uri, fields | ({"ended": status} if status else {}))
 
 
 def check_begun(study: Study, resume: bool) -> None:
@@ -171,6 +181,9 @@ def check_objective(sweep: Sweep) -> None:
     where = f"objective.key={key}"
     if key not in (*OBJECTIVES, LABEL_FREE):
         raise UserError(f"{where}: not a metric that runs report{config.nearest(key, [*OBJECTIVES, LABEL_FREE])}")
+    better, mode = METRICS[key].better if key in METRICS else "", {"higher": "max", "lower": "min"}
+    if sweep.objective.mode != mode.get(better, sweep.objective.mode):
+        raise UserError(f"objective.mode={sweep.objective.mode}: {better} {key} is better; expected {mode[better]}")
     early = sweep.scheduler != "none"
     if early and key in FINAL:
         raise UserError(f"{where}: measured only at the end of a trial: expected scheduler=none, not {sweep.scheduler}")

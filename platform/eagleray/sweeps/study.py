@@ -114,9 +114,9 @@ class Study:
         files.write_atomic(self.folder / ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
-        """Return the number of trials that are not done."""
+        """Return the number of trials that are not done; 0 also where the sweep has fewer now than were done."""
         with self.lock:
-            return count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values())
+            return max(count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values()), 0)
 
     def busy(self) -> int:
         """Return the number of trials that this process has begun and that are not done."""

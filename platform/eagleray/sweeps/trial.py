@@ -19,6 +19,7 @@ from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster import ray_train
 from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
+from eagleray.engine.checkpoint_names import stem, step_of
 from eagleray.runs import layout, pretrain, remote, run_dir
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer
@@ -155,9 +156,18 @@ class Trial:
         free_resources(self.out)
         free_memory()
 
-    def adopt(self, donor: str) -> None:
-        """Continue from the newest checkpoint of the trial in the folder `donor`, with this trial's own values."""
-        state = checkpoint.newest(*checkpoints(donor))
+    def saved(self) -> int:
+        """Return the step of this trial's newest checkpoint; 0 without one."""
+        return max((step_of(name) for name in checkpoint.manifests(checkpoints(self.out)[0])), default=0)
+
+    def adopt(self, donor: str, step: int | None = None) -> None:
+        """Continue from the checkpoint of the trial in the folder `donor`, with this trial's own values: from the
+        newest one up to this step, as the donor may have gone on since, or else from the newest."""
+        url, scratch = checkpoints(donor)
+        listed = checkpoint.listing(url)
+        early = {file: blob for file, blob in listed.blobs.items() if step is None or step_of(stem(file)) <= step}
+        state = checkpoint.newest(url, scratch, listed=listed._replace(blobs=early))
+        state = state or checkpoint.newest(url, scratch, listed=listed)
         if state is None:
             return
         state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}

@@ -1,0 +1,33 @@
+"""An export of something else than the run's own backbone does not take its place."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eagleray.api import export as api
+from eagleray.exports import source
+from eagleray.exports import write as exporting
+
+
+@pytest.mark.parametrize(
+    ("to", "what", "step", "place"),
+    [
+        ("timm", None, None, "export"),
+        ("onnx", None, None, "export/onnx"),
+        ("timm", "student", None, "export/student"),
+        ("timm", None, 100, "export/step-100"),
+        ("onnx", "student", 100, "export/onnx-student-step-100"),
+    ],
+)
+def test_each_kind_has_a_place_of_its_own(
+    to: str, what: str | None, step: int | None, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def written(found: Any, to: str, folder: Path, **more: Any) -> Any:
+        return SimpleNamespace(folder=folder)
+
+    monkeypatch.setattr(source, "load_source", lambda *_: SimpleNamespace(folder=tmp_path, step=step))
+    monkeypatch.setattr(exporting, "write", written)
+    assert api.write("run", to=to, what=what).folder == tmp_path / place
+    assert api.write("run", tmp_path / "mine", to=to, what=what).folder == tmp_path / "mine"
