@@ -15,10 +15,10 @@ from helpers.runs import FAST, arguments, assert_same, split, start, wait_for_st
 from torch import Tensor
 
 from eagleray.api.pretrain import pretrain
-from eagleray.base.errors import Outage, UserError
+from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
-from eagleray.runs.pretrain import load_checkpoint
+from eagleray.runs.pretrain import first_problem, load_checkpoint
 from eagleray.runs.rank_run import Stateful
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.retry import Transient, call_with_retries
@@ -365,3 +365,11 @@ def test_an_artifact_that_cannot_be_sent_does_not_hold_up_the_end(tmp_path: Path
     assert not history.thread.is_alive()
     [run] = MlflowClient(history.uri).search_runs(["1"])
     assert run.info.status == "FINISHED"
+
+
+def test_a_save_that_fails_while_a_machine_is_taken_away_costs_steps_and_not_the_run():
+    away, full, own = Outage("s3://b: no answer"), UserError("full"), Preempted("a machine goes")
+    assert first_problem([None, away], own) is own
+    assert first_problem([away, full], own) is full
+    assert first_problem([None, away], None) is away
+    assert first_problem([None], None) is None

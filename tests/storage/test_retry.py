@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,6 +45,21 @@ def failing(times: int) -> tuple[list[int], object]:
         return 7
 
     return made, attempt
+
+
+def test_a_start_waits_longer_than_its_requests_say(clock: Clock) -> None:
+    def seconds(patience: float) -> float:
+        began = clock.now
+        with pytest.raises(Outage):
+            call_with_retries("s3://b", failing(10**6)[1], patience=patience)  # type: ignore[arg-type]
+        return clock.now - began
+
+    with retry.at_least(100):
+        assert 80 < seconds(10) <= 100
+        assert seconds(300) > 200
+        with ThreadPoolExecutor(1) as other:  # of another thread, such as that of MLflow
+            assert other.submit(seconds, 10).result() <= 10
+    assert seconds(10) <= 10
 
 
 def test_it_is_tried_until_it_works_with_growing_pauses_that_differ(clock: Clock) -> None:

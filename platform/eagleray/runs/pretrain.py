@@ -1,9 +1,10 @@
 """Pretrain a recipe on one rank: join data, method, optimiser, checkpoints, tracking and evaluation."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from eagleray import config
 from eagleray.base import dist, shards
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.config import yaml_text
 from eagleray.config.schedule import Progress
 from eagleray.data.loader import Loader, processes
@@ -52,6 +53,7 @@ from eagleray.runs.step_log import StepLog
 from eagleray.runs.teacher import teach
 from eagleray.runs.tracking import Tracking
 from eagleray.storage import store
+from eagleray.storage.retry import at_least
 from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,11 @@ def pretrain(
             store.expect_access(url, ("list", "read"))  # an index may have its place elsewhere
     if not is_accelerator(world.device):
         keep_freed_memory()
+    starting = contextlib.ExitStack()
+    if world.spot:  # what is wrong with the recipe or the data, the command has said before there were ranks
+        starting.enter_context(at_least(60 * recipe.data.patience))
     with (
+        starting,
         numerics(precision, deterministic=recipe.deterministic),
         RunDir(recipe, world.rank, tracking, command=command, stop=stop) as folder,
     ):
@@ -91,6 +97,7 @@ def pretrain(
         state = load_checkpoint(state, stateful, first)
         about = plan.origin | arithmetic(recipe, world.device)
         step = folder.begin(state["step"], world.size, data_inputs(plan), resumes=resumes, **about)
+        starting.close()
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
         folder.callbacks("start", step)
@@ -188,12 +195,23 @@ def train(run: RankRun, start: int) -> int:
         write_record(run, step_log, plan.at(step - 1), evaluation=False)
     if cadence.saved_step < step and not lost:
         save_checkpoint(run, step)
-    for problem in (*dist.gather_objects(folder.settle()), step_log.problem):
-        if problem:  # a rank that ends takes the others with it
-            raise problem
+    if problem := first_problem(dist.gather_objects(folder.settle()), step_log.problem):
+        raise problem
     if lost:
         raise UserError(lost)
     return step
+
+
+def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> Exception | None:
+    """Return why the run ends, from the ranks' errors of `saving` and from what has ended the steps: a rank that ends
+    takes the others with it. On a machine that is about to be taken away a store that does not answer costs the steps
+    since the last checkpoint, and not the run."""
+    for problem in saving:
+        if isinstance(own, Preempted) and isinstance(problem, Outage):
+            log.warning("the last steps are not saved: %s", problem)
+        elif problem:
+            return problem
+    return own
 
 
 def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:

@@ -1,10 +1,12 @@
 """Repeats requests that fail temporarily: throttling, resets, stalls, a server that restarts."""
 
+import contextlib
 import itertools
 import logging
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from eagleray.base.errors import Outage
@@ -17,6 +19,20 @@ QUIET = 5.0  # seconds before the first warning
 _random = random.SystemRandom()  # has no state, which loader processes would share: they are forked, and seeded equally
 
 
+_least = threading.local()
+
+
+@contextlib.contextmanager
+def at_least(patience: float) -> Iterator[None]:
+    """Repeat requests of this thread for so many seconds at least while the block runs: where nobody waits for an
+    error, and one would end what has taken hours."""
+    _least.patience = patience
+    try:
+        yield
+    finally:
+        _least.patience = 0.0
+
+
 class Transient(Exception):
     """A failure that may be temporary, with its reason in one line."""
 
@@ -25,8 +41,9 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
     """Call `attempt` until it does not raise Transient, and return its result.
 
     The pauses between calls double and vary at random, so that readers that failed together do not retry together.
-    Raises Outage after `patience` seconds.
+    Raises Outage after `patience` seconds, or after those of `at_least` if these are more.
     """
+    patience = max(patience, getattr(_least, "patience", 0.0))
     began = warned = time.monotonic()
     for number in itertools.count():
         try:
