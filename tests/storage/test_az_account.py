@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 from helpers.clouds import ACCOUNT, KEY, Cloud, point_at
+from helpers.processes import free_port
 
 from eagleray.base.errors import UserError
 from eagleray.storage import az_account, store
 from eagleray.storage.az_account import Account, read_account
+from eagleray.storage.retry import Transient
 
 HOST = f"https://{ACCOUNT}.blob.core.windows.net"
 
@@ -106,6 +108,14 @@ def test_a_managed_identity_gives_a_token(monkeypatch: pytest.MonkeyPatch) -> No
         store.put_bytes("az://data/x", b"abc")
         assert store.store("az://").get("az://data/x") == b"abc"
         assert cloud.tokens == 1
+
+
+def test_an_identity_that_does_not_answer_makes_nobody_anonymous(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("azure.identity")
+    monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{free_port()}/identity")
+    monkeypatch.setenv("IDENTITY_HEADER", "header")
+    with pytest.raises(Transient):
+        az_account.find_token()
 
 
 def test_without_credentials_a_request_is_anonymous_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ SCOPE = "https://storage.azure.com/.default"
 CONTENT = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
 CONDITIONS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
 MARGIN = 300  # seconds before a token ends in which a new one is asked for
+# Variables that name a service or a file with an identity: with one of them a machine is not anonymous.
+IDENTITIES = ("IDENTITY_ENDPOINT", "MSI_ENDPOINT", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def find_token() -> Callable[[], str] | None:
 
     try:
         token()
-    except ClientAuthenticationError:
+    except ClientAuthenticationError as e:  # which azure-identity raises for a service that does not answer, too
+        if any(os.environ.get(name) for name in IDENTITIES):
+            raise Transient(one_line(e)) from None
         return None
     except AzureError as e:
         raise Transient(one_line(e)) from None
