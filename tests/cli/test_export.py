@@ -75,7 +75,7 @@ def test_a_run_starts_from_an_export(run: Path, shards: Path, tmp_path: Path):
 def test_exports_are_listed_with_the_line_that_loads_them(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(write, "compare", lambda *_, **__: Difference(0, 0, 0))
     shown = command("export", str(run), "--to", "timm-hub", "--what", "student").replace("\n", "")
-    folder = run / "export" / "timm-hub"
+    folder = run / "export" / "timm-hub-student"
     assert f"timm.create_model('local-dir:{folder}', pretrained=True)" in shown
     assert str(folder / "model.safetensors") in shown
     card = (folder / "README.md").read_text()

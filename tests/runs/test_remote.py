@@ -102,7 +102,7 @@ def test_processes_that_fetch_at_once_get_whole_files(
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.02), sync(file))[1])  # a slow disk
     with ThreadPoolExecutor(8) as threads:
-        for fetched in [threads.submit(remote.Copy(out, tmp_path / "here").fetch) for _ in range(8)]:
+        for fetched in [threads.submit(remote.fetch_in_turn, out, tmp_path / "here") for _ in range(8)]:
             fetched.result()
     for name in layout.SUMMARY, layout.RECIPE, layout.LOG:
         assert (tmp_path / "here" / name).read_text() == name * 1000
@@ -204,7 +204,7 @@ def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
         remote.write_note(out, name, name)
     remote.Copy(out, tmp_path / "here").fetch()
     found = {str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*") if p.is_file()}
-    assert found == {"train.log", "export/backbone.json", remote.FETCH_LOCK}
+    assert found == {"train.log", "export/backbone.json"}
 
 
 def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: str, monkeypatch: pytest.MonkeyPatch):

@@ -149,7 +149,7 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
     backbone = build_method(recipe).export() if fresh else method.export()
     run = source if is_remote(source) or Path(source).is_dir() else str(folder)
     if is_remote(run):
-        remote.Copy(run, folder).fetch()
+        remote.fetch_in_turn(run, folder)
     return Target(source, backbone, recipe.backbone, recipe.evaluate, recipe, run, channels=recipe.data.channels)
 
 

@@ -81,6 +81,14 @@ def is_running(out: str) -> bool:
 FETCH_LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
 
 
+def fetch_in_turn(out: str, folder: Path) -> None:
+    """Download the files of a remote run that have changed, by one process of this machine at a time, such as those of
+    an evaluation. Raises UserError and Outage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.file_lock(folder / FETCH_LOCK):
+        Copy(out, folder).fetch()
+
+
 class Copy:
     """A folder on this machine with a copy of a remote run."""
 
@@ -91,20 +99,17 @@ class Copy:
         self.histories: dict[str, History] = {}  # as they were listed last
 
     def fetch(self) -> None:
-        """Download the files that have changed. Processes that do so at once, such as those of an evaluation, wait for
-        each other.
+        """Download the files that have changed.
 
         A file that is longer on this machine is not replaced: rank 0 of the run is on this machine, and the store is
         behind it. Raises UserError and Outage.
         """
         if not is_remote(self.out):
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with files.file_lock(self.folder / FETCH_LOCK):
-            try:
-                self._fetch()
-            except UserError:  # a file has been replaced since it was listed, or else the error comes again
-                self._fetch()
+        try:
+            self._fetch()
+        except UserError:  # a file has been replaced since it was listed, or else the error comes again
+            self._fetch()
 
     def _fetch(self) -> None:
         here, inside = (list(store.store(self.out).list(f"{self.out}/{f}")) for f in ("", f"{self.inside}/"))
