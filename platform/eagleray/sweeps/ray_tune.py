@@ -43,12 +43,12 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
     """Run the trials that are not done, at most `most` at once, until all are done or the event `stop` is set.
     `screen` shows their progress. Raises UserError."""
     os.environ.update(VARIABLES)
-    _keep_keys()
     # The journal says in a line what a trial ended with.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
     with session() as ray, screen as show:  # Ray takes the signals, and the screen takes them back
         from ray import tune
 
+        _keep_keys()  # not before: Ray reads how it authenticates when it is imported, which the session says
         joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
         each = share(study.sweep, nodes, joined=joined)
         pauses = study.sweep.scheduler in ("hyperband", "pbt")
