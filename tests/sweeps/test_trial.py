@@ -2,6 +2,9 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -171,3 +174,21 @@ def test_a_trial_whose_store_stays_away_waits_for_the_sweep_to_continue(
     with pytest.raises(Outage, match=r"^trial 000: s3://bucket: no answer for 10 minutes; .* --resume continues$"):
         ray_tune._fit(SimpleNamespace(fit=fit), local, lambda: None)
     assert [row["state"] for row in study.rows.values()] == ["waiting", "waiting"]
+
+
+def test_ray_is_not_imported_before_its_session_has_said_how_it_authenticates():
+    """It reads RAY_AUTH_MODE then; a client without the token that its own server wants never connects."""
+    code = """
+import sys
+from eagleray.sweeps import ray_tune
+
+def session():
+    sys.exit("ray is imported" if "ray" in sys.modules else 0)
+
+ray_tune.session = session
+ray_tune.launch(None, None, most=None, stop=None, screen=None)
+sys.exit("no session")
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
