@@ -46,6 +46,11 @@ def offset(rows: Sequence[int]) -> int:
     return sum(rows[: rank()])
 
 
+def own(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return this rank's rows of a tensor with the rows of all ranks, such as one that each rank has drawn alike."""
+    return x[offset(rows) :][: rows[rank()]]
+
+
 def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...), without a gradient."""
     if size() == 1:

@@ -31,7 +31,7 @@ class Phase:
 
 
 class PhaseViews(NamedTuple):
-    """What the steps of a phase see."""
+    """The views of a phase, and the share of their patches that a trained ViT sees."""
 
     until: int  # the epoch before which the phase ends
     views: tuple[View, ...]

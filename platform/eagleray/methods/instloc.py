@@ -87,7 +87,7 @@ class InstLoc(Method):
         x = batch.views[2]
         generator = step_generator(at.draw, x.device)
         u = torch.rand(sum(batch.rows), 2 * DRAWS + 1, generator=generator, device=x.device, dtype=x.dtype)
-        return u[dist.offset(batch.rows) :][: len(x)]
+        return dist.own(u, batch.rows)
 
     def export(self) -> Backbone:
         return self.f_q.backbone

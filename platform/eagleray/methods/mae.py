@@ -117,7 +117,7 @@ class _Decoder(nn.Module):
 def shuffle(n: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw an order (B, n) of the patches of each image of this rank, the same for any number of ranks."""
     noise = torch.rand(sum(rows), n, generator=step_generator(seed, device), device=device)
-    return noise[dist.offset(rows) :][: rows[dist.rank()]].argsort(stable=True)  # equal numbers occur
+    return dist.own(noise, rows).argsort(stable=True)  # equal numbers occur
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:

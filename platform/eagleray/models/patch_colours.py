@@ -41,8 +41,7 @@ def corrupt(
     kind = torch.rand(size, generator=g, device=device)
     other = torch.randint(size[1] - 1, size, generator=g, device=device)
 
-    own = slice(first := dist.offset(rows), first + rows[dist.rank()])
-    order, kind, other = order[own], kind[own], other[own]
+    order, kind, other = (dist.own(x, rows) for x in (order, kind, other))
     n = round(size[1] * corrupted)
     chosen = order.argsort(1) < n
     places = torch.arange(size[1], device=device)

@@ -67,4 +67,4 @@ def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], seed: int, dev
     the seed alone, so it is the same for any number of ranks and after a restart.
     """
     drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(seed, device), device=device)
-    return drawn[dist.offset(rows) :][: rows[dist.rank()]]
+    return dist.own(drawn, rows)
