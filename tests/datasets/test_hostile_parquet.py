@@ -65,6 +65,16 @@ def test_an_image_beyond_all_limits_is_none(tmp_path: Path, monkeypatch: pytest.
     assert [len(data) > 0 for _, data in fetch(table(found.listing().items), found.read)] == [True, False]
 
 
+def test_a_row_group_with_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, 0, 2, caption=pa.array(["a bird", "a tree"]))
+    whole = path.read_bytes()
+    first, last = whole.index(b"\x07caption"), whole.rindex(b"\x07caption")  # of the schema, and of the row group
+    assert first < last
+    path.write_bytes(whole[:last] + b"\x07capt\xccon" + whole[last + 8 :])
+    assert "row group 0 names a column that cannot be read" in refused(path)
+
+
 @pytest.mark.parametrize("count", counts(100))
 def test_changed_files_end_in_images_or_a_line(count: int | None, tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"

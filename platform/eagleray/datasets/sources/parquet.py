@@ -134,7 +134,10 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
         raise UserError(f"{blob.url}: says that it has {file.metadata.num_rows} rows, in {blob.size} bytes")
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
-        size = math.ceil(max(_column_bytes(metadata, column), 0) / max(metadata.num_rows, 1))
+        try:
+            size = math.ceil(max(_column_bytes(metadata, column), 0) / max(metadata.num_rows, 1))
+        except UnicodeDecodeError as e:
+            raise UserError(f"{blob.url}: row group {group} names a column that cannot be read: {e}") from None
         for row, cells in enumerate(_rows(file, blob.url, group, others + ([path] if path else []))):
             name = (cells.pop(column, None) or {}).get("path") if path else None
             if name and PurePosixPath(name).name:  # "/" and "." have none
