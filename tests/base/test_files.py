@@ -55,6 +55,8 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(
         history.log({"step": 3})
     assert path.read_text() == '{"step": 1}\n'
     assert [r.message for r in caplog.records if "No space left" in r.message] == [caplog.records[0].message]
+    history.log()
+    assert [r["step"] for r in read_lines(path)] == [1, 2, 3]
     history.log({"step": 4})
     assert [r["step"] for r in read_lines(path)] == [1, 2, 3, 4]
 

@@ -19,10 +19,11 @@ from helpers.recipes import SMALL
 from helpers.runs import assert_same
 
 import eagleray
+from eagleray.base import files
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint, export
-from eagleray.runs import lease, remote
+from eagleray.runs import layout, lease, remote
 from eagleray.storage import store
 
 STEPS = 20
@@ -129,6 +130,23 @@ def outage(short: Short, folder: Path, number: int, error: Exception | None, pat
 
 def test_a_disk_that_is_full_for_some_calls(short: Short, tmp_path: Path):
     full_disk(short, tmp_path / "out", 75, errno.ENOSPC, lasting=5)
+
+
+def test_the_last_line_is_not_lost_on_a_disk_that_was_full_for_it(
+    short: Short, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    honest, failed = files.append_lines, []
+
+    def full_once(path: Path, records: list[dict[str, Any]]) -> None:
+        if path.name == layout.METRICS and records[-1]["step"] == STEPS and not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        honest(path, records)
+
+    monkeypatch.setattr(files, "append_lines", full_once)
+    short.attempt(tmp_path / "out")
+    assert failed
+    short.verify(tmp_path / "out")
 
 
 def test_power_that_fails(short: Short, tmp_path: Path, caplog: pytest.LogCaptureFixture):

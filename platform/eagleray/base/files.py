@@ -114,7 +114,8 @@ def cache_folder(name: str) -> Path:
 class JsonLines:
     """Appends records to a file such as `metrics.jsonl`, one JSON object per line.
 
-    The file is opened for each call. Records that do not fit on a full disk are kept and written with later ones."""
+    The file is opened for each call. Records that do not fit on a full disk are kept and written with later ones, or by
+    a call without any."""
 
     def __init__(self, path: Path, *, step: int | None = None) -> None:
         """Continue a file; after a step, if one is given: later lines are dropped, as their steps will be repeated."""
@@ -127,6 +128,8 @@ class JsonLines:
     def log(self, *records: Mapping[str, Any]) -> None:
         """Append records."""
         known, self._late = len(self._late), [*self._late, *records]
+        if not self._late:
+            return
         try:
             append_lines(self._path, self._late)
         except OSError as e:

@@ -34,7 +34,7 @@ class Quarantine:
         """Record the samples that are new. Raises UserError when more samples are broken than the limit allows."""
         new = {_identity(b): b for b in bad_samples if _identity(b) not in self.bad}
         self.bad |= new
-        if self._lines and write and new:
+        if self._lines and write:
             self._lines.log(*map(asdict, new.values()))
         if len(self) > self.limit * self.samples:
             first = next(iter(self.bad.values()))

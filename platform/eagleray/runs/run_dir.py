@@ -167,6 +167,7 @@ class RunDir:
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
             self._at_end(self.sinks.close)
+            self._at_end(self._write_late)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs)
             if resumes:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
@@ -212,8 +213,15 @@ class RunDir:
         lost."""
         return self.starts.tally(useful) if self.starts else {}
 
+    def _write_late(self) -> None:
+        """Write the lines that a full disk did not take: the steps before a checkpoint are not taken again."""
+        if self.rank == 0:
+            for lines in (self.skipped, self.metrics, self.steps, self.findings):
+                lines.log()
+
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a checkpoint in the background. Called by rank 0 alone, or by all ranks if tensors are sharded."""
+        self._write_late()
         state, rows = sharded_checkpoint.split(state)
         if not rows:
             self.writer.save(step, state)
@@ -278,6 +286,7 @@ class RunDir:
         assert self.starts is not None
         if self.mirror:
             self.mirror.check()
+        self._write_late()
         summary |= self.starts.tally(useful)
         summary["bad_samples"] = len(read_lines(self.path / layout.QUARANTINE))
         found = read_history(self.path / layout.HEALTH)
