@@ -75,6 +75,14 @@ def test_sharded_ranks_are_whole_ones(method: str, shards: Path, tmp_path: Path)
     assert state["step"] == 10
 
 
+def test_a_backbone_with_batch_norm_is_divided(shards: Path, tmp_path: Path):
+    (recipe := tmp_path / "mocov3.yaml").write_text(small_recipe("mocov3"))
+    keys = [*arguments(recipe, shards, tmp_path, *KEYS, "backbone.norm=batch")[1:], "max_steps=3"]
+    outs = {parallel: tmp_path / parallel for parallel in ("ddp", "fsdp")}
+    train(recipe, [Run(2, out, [*keys, f"parallel={parallel}"]) for parallel, out in outs.items()])
+    assert largest_difference(weights(outs["ddp"]), weights(outs["fsdp"])) < BOUND
+
+
 def values(out: Path, name: str) -> list[float]:
     return [record[name] for record in read_lines(out / "metrics.jsonl") if name in record]
 

@@ -115,16 +115,16 @@ def step_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def outage(short: Short, folder: Path, number: int, error: Exception | None, patch: pytest.MonkeyPatch) -> int:
+def outage(short: Short, folder: Path, number: int, error: Exception | None) -> int:
     folder.mkdir(parents=True)
     bucket, out = FaultyBucket(folder, fail_at=number, error=error), "s3://runs/run"
-    patch.setitem(store.STORES, "s3", bucket)
-    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    short.attempt(out)
-    calls, bucket.error = bucket.calls, None
-    patch.setattr(lease, "DEAD", 0.0)  # rather than wait for what it could not release
-    short.verify(out)
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(store.STORES, "s3", bucket)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        short.attempt(out)
+        calls, bucket.error = bucket.calls, None
+        patch.setattr(lease, "DEAD", 0.0)  # rather than wait for what it could not release
+        short.verify(out)
     return calls
 
 
@@ -154,8 +154,8 @@ def test_power_that_fails(short: Short, tmp_path: Path, caplog: pytest.LogCaptur
     assert any(r.msg == "%s is saved and verified" for r in caplog.records)
 
 
-def test_a_store_that_fails_for_a_request(short: Short, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    outage(short, tmp_path / "out", 60, Outage("the store is away"), monkeypatch)
+def test_a_store_that_fails_for_a_request(short: Short, tmp_path: Path):
+    outage(short, tmp_path / "out", 60, Outage("the store is away"))
 
 
 @pytest.mark.slow
@@ -178,9 +178,9 @@ def test_power_that_fails_at_any_call(short: Short, tmp_path: Path, caplog: pyte
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
-def test_a_store_that_fails_at_any_request(short: Short, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls = outage(short, tmp_path / "none", 10**9, None, monkeypatch)
+def test_a_store_that_fails_at_any_request(short: Short, tmp_path: Path):
+    calls = outage(short, tmp_path / "none", 10**9, None)
     for number in range(1, calls + 1, STRIDE):
         error = (Outage("the store is away"), UserError("s3://runs: AccessDenied"))[number % 2]
-        outage(short, tmp_path / str(number), number, error, monkeypatch)
+        outage(short, tmp_path / str(number), number, error)
         print(f"request {number} of {calls}")

@@ -189,7 +189,21 @@ def test_a_frozen_backbone_stays_while_heads_are_warmed(source: Path, shards: Pa
         moved = {k for k, v in state["method"].items() if not torch.equal(v, first["method"][k])}
         assert any(k.startswith("student.backbone.") for k in moved) == (state["step"] > 5), state["step"]
         assert any(k.startswith("student.head.") for k in moved) or state["step"] == 1  # of rate 0
+        assert any(k.startswith("teacher.backbone.") for k in moved) == (state["step"] > 5), state["step"]
     assert "frozen encoder" not in {f["kind"] for f in read_lines(tmp_path / "out" / layout.HEALTH)}
+
+
+@pytest.mark.usefixtures("every_save")
+def test_the_teacher_of_a_method_stays_while_heads_are_warmed(source: Path, shards: Path, tmp_path: Path):
+    """It is another network than the student, which it would become."""
+    keys = ("start.what=method", "start.freeze=0.5", "checkpoint.steps=1", "checkpoint.keep=99", "max_steps=7")
+    api.pretrain(*given(source, shards, tmp_path / "out", *keys))
+    first, *others = [checkpoint.read(p) for p in sorted((tmp_path / "out" / "checkpoints").glob("step-*.pt"))]
+    assert first["step"] == 0
+    for state in others:
+        moved = {k for k, v in state["method"].items() if not torch.equal(v, first["method"][k])}
+        assert any(k.startswith("teacher.backbone.") for k in moved) == (state["step"] > 5), state["step"]
+        assert any(k.startswith("teacher.head.") for k in moved) or state["step"] == 1
 
 
 def measured(name: str, overrides: list[str], images: int | None = None) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def fit(
     for at, batch in batches:
         method.train()
         frozen = trunks if at.epoch < freeze else []
+        for trunk in trunks:
+            trunk.held = bool(frozen)
         for trunk in frozen:
             trunk.eval()
         for group in optimizer.param_groups:

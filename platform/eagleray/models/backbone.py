@@ -49,6 +49,7 @@ class Backbone(nn.Module):
     model: Any  # the timm model
     micro_batch: int | None = None  # images in one forward while training; None: all
     compiled = False  # whether the model's layers run through torch.compile while training
+    held = False  # whether its weights stay as they are while other parts of a method are trained: `start.freeze`
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
         """Return the features of images (B, 3, H, W), some of whose patches may be hidden from a `maskable` model."""
-        size = self.micro_batch if self.training else None
+        size = self.at_once
         if hidden is None:
             return Features(*micro_batched(self._features, images, size))
         where = (hidden.mask,) if hidden.source is None else (hidden.mask, hidden.source)
@@ -100,7 +101,7 @@ class Backbone(nn.Module):
 
     def pooled(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches in memory."""
-        out: Tensor = micro_batched(self._pooled, images, self.micro_batch if self.training else None)
+        out: Tensor = micro_batched(self._pooled, images, self.at_once)
         return out
 
     def each(self, views: Sequence[Tensor]) -> list[Features]:
@@ -119,6 +120,12 @@ class Backbone(nn.Module):
         if not self._joins(views):
             return [self.pooled(x) for x in views]
         return list(self.pooled(torch.cat(list(views))).chunk(len(views)))
+
+    @property
+    def at_once(self) -> int | None:
+        """The images in one forward pass of a training step, in which gradients reach also weights that are held; None:
+        all."""
+        return self.micro_batch if self.training or self.held else None
 
     def _joins(self, views: Sequence[Tensor]) -> bool:
         return len(views) > 1 and not self.batch_norm and len({x.shape for x in views}) == 1
@@ -143,7 +150,7 @@ class Backbone(nn.Module):
         only the patches at the positions kept (B, n), counted row by row; P are prefix tokens, such as the class token.
 
         Of the backbones for which `masking.drops_patches` holds."""
-        size = self.micro_batch if self.training else None
+        size = self.at_once
         pooled, tokens = micro_batched(self._visible, images, size, kept)
         return pooled, tokens
 
@@ -153,7 +160,7 @@ class Backbone(nn.Module):
         return self.model.forward_head(tokens, pre_logits=True), tokens
 
     def _packs(self, images: Sequence[Tensor]) -> bool:
-        return len(images) > 1 and not (self.micro_batch and self.training) and packable(self.model)
+        return len(images) > 1 and not self.at_once and packable(self.model)
 
     @cached_property
     def batch_norm(self) -> bool:
@@ -202,7 +209,7 @@ class Backbone(nn.Module):
         The last tokens of a pyramid are read before the norm at its end, those of a ViT after it. Raises UserError for
         a model without stages or blocks, and where blocks of a pyramid return tokens without saying on which grid.
         """
-        size = self.micro_batch if self.training else None
+        size = self.at_once
         pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, size)
         return pooled, grids
 
@@ -223,9 +230,7 @@ class Backbone(nn.Module):
     def pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the mean tokens (B, D) of every stage, of images (B, 3, H, W); those of the last stage are the pooled
         vectors. Raises UserError as `grids` does."""
-        out: tuple[Tensor, ...] = micro_batched(
-            self._pooled_stages, images, self.micro_batch if self.training else None
-        )
+        out: tuple[Tensor, ...] = micro_batched(self._pooled_stages, images, self.at_once)
         return out
 
     def _pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:

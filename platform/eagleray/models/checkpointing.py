@@ -17,7 +17,7 @@ from eagleray.models.stages import blocks
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a timm model keep only its input while it trains.
+    """Let every block of a timm model keep only its input where gradients are computed.
 
     Gradients and buffers stay equal to the bit: a block draws the same random numbers again, and batch norm counts a
     batch once. Raises UserError for a model without stages or blocks.
@@ -41,7 +41,7 @@ def without_checkpoints(claim: Callable[[nn.Module], bool], block: nn.Module) ->
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     run = functools.partial(type(self).forward, self)
-    if not (self.training and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return run(*args, **kwargs)
     norms = [m for m in self.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     # Without batch norm no context is passed, because torch.compile accepts none.

@@ -38,12 +38,18 @@ def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 @torch.no_grad()
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
-    """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are."""
+    """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are.
+
+    A backbone in `target` that is held does not follow."""
     weight = 1.0 - momentum
     targets: list[Tensor] = list(target.parameters())
     onlines: list[Tensor] = list(online.parameters())
+    held = {id(p) for m in target.modules() if getattr(m, "held", False) for p in m.parameters()}
+    follows = [id(t) not in held for t in targets]
+    targets, onlines = list(compress(targets, follows)), list(compress(onlines, follows))
     if hasattr(target, "stored"):  # the sharded parameters: engine/sharded.py
-        torch._foreach_lerp_(local(target.stored), local(online.stored), weight)  # type: ignore[arg-type]
+        mine, theirs = (local(compress(net.stored, follows)) for net in (target, online))  # type: ignore[arg-type]
+        torch._foreach_lerp_(mine, theirs, weight)
         # During a forward pass those that are gathered are copies, which are used until it ends.
         gathered = [not sharded(t) for t in targets]
         targets, onlines = (list(compress(params, gathered)) for params in (targets, onlines))

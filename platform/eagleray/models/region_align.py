@@ -33,7 +33,7 @@ def pooled_regions(backbone: Backbone, images: Tensor, boxes: Tensor, side: int)
 
     The box is cut from the map of the last stage but one, as side x side cells, and the last stage sees nothing else.
     """
-    size = backbone.micro_batch if backbone.training else None
+    size = backbone.at_once
     out: Tensor = micro_batched(partial(_pooled_regions, backbone.model, side), images, size, boxes)
     return out
 

@@ -23,7 +23,7 @@ from eagleray.views.sampling import Views
 log = logging.getLogger(__name__)
 SIZES = (4, 12)  # images of the trials
 SHARE = 0.9  # of the free memory that a step may take; the rest is for fragments and libraries
-MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1, "sgd": 1}  # floats per weight, which the first step allocates
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # floats per weight; other optimisers have theirs at once
 
 
 def choose_micro_batch(
@@ -33,12 +33,13 @@ def choose_micro_batch(
     at: Progress,
     rows: tuple[int, ...],
     model: nn.Module | None = None,
+    allocated: int = 0,
 ) -> int | None:
     """Return the images that pass through the backbone at once, the same on all ranks; None: all of them.
 
     `rows` has the number of images of every rank, and `model` is what a step calls where that is more than the method.
-    Weights, buffers and random numbers are as before. Called by all
-    ranks together.
+    `allocated` is the bytes of the optimiser's moments that are there already, as after a checkpoint was read. Weights,
+    buffers and random numbers are as before. Called by all ranks together.
     """
     device = next(method.parameters()).device
     if why := unmeasured(method, device):
@@ -48,7 +49,8 @@ def choose_micro_batch(
     steps = [step_peak(method, batch, at, precision, size, model or method) for size in SIZES]
     alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
-    later = trained * (MOMENTS[recipe.optim.name] + (len(rows) > 1))  # and DDP's buckets
+    moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # which the first step allocates
+    later = moments + trained * (len(rows) > 1)  # and DDP's buckets
     images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
     groups = forwards(recipe, max(rows))
     most = max(n for n, _ in groups)

@@ -146,7 +146,7 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
 def place(method: Method, recipe: Recipe, world: World) -> None:
     """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
     on_device(method, world.device)
-    if method.export().batch_norm:
+    if method.export().batch_norm and recipe.parallel != "fsdp":  # which divides contiguous weights alone
         method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
     world.synchronise(method)
     if recipe.parallel == "fsdp":
@@ -162,11 +162,7 @@ def train(run: RankRun, start: int) -> int:
     Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
     """
     plan, world, folder, stateful, clock = run
-    workers = processes(plan.recipe.data.workers, world.cpus)
-    compiled = compiles(plan.recipe.compile, world.device)
-    loader = Loader(
-        plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device, compiled=compiled
-    )
+    loader = loader_of(plan, world)
     fit_micro_batch(plan, stateful, start, loader.rows)
     stateful.monitor.step = step = start
     step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
@@ -229,11 +225,22 @@ def wrapper(recipe: Recipe, world: World, stateful: Stateful) -> Callable[[Metho
     return lambda method: world.wrap(stateful.anchor.joined(method), reduce=recipe.optim.reduce)
 
 
+def loader_of(plan: Plan, world: World) -> Loader:
+    """Return what reads this rank's share of the run's batches."""
+    workers = processes(plan.recipe.data.workers, world.cpus)
+    compiled = compiles(plan.recipe.compile, world.device)
+    return Loader(
+        plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device, compiled=compiled
+    )
+
+
 def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
     """Let the backbones take as many images at once as fit into memory, where the recipe leaves that to the run."""
     if plan.recipe.optim.micro_batch == "auto":
         model = stateful.anchor.joined(stateful.method)
-        size = choose_micro_batch(plan.recipe, stateful.method, stateful.precision, plan.at(start), rows, model)
+        moments = sum(v.nbytes for s in stateful.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+        at, precision = plan.at(start), stateful.precision
+        size = choose_micro_batch(plan.recipe, stateful.method, precision, at, rows, model, moments)
         set_micro_batch(stateful.method, size)
         stateful.monitor.forget()
 

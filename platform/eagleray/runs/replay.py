@@ -22,7 +22,7 @@ from eagleray.base.progress import progress_over
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.data.index_file import aside_in
-from eagleray.data.loader import Loader, processes
+from eagleray.data.loader import Loader
 from eagleray.data.quarantine import BadSample
 from eagleray.engine import world as worlds
 from eagleray.engine.numerics import numerics
@@ -33,7 +33,14 @@ from eagleray.runs.build import optimizer_steps
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.origin import arithmetic
 from eagleray.runs.plan import Plan, open_plan
-from eagleray.runs.pretrain import build_stateful, checkpoint_below, fit_micro_batch, load_checkpoint, wrapper
+from eagleray.runs.pretrain import (
+    build_stateful,
+    checkpoint_below,
+    fit_micro_batch,
+    load_checkpoint,
+    loader_of,
+    wrapper,
+)
 from eagleray.runs.rank_run import Stateful
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_log import REPEATED, StepTable
@@ -112,8 +119,7 @@ def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
 def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: int) -> Taken:
     """Take the steps from `begin` to the last one of the task, and return what came out."""
     method, optimizer, monitor, precision, _, _ = stateful
-    workers = processes(plan.recipe.data.workers, world.cpus)
-    loader = Loader(plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device)
+    loader = loader_of(plan, world)
     fit_micro_batch(plan, stateful, begin, loader.rows)
     bad: list[BadSample] = []
     values: deque[dict[str, Tensor]] = deque(maxlen=task.last + 1 - task.first)
