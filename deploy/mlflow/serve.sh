@@ -25,14 +25,20 @@ export MLFLOW_AUTH_ADMIN_USERNAME="${MLFLOW_ADMIN_USERNAME:-$MLFLOW_TRACKING_USE
 export MLFLOW_AUTH_ADMIN_PASSWORD="${MLFLOW_ADMIN_PASSWORD:-$MLFLOW_TRACKING_PASSWORD}"
 if [[ $MLFLOW_AUTH_ADMIN_USERNAME != "$MLFLOW_TRACKING_USERNAME" ]]; then
     : "${MLFLOW_ADMIN_PASSWORD:?expected the password of the administrator, at least 12 characters}"
-    python -W ignore - <<'END'
+fi
+# The server itself creates an administrator that is missing, and changes no password.
+python -W ignore - <<'END'
 import os
 from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
-store, name = SqlAlchemyStore(), os.environ["MLFLOW_TRACKING_USERNAME"]
+store = SqlAlchemyStore()
 store.init_db(os.environ["MLFLOW_AUTH_DATABASE_URI"])
-if not store.has_user(name):
-    store.create_user(name, os.environ["MLFLOW_TRACKING_PASSWORD"])
+for kind in "MLFLOW_AUTH_ADMIN", "MLFLOW_TRACKING":
+    name, password = (os.environ[f"{kind}_{part}"] for part in ("USERNAME", "PASSWORD"))
+    if not store.has_user(name):
+        if kind == "MLFLOW_TRACKING" and name != os.environ["MLFLOW_AUTH_ADMIN_USERNAME"]:
+            store.create_user(name, password)
+    elif not store.authenticate_user(name, password):
+        store.update_user(name, password=password)
 END
-fi
 exec mlflow server --app-name basic-auth --host "$host" --port "$port" --workers "${MLFLOW_WORKERS:-2}" \
     --allowed-hosts "${MLFLOW_ALLOWED_HOSTS:-localhost:$port,127.0.0.1:$port,$host:$port}"

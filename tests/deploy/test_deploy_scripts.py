@@ -192,7 +192,6 @@ def serving(env: dict[str, str], log: Path, *prefix: str) -> Iterator[str]:
     """The URL of serve.sh's server, once it answers; `prefix` comes before the command."""
     port = free_block(1)
     env = {
-        **env,
         "MLFLOW_PORT": str(port),
         "MLFLOW_WORKERS": "1",
         "MLFLOW_TRACKING_USERNAME": "someone",
@@ -201,6 +200,7 @@ def serving(env: dict[str, str], log: Path, *prefix: str) -> Iterator[str]:
         "MLFLOW_ADMIN_PASSWORD": "not-to-be-seen-3",
         "MLFLOW_FLASK_SERVER_SECRET_KEY": "not-to-be-seen-2",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        **env,
     }
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
@@ -217,7 +217,7 @@ def serving(env: dict[str, str], log: Path, *prefix: str) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
+def test_mlflow_asks_for_the_password_of_the_environment(bench: dict[str, str], tmp_path: Path):
     env = {
         **bench,
         "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path}/m.db",
@@ -239,6 +239,13 @@ def test_mlflow_asks_for_a_password(bench: dict[str, str], tmp_path: Path):
         assert url.rpartition(":")[2] in table
         assert "not-to-be-seen" not in table + (tmp_path / "log").read_text()
         assert (tmp_path / "users%d.db").exists()
+    changed = {"MLFLOW_TRACKING_PASSWORD": "not-to-be-seen-4", "MLFLOW_ADMIN_PASSWORD": "not-to-be-seen-5"}
+    with serving(env | changed, tmp_path / "log") as url:
+        search = f"{url}/api/2.0/mlflow/experiments/search?max_results=1"
+        for user, old, new in ("someone", 1, 4), ("keeper", 3, 5):
+            for number, status in (old, 401), (new, 200):
+                password = base64.b64encode(f"{user}:not-to-be-seen-{number}".encode()).decode()
+                assert ask(search, Authorization=f"Basic {password}") == status, user
 
 
 @pytest.mark.slow
