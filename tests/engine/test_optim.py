@@ -17,6 +17,7 @@ from eagleray.engine import optim
 from eagleray.engine.loop import fit
 from eagleray.methods.ibot import IBOT
 from eagleray.methods.method import Method
+from eagleray.methods.mpp import MPP
 from eagleray.models.backbone import Backbone, Encoder
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -277,6 +278,10 @@ def test_the_token_of_hidden_patches_learns_as_the_class_token_does():
     student = method.student
     assert found[id(student.mask_token)] == found[id(student.backbone.model.cls_token)] == 0.5**3
     assert found[id(student.head.mlp[0].weight)] == 1
+    predicting = MPP(Backbone("vit_tiny_patch16_224", options=TINY))
+    groups = optim.param_groups(predicting, decay="matrices", layer_decay=0.5)
+    found = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    assert found[id(predicting.mask_token)] == found[id(predicting.encoder.backbone.model.cls_token)] == 0.5**3
 
 
 @pytest.mark.parametrize("name", ["cvt_13", "t2t_vit_14", "pvt_small", "vil_tiny", "cvt_tiny_esvit"])

@@ -103,6 +103,17 @@ def test_no_forward_is_added(recipe: Recipe):
     assert calls == [2 * BATCH] * 2  # both views at once, two steps
 
 
+def test_patches_that_pass_through_the_same_head_are_not_kept(tmp_path: Path):
+    recipe = named("ibot", tmp_path)
+    method = build_method(recipe)
+    optimizer = build_optimizer(recipe, method)
+    monitor, kept = Monitor(method, optimizer, Watch(every=1)), []
+    for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+        kept.append(sum(len(pooled) for pooled, _ in monitor._features))
+        monitor.watch(step)
+    assert kept[0] > kept[1] == 2 * BATCH
+
+
 def test_first_in_first_out():
     bank = Bank(10, 2, torch.device("cpu"))
     for start in range(0, 24, 6):

@@ -137,8 +137,8 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
             layers = group_parameters(part.model, part.model.group_matcher(coarse=False), reverse=True)
             top = max(layers.values()) + 1
             out |= {f"{prefix}.model.{name}": layer_decay ** (top - layer) for name, layer in layers.items()}
-            # The token in place of hidden patches, beside the backbone, enters it where patches do.
-            out[f"{prefix.rpartition('.')[0]}.mask_token"] = layer_decay**top
+            # The token in place of hidden patches, of the encoder or the method, enters the backbone where patches do.
+            out |= dict.fromkeys((f"{prefix.rpartition('.')[0]}.mask_token", "mask_token"), layer_decay**top)
     return out
 
 

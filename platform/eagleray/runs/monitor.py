@@ -4,6 +4,7 @@ features.
 Follows Chen, Xie and He 2021, arXiv:2104.02057, section 4 and appendix A; here for every method.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,8 @@ class Monitor:
         projector.register_forward_hook(self._collect_features)
         optimizer.register_step_pre_hook(self._copy_trunk)
         optimizer.register_step_post_hook(self._measure_update)
-        self._features: list[tuple[Tensor, Tensor]] = []  # pooled and projected, of each forward in this step
+        self._features: list[tuple[Tensor, Tensor]] = []  # pooled and projected, of the first forwards in this step
+        self._rows: float = math.inf  # of them that a step takes: two views of an image, known after one step
         self._norms: list[Tensor] = []
         self._look: dict[str, Tensor] = {}
         self._before: list[Tensor] = []
@@ -81,6 +83,7 @@ class Monitor:
         """Collect the features and the gradient norms of an optimiser step. Must be called on every rank."""
         self.step = step.at.step + 1
         b, rows = len(step.batch.index), step.batch.rows
+        self._rows = 2 * b
         # Health reports what is not finite; in the bank it would stay for long.
         pooled, projected = (
             torch.cat(xs)[: 2 * b].float().nan_to_num(0, 0, 0) for xs in zip(*self._features, strict=True)
@@ -161,8 +164,8 @@ class Monitor:
         return values, norms.tolist()
 
     def _collect_features(self, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        """Store the pooled features and the projections of a forward pass."""
-        if self.method.training:
+        """Store the pooled features and the projections of a forward pass. iBOT's head gets all patches, too, later."""
+        if self.method.training and sum(len(x) for x, _ in self._features) < self._rows:
             self._features.append((args[0].detach(), out.detach()))
 
     def _copy_trunk(self, *_: Any) -> None:
