@@ -196,6 +196,7 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
     """Check that the weights have no layers inside of the backbone that it lacks. Raises UserError."""
     own, buffers = model.state_dict(), {name.rpartition(".")[2] for name, _ in model.named_buffers()} | BUFFERS
     inside = {name for name, part in model.named_children() if next(part.parameters(), None) is not None}
+    inside -= _classifiers(model)  # such as ConvNeXt's, whose norm is the backbone's
     extra = [k for k in state if k not in own and k.rpartition(".")[2] not in buffers]
     extra = [k for k in extra if k.partition(".")[0] in inside or k in REGISTERS]
     if not extra:
@@ -207,6 +208,12 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
         f"{weights.given}: has {extra[0]}{more} inside of the backbone, which {type(model).__name__} "
         f"lacks here; another architecture{hint}"
     )
+
+
+def _classifiers(model: nn.Module) -> set[str]:
+    """Return the names of the top modules that hold the classifiers of a timm model, which a backbone is without."""
+    named = getattr(model, "default_cfg", {}).get("classifier") or ()
+    return {name.partition(".")[0] for name in ([named] if isinstance(named, str) else named)}
 
 
 def _heads(model: nn.Module) -> dict[str, int]:
