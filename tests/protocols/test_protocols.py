@@ -9,11 +9,12 @@ import torch
 from helpers.features import clusters
 
 from eagleray.config import signature
+from eagleray.base.errors import UserError
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.knn import knn
-from eagleray.protocols.linear import linear
+from eagleray.protocols.linear import Split, linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
 from eagleray.protocols.protocol import PASSED, Protocol, as_option
 from eagleray.protocols.registry import PROTOCOLS
@@ -38,6 +39,17 @@ def test_the_probe_picks_its_rate_without_the_test_set():
 
 
 def test_a_part_of_the_samples_keeps_every_class():
+def test_few_images_pick_a_rate_too():
+    """One of nine is held out: with none, the accuracies were no numbers, and the first rate was taken."""
+    train, test = clusters(9, spread=0.1, seed=0), clusters(50, spread=0.1, seed=1)
+    orders = (1e-9, 100.0), (100.0, 1e-9)
+    picked = [linear(train, test, epochs=20, seed=2, rates=rates).numbers["linear/lr"] for rates in orders]
+    assert picked == [100.0, 100.0]
+    assert len(Split.of(clusters(29, spread=0.1, seed=0), test, scaled=True, seed=0).validation.rows) == 2
+    with pytest.raises(UserError, match=r"^linear: 1 training image\(s\); expected two or more"):
+        linear(clusters(1, spread=0.1, seed=0), test)
+
+
     samples = np.arange(2000)  # classes taking turns: every k-th sample would be of a few classes only
     part = subset(samples, 200)
     assert len(part) == 200
