@@ -28,8 +28,8 @@ from eagleray.storage import store
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
 KEY = "backbone.weights"  # of a recipe, which errors name
-# The keys under which a checkpoint holds its state dict, and the prefixes of a backbone's names in it. The first that
-# fits best is used.
+# The keys under which a checkpoint holds its state dict: the first that holds tensors is used. And the prefixes of a
+# backbone's names in it: the first that fits best is used.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "student")  # averages first
 PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
 # The classes of options that training scripts store beside their tensors; yacs need not be installed to skip its own.
@@ -103,12 +103,12 @@ def absolute(source: str) -> str:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:
-    """Return the tensors of a dictionary. If it has one of the keys in `WRAPPERS`, return the tensors under that key.
+    """Return the tensors of a dictionary, or those under the first of the keys in `WRAPPERS` that holds any.
 
     Raises UserError when there are none.
     """
-    inside = next((tensors[w] for w in WRAPPERS if isinstance(tensors.get(w), Mapping)), tensors)
-    named = transformers_names.to_timm(tensors_in(inside))
+    wrapped = (tensors_in(tensors[w]) for w in WRAPPERS if isinstance(tensors.get(w), Mapping))
+    named = transformers_names.to_timm(next(filter(None, wrapped), {}) or tensors_in(tensors))
     if not named:
         raise UserError(f"{key}={source}: holds no tensors by name")
     return Weights(source, named, {}, key)
