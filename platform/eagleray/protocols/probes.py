@@ -74,6 +74,11 @@ class ProbeSets:
             check_class_names(self.train, self.test)
         if strange := np.setdiff1d(test, train).tolist():
             examples = ", ".join(map(str, strange[:5])) + (", ..." if strange[5:] else "")
+            if self.test is self.train:
+                raise UserError(
+                    f"--train: all images of {len(strange)} of its {len(np.union1d(train, test))} classes are held out "
+                    f"to test on: {examples}; expected --test URL, or more images of each class"
+                )
             raise UserError(
                 f"--test: {len(strange)} of the {len(test)} classes in these shards are not in --train: {examples}"
             )
