@@ -115,6 +115,12 @@ def test_an_average_comes_before_the_weights(averaged: str, raw: str, tmp_path: 
     assert same(theirs, ours)
 
 
+def test_an_average_without_tensors_is_passed_over(tmp_path: Path):
+    theirs, ours = network(seed=1), network()
+    fill(ours, pretrained(stored(tmp_path, {"state_dict_ema": {}, "state_dict": theirs.model.state_dict()})))
+    assert same(theirs, ours)
+
+
 def test_a_position_table_is_resized_for_another_grid(tmp_path: Path):
     theirs, ours = network(seed=1), network(options={"img_size": 32})
     with torch.no_grad():

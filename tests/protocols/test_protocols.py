@@ -6,14 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import labelled_images
 from helpers.features import clusters
 
+from eagleray.base.errors import UserError
 from eagleray.config import signature
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.knn import knn
-from eagleray.protocols.linear import linear
+from eagleray.protocols.linear import Split, linear
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
 from eagleray.protocols.protocol import PASSED, Protocol, as_option
 from eagleray.protocols.registry import PROTOCOLS
@@ -37,6 +39,17 @@ def test_the_probe_picks_its_rate_without_the_test_set():
     assert rates[0] == rates[1]
 
 
+def test_few_images_pick_a_rate_too():
+    """One of nine is held out: with none, the accuracies were no numbers, and the first rate was taken."""
+    train, test = clusters(9, spread=0.1, seed=0), clusters(50, spread=0.1, seed=1)
+    orders = (1e-9, 100.0), (100.0, 1e-9)
+    picked = [linear(train, test, epochs=20, seed=2, rates=rates).numbers["linear/lr"] for rates in orders]
+    assert picked == [100.0, 100.0]
+    assert len(Split.of(clusters(29, spread=0.1, seed=0), test, scaled=True, seed=0).validation.rows) == 2
+    with pytest.raises(UserError, match=r"^linear: 1 training image\(s\); expected two or more"):
+        linear(clusters(1, spread=0.1, seed=0), test)
+
+
 def test_a_part_of_the_samples_keeps_every_class():
     samples = np.arange(2000)  # classes taking turns: every k-th sample would be of a few classes only
     part = subset(samples, 200)
@@ -52,6 +65,14 @@ def test_without_a_test_set_a_tenth_is_held_out(shards: Path):
     assert sets is not None
     assert len(sets.test_samples) == len(index) // 10
     assert sorted([*sets.test_samples, *sets.train_samples]) == labelled_samples(index).tolist()
+
+
+def test_a_held_out_class_without_training_images_is_said_of_the_option_that_was_given(tmp_path: Path):
+    index = open_index(labelled_images.write(tmp_path / "train", 0, 20, classes=19), note=lambda _: None)
+    sets = ProbeSets.of(index, None, None)
+    assert sets is not None
+    with pytest.raises(UserError, match=r"^--train: all images of 2 of its 19 classes are held out .*--test URL"):
+        sets.check()
 
 
 def test_a_run_records_what_the_protocols_measure(shards: Path):

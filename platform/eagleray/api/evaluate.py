@@ -8,7 +8,7 @@ from eagleray.api.run import Run
 from eagleray.base.errors import UserError
 from eagleray.config import plugins as loading
 from eagleray.evaluation import evaluate as evaluation
-from eagleray.evaluation.results import Result
+from eagleray.evaluation.results import Result, table
 
 
 class Scores(dict[str, float]):
@@ -25,7 +25,7 @@ class Scores(dict[str, float]):
     def table(self, form: str = "markdown") -> str:
         """Return a table as `markdown`, `latex` or `json`: the scores, beside untrained and published ones where
         they are known."""
-        return evaluation.table(self._report, form)
+        return table(self._report.results, self._report.rows, form)
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of the table as dictionaries, with its column names as keys."""

@@ -1,7 +1,6 @@
 """Run protocols on a backbone, with features that are extracted once for all of them, and store every result."""
 
 import datetime
-import json
 import os
 import re
 import time
@@ -259,8 +258,7 @@ class Evaluation:
                 inputs.append(local_folder(url, self.note))
                 copies[str(inputs[-1])] = url
                 data = tree_digest(inputs[-1])
-        pictures = remote.view_dir(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
-        pictures.mkdir(parents=True, exist_ok=True)
+        pictures = self.pictures
         extra: dict[str, Any] = {"out": pictures, "note": self.note}
         if is_remote(self.report.folder):  # so that a training continues on any machine
             extra["checkpoints"] = f"{self.report.folder}/{pictures.relative_to(remote.view_dir(self.report.folder))}"
@@ -292,6 +290,7 @@ class Evaluation:
             _ = self.sets  # labels are checked before the backbone is
         feature_types.check(self.target.backbone, kind, size)
         arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
+        arguments |= {"out": self.pictures} if "out" in protocol.parameters else {}
         bank = self.target.settings.bank
         extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
         extraction |= {"bank": bank} if bank != "fp32" else {}
@@ -364,6 +363,13 @@ class Evaluation:
         return sets
 
     @cached_property
+    def pictures(self) -> Path:
+        """The folder for pictures of this backbone, on this machine."""
+        out = remote.view_dir(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+
+    @cached_property
     def images(self) -> Index:
         """The index of the images for protocols without labels."""
         return self.open(self.request.test or self.request.train or "")
@@ -390,10 +396,3 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
     run = remote.view_dir(target.run)
     if why := mlflow_requests.append(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy]):
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")
-
-
-def table(report: Report, form: str) -> str:
-    """Format the results as a table, in Markdown or LaTeX, or as JSON."""
-    if form == "json":
-        return json.dumps([r.__dict__ for r in report.results], indent=1, default=str)
-    return results.latex(report.rows) if form == "latex" else results.markdown(report.rows)

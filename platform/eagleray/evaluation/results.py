@@ -172,3 +172,10 @@ def latex(table: Sequence[Row]) -> str:
     lines = [" & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in (HEAD, *table)]
     begin, end = [r"\begin{tabular}{llrrrp{6cm}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
     return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end])
+
+
+def table(results: Sequence[Result], rows: Sequence[Row], form: str) -> str:
+    """Format results as a table of these rows, in Markdown or LaTeX, or as JSON."""
+    if form == "json":
+        return json.dumps([r.__dict__ for r in results], indent=1, default=str)
+    return latex(rows) if form == "latex" else markdown(rows)

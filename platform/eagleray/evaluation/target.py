@@ -159,9 +159,18 @@ def _build(network: Network) -> Backbone:
 
 
 def _fill(source: str, network: Network) -> Target:
+    """Return the backbone with the weights of a source. Raises UserError when a parameter would stay random, and when
+    the weights have layers inside of the backbone that it lacks."""
     backbone = _build(network)
     given = pretrained(source)
-    report = weights.fill(backbone, given.unconverted()._replace(key=""))
+    report = weights.fill(backbone, given.unconverted()._replace(key=""), whole=True)
+    parameters = dict(backbone.model.named_parameters())
+    if missing := [key for key in report.missing if key.partition(" ")[0] in parameters]:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise UserError(
+            f"{source}: lacks {missing[0]}{more} of {len(parameters)} parameters of {network.name}, which would be "
+            "random; expected all of them"
+        )
     if report.warning:
         log.warning("%s", report.warning)
     theirs = given.pixels or OURS

@@ -28,8 +28,8 @@ from eagleray.storage import store
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
 KEY = "backbone.weights"  # of a recipe, which errors name
-# The keys under which a checkpoint holds its state dict, and the prefixes of a backbone's names in it. The first that
-# fits best is used.
+# The keys under which a checkpoint holds its state dict: the first that holds tensors is used. And the prefixes of a
+# backbone's names in it: the first that fits best is used.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "student")  # averages first
 PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
 # The classes of options that training scripts store beside their tensors; yacs need not be installed to skip its own.
@@ -103,12 +103,12 @@ def absolute(source: str) -> str:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:
-    """Return the tensors of a dictionary. If it has one of the keys in `WRAPPERS`, return the tensors under that key.
+    """Return the tensors of a dictionary, or those under the first of the keys in `WRAPPERS` that holds any.
 
     Raises UserError when there are none.
     """
-    inside = next((tensors[w] for w in WRAPPERS if isinstance(tensors.get(w), Mapping)), tensors)
-    named = transformers_names.to_timm(tensors_in(inside))
+    wrapped = (tensors_in(tensors[w]) for w in WRAPPERS if isinstance(tensors.get(w), Mapping))
+    named = transformers_names.to_timm(next(filter(None, wrapped), {}) or tensors_in(tensors))
     if not named:
         raise UserError(f"{key}={source}: holds no tensors by name")
     return Weights(source, named, {}, key)
@@ -196,6 +196,7 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
     """Check that the weights have no layers inside of the backbone that it lacks. Raises UserError."""
     own, buffers = model.state_dict(), {name.rpartition(".")[2] for name, _ in model.named_buffers()} | BUFFERS
     inside = {name for name, part in model.named_children() if next(part.parameters(), None) is not None}
+    inside -= _classifiers(model)  # such as ConvNeXt's, whose norm is the backbone's
     extra = [k for k in state if k not in own and k.rpartition(".")[2] not in buffers]
     extra = [k for k in extra if k.partition(".")[0] in inside or k in REGISTERS]
     if not extra:
@@ -207,6 +208,12 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
         f"{weights.given}: has {extra[0]}{more} inside of the backbone, which {type(model).__name__} "
         f"lacks here; another architecture{hint}"
     )
+
+
+def _classifiers(model: nn.Module) -> set[str]:
+    """Return the names of the top modules that hold the classifiers of a timm model, which a backbone is without."""
+    named = getattr(model, "default_cfg", {}).get("classifier") or ()
+    return {name.partition(".")[0] for name in ([named] if isinstance(named, str) else named)}
 
 
 def _heads(model: nn.Module) -> dict[str, int]:

@@ -19,6 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
+from eagleray.base.errors import UserError
 from eagleray.protocols.feature_shards import Shard, count_classes
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
@@ -100,11 +101,15 @@ class Split:
 
     @classmethod
     def of(cls, train: LabelledFeatures, test: LabelledFeatures, *, scaled: bool, seed: int) -> "Split":
-        """Hold out a random tenth of the training set. Called by all ranks together."""
+        """Hold out a random tenth of the training set, one image at least. Called by all ranks together.
+
+        Raises UserError when there is no image left to train on."""
         generator = torch.Generator().manual_seed(seed)
         shard, tests = Shard.of(len(train.x)), Shard.of(len(test.x))
+        if shard.total < 2:
+            raise UserError(f"linear: {shard.total} training image(s); expected two or more, as one picks the rate")
         order = torch.randperm(shard.total, generator=generator)
-        held_out, rest = order[: len(order) // 10], order[len(order) // 10 :]
+        held_out, rest = order.tensor_split([max(len(order) // 10, 1)])
         # One scale for all channels, so that a rate means the same for every backbone.
         mean, scale = moments(train.x, shard) if scaled else (None, None)
         return cls(

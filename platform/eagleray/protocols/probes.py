@@ -15,6 +15,7 @@ from eagleray.config.types import Format
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.class_names import check_class_names
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.image_batches import THREADS, Reading
@@ -69,8 +70,15 @@ class ProbeSets:
             raise UserError("--test: these shards have no labels, and this protocol needs them")
         if len(train) < 2:
             raise UserError(f"--train: {len(train)} class(es) in these shards; a classifier needs two or more")
+        if self.test is not self.train:
+            check_class_names(self.train, self.test)
         if strange := np.setdiff1d(test, train).tolist():
             examples = ", ".join(map(str, strange[:5])) + (", ..." if strange[5:] else "")
+            if self.test is self.train:
+                raise UserError(
+                    f"--train: all images of {len(strange)} of its {len(np.union1d(train, test))} classes are held out "
+                    f"to test on: {examples}; expected --test URL, or more images of each class"
+                )
             raise UserError(
                 f"--test: {len(strange)} of the {len(test)} classes in these shards are not in --train: {examples}"
             )

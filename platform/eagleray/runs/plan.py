@@ -22,6 +22,7 @@ from eagleray.engine.sharded import check_shardable
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.shuffle_bn import check_groups
+from eagleray.protocols.class_names import check_class_names
 from eagleray.runs import fit, origin
 from eagleray.runs.build import check_method, scaled_lr
 from eagleray.runs.recipe import TEACHER, Recipe, digest, needs_boxes
@@ -127,6 +128,8 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_al
     for key, data in ("data.test", test), ("data.train", index):
         if test and data and not data.labelled:
             raise UserError(f"{key}: has no labels; evaluation needs labels in both data.train and data.test")
+    if test:
+        check_class_names(index, test, ("data.train", "data.test"))
     return plan
 
 

@@ -1,0 +1,48 @@
+"""What `eagleray evaluate` passes to a protocol."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eagleray.config import plugins
+from eagleray.evaluation.evaluate import Request, evaluate
+
+DRAWERS = """
+from pathlib import Path
+
+from eagleray import Outcome, register
+
+
+@register.protocol("sketch", about="a picture of two sets", needs=("labels",))
+def sketch(train, test, *, out: Path) -> Outcome:
+    (out / "sketch.png").write_bytes(b"two")
+    return Outcome({"sketch/images": len(test.y)}, {}, (out / "sketch.png",))
+
+
+@register.protocol("album", about="a picture of the suite", needs=("suite",))
+def album(features, root: str, *, out: Path) -> Outcome:
+    (out / "album.png").write_bytes(b"suite")
+    return Outcome({"album/images": len(features(f"{root}/test").y)}, {}, (out / "album.png",))
+"""
+
+
+@pytest.fixture
+def drawers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plug-in with protocols on features that draw."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "drawers_of_tests.py").write_text(DRAWERS)
+    plugins.load(str(tmp_path / "drawers_of_tests.py"))
+    yield
+    plugins.unload()
+
+
+@pytest.mark.usefixtures("drawers")
+def test_protocols_on_features_get_a_folder_for_pictures(shards: Path, tmp_path: Path):
+    data = {"train": str(shards / "train"), "test": str(shards / "test"), "folders": {"suite": str(shards)}}
+    settings = {"size": "32", "resize": "32"}
+    asked = Request("untrained:test_vit", ["sketch", "album"], **data, settings=settings, out=str(tmp_path / "out"))  # type: ignore[arg-type]
+    report = evaluate(asked, note=lambda _: None)
+    assert not report.refused
+    assert [r.pictures for r in report.results] == [[f"pictures/untrained/{n}.png"] for n in ("sketch", "album")]
+    assert (tmp_path / "out" / "pictures" / "untrained" / "album.png").read_bytes() == b"suite"

@@ -1,0 +1,37 @@
+"""A backbone to evaluate has all of its weights from the source that was named."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from eagleray.base.errors import UserError
+from eagleray.evaluation.target import load_target
+from eagleray.models.backbone import Backbone
+
+
+def test_a_parameter_that_would_be_random_is_named(tmp_path: Path):
+    state = Backbone("test_vit").model.state_dict()
+    for name in ("cls_token", "norm.bias"):  # far less than 5 % of the parameters
+        del state[name]
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"w\.pth: lacks cls_token and 1 more of \d+ parameters of test_vit"):
+        load_target(str(tmp_path / "w.pth"), "test_vit")
+
+
+def test_layers_that_the_architecture_lacks_are_named(tmp_path: Path):
+    state = Backbone("test_vit").model.state_dict()
+    torch.save(state | {"blocks.0.ls1.gamma": torch.ones(64)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"w\.pth: has blocks\.0\.ls1\.gamma inside of the backbone"):
+        load_target(str(tmp_path / "w.pth"), "test_vit")
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet", "resnet18"])
+def test_a_classifier_beside_the_backbone_is_left_out(name: str, tmp_path: Path):
+    """That of ConvNeXt is in one module with the last norm."""
+    whole = timm.create_model(name, num_classes=7)
+    torch.save(whole.state_dict(), tmp_path / "w.pth")
+    ours = load_target(str(tmp_path / "w.pth"), name).backbone.model.state_dict()
+    assert ours
+    assert all(torch.equal(tensor, whole.state_dict()[key]) for key, tensor in ours.items())
