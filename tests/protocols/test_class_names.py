@@ -84,14 +84,21 @@ def test_folders_of_different_classes_are_no_training_set_of_named_ones(tmp_path
         check_class_names(both, test, ("data.train", "data.test"))
 
 
-def test_a_run_is_not_planned_with_other_classes(tmp_path: Path):
+def test_a_run_says_that_classes_differ_and_supervised_training_is_refused(tmp_path: Path):
     photos(tmp_path / "train", "ant", "bee", "cat")
     photos(tmp_path / "test", "bee", "cat")
-    (tmp_path / "small.yaml").write_text(small_recipe("mocov3"))
     keys = [f"{key}={tmp_path / key.partition('.')[2]}" for key in ("data.train", "data.test")]
-    recipe = load(str(tmp_path / "small.yaml"), [*keys, f"out={tmp_path / 'out'}", "optim.batch=4", "data.lanes=4"])
-    with pytest.raises(UserError, match=r"^data\.test: class 0 is bee, and in data\.train it is ant"):
-        make_plan(resolve_paths(recipe))
+    keys += [f"out={tmp_path / 'out'}", "optim.batch=4", "data.lanes=4"]
+    said = "data.test: class 0 is bee, and in data.train it is ant: "
+    for method in "mocov3", "supervised":
+        (path := tmp_path / f"{method}.yaml").write_text(small_recipe(method).replace("classes: 20", "classes: 3"))
+        lines: list[str] = []
+        try:
+            make_plan(resolve_paths(load(str(path), keys)), note=lines.append)
+        except UserError as e:
+            lines = [f"refused: {e}"]
+        [line] = [line for line in lines if said in line]
+        assert line.startswith("refused: ") == (method == "supervised")
 
 
 def test_shards_without_names_are_compared_by_number(tmp_path: Path):
