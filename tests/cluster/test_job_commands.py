@@ -173,6 +173,10 @@ def test_plugins_lie_where_the_command_looks_for_them(head: FakeHead, tmp_path: 
         (["evaluate", "s3://b/a", "--train", "s3://b/t"], "--workers: missing"),
         (["evaluate", "s3://b/a", "--workers", "4", "--gpus", "4"], "--gpus 4 and --workers: expected only one"),
         (["evaluate", "timm:vit_tiny_patch16_224", "--workers", "4"], "--out is missing"),
+        (
+            ["evaluate", "s3://b/a", "knn", "--workers", "4"],
+            "submit evaluate: expected BACKBONE and options",
+        ),
         (["evaluate", "hf:timm/vit_tiny", "--workers", "4"], "--out is missing"),
         (["prepare", "folder", "photos", "s3://b/out"], "FROM=photos: a relative path"),
         (["prepare", "folder", "s3://b/in", "s3://b/out", "--workers", "0"], "--workers 0: expected at least one"),

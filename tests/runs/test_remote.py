@@ -20,6 +20,7 @@ from helpers.recipes import SMALL
 from helpers.runs import assert_same, start, weights
 from helpers.s3.server import Swift, store_of
 
+import eagleray
 from eagleray.base import dist
 from eagleray.base.errors import Superseded, UserError
 from eagleray.base.files import read_lines
@@ -115,6 +116,23 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingBucket:
     bucket = CountingBucket(tmp_path)
     monkeypatch.setitem(store.STORES, "s3", bucket)
     return bucket
+
+
+@pytest.mark.parametrize("steps", [4, 20])
+def test_a_run_that_was_deleted_in_its_store_begins_anew(
+    steps: int, bucket: CountingBucket, small: Path, shards: Path, tmp_path: Path
+):
+    """Also on the machine that had trained it, to its end or not, and with another recipe."""
+    keys = {"data.train": str(shards / "train"), "evaluate.probe_epochs": 0, "log_steps": 2, "checkpoint.steps": 4}
+    first = eagleray.pretrain(small, keys, out="s3://runs/run", workers=0, max_steps=steps)
+    id = json.loads((first.folder / layout.MLFLOW).read_text())
+    shutil.rmtree(tmp_path / "runs")
+    again = eagleray.pretrain(small, keys | {"seed": 1, "log_steps": 4}, out="s3://runs/run", workers=0, max_steps=8)
+    assert again.finished
+    for folder in again.folder, remote.work_dir("s3://runs/run"):
+        assert [r["step"] for r in read_lines(folder / layout.METRICS)] == [4, 8]
+        assert len([line for line in read_lines(folder / layout.STARTS) if "step" in line]) == 1
+        assert json.loads((folder / layout.MLFLOW).read_text()) != id
 
 
 def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tmp_path: Path):

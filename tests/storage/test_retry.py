@@ -9,6 +9,7 @@ import pytest
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import retry
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import Transient, call_with_retries
 
 
@@ -57,6 +58,7 @@ def test_a_start_waits_longer_than_its_requests_say(clock: Clock) -> None:
     with retry.at_least(100):
         assert 80 < seconds(10) <= 100
         assert seconds(300) > 200
+        assert min(ordered_map(lambda _: seconds(10), range(2), width=1)) > 80
         with ThreadPoolExecutor(1) as other:  # of another thread, such as that of MLflow
             assert other.submit(seconds, 10).result() <= 10
     assert seconds(10) <= 10

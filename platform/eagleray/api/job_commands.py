@@ -97,7 +97,7 @@ def _evaluate(
     names: list[str], options: dict[str, str | bool], words: Sequence[str], plugins: Sequence[str | Path]
 ) -> JobPackage:
     """An evaluation: of what the nodes can reach, on workers, as the head computes nothing."""
-    [backbone] = names
+    [backbone] = _exactly(names, "evaluate", "BACKBONE")
     stored = not (backbone.startswith("untrained:") or is_public(backbone))
     if stored:
         check_place("backbone", backbone)
@@ -116,7 +116,7 @@ def _prepare(
     names: list[str], options: dict[str, str | bool], words: Sequence[str], plugins: Sequence[str | Path]
 ) -> JobPackage:
     """A data set: read and written where the nodes find it, by tasks on them."""
-    source, origin, destination = names
+    source, origin, destination = _exactly(names, "prepare", "SOURCE", "FROM", "DST")
     check_place("FROM", origin)
     check_place("DST", destination)
     if options.get("--workers") == "0":
@@ -125,10 +125,18 @@ def _prepare(
     return job_package.pack_words("prepare", source, destination, words, plugins, asks=asks)
 
 
+def _exactly(names: Sequence[str], command: str, *wanted: str) -> Sequence[str]:
+    """Return the words of a command that are no options. Raises UserError when they are more or fewer than wanted."""
+    if len(names) != len(wanted):
+        got = " ".join(names) or "none"
+        raise UserError(f"submit {command}: expected {' '.join(wanted)} and options that begin with --, got {got}")
+    return names
+
+
 def _index(
     names: list[str], options: dict[str, str | bool], words: Sequence[str], plugins: Sequence[str | Path]
 ) -> JobPackage:
     """An index of shards that are there already."""
-    [url] = names
+    [url] = _exactly(names, "index", "URL")
     check_place("URL", url)
     return job_package.pack_words("index", "shards", url, words, plugins, asks="a task for each shard")

@@ -134,6 +134,8 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
     folder = remote.view_dir(out)
     following = remote.Follower(out)
     following.copy.fetch()
+    if following.copy.is_stale():
+        remote.forget(folder)
     begun = bool(files.read_history(folder / layout.METRICS))
     if begun and (folder / layout.RECIPE).exists():
         check_same(recipe, folder / layout.RECIPE)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import shutil
 import threading
 import time
 import zlib
@@ -78,6 +79,18 @@ def is_running(out: str) -> bool:
     return files.is_folder_locked(Path(out))
 
 
+def _has_checkpoints(out: str) -> bool:
+    return any(store.store(out).list(f"{out}/{layout.CHECKPOINTS}/", "step-"))
+
+
+def forget(folder: Path) -> None:
+    """Delete a copy on this machine of a run that its store no longer has, or another run would go on with it."""
+    for name in (*RECORDS, *GROWING, layout.RESULTS):
+        (folder / name).unlink(missing_ok=True)
+    for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, "pictures"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
 FETCH_LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
 
 
@@ -97,6 +110,7 @@ class Copy:
         self.out, self.folder, self.inside = out, folder, inside
         self.tags: dict[str, object] = {}
         self.histories: dict[str, History] = {}  # as they were listed last
+        self.begun = False  # whether the store had a recipe or a history then
 
     def fetch(self) -> None:
         """Download the files that have changed.
@@ -114,6 +128,7 @@ class Copy:
     def _fetch(self) -> None:
         here, inside = (list(store.store(self.out).list(f"{self.out}/{f}")) for f in ("", f"{self.inside}/"))
         self.histories = histories(here)
+        self.begun = bool(self.histories) or any(b.url == f"{self.out}/{layout.RECIPE}" for b in here)
         for name, history in self.histories.items():
             if self.tags.get(name) != history.tag:
                 if not _append(history, self._path(name)):
@@ -128,6 +143,10 @@ class Copy:
                 continue
             _replace(data, self._path(blob.url.removeprefix(f"{self.out}/")))
             self.tags[blob.url] = blob.tag
+
+    def is_stale(self) -> bool:
+        """Return whether the store, when it was listed, had nothing of a run: one that is here has been deleted."""
+        return is_remote(self.out) and not (self.begun or _has_checkpoints(self.out))
 
     def _path(self, name: str) -> Path:
         path = self.folder / name
@@ -231,8 +250,14 @@ class Mirror(Background):
 
     def fetch(self) -> None:
         """Bring the files of earlier starts to this machine, and delete parts of histories that no longer count."""
-        copy, epoch = Copy(self.out, self.folder), self.lease.epoch
+        epoch, starts = self.lease.epoch, files.read_lines(self.folder / layout.STARTS)
+        copy = Copy(self.out, self.folder)
         copy.fetch()
+        own = bool(starts) and starts[-1].get("command") == self.lease.command  # killed before the first upload
+        if not (own or copy.histories or _has_checkpoints(self.out)):
+            forget(self.folder)
+            copy = Copy(self.out, self.folder)
+            copy.fetch()
         if id := read_note(self.out, layout.WANDB_ID):  # by which the starts of a run are one run there
             (self.folder / layout.WANDB).mkdir(exist_ok=True)
             files.write_atomic(self.folder / layout.WANDB_ID, id)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int =
             for thing in things:
                 if len(waiting) == width:
                     yield waiting.popleft().result()
-                waiting.append(pool.submit(function, thing))
+                waiting.append(pool.submit(copy_context().run, function, thing))
             while waiting:
                 yield waiting.popleft().result()
         finally:

@@ -4,9 +4,9 @@ import contextlib
 import itertools
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TypeVar
 
 from eagleray.base.errors import Outage
@@ -19,18 +19,18 @@ QUIET = 5.0  # seconds before the first warning
 _random = random.SystemRandom()  # has no state, which loader processes would share: they are forked, and seeded equally
 
 
-_least = threading.local()
+_least = ContextVar[float]("least", default=0.0)
 
 
 @contextlib.contextmanager
 def at_least(patience: float) -> Iterator[None]:
-    """Repeat requests of this thread for so many seconds at least while the block runs: where nobody waits for an
-    error, and one would end what has taken hours."""
-    _least.patience = patience
+    """Repeat requests of this thread, and those that `ordered_map` makes for it, for so many seconds at least while the
+    block runs: where nobody waits for an error, and one would end what has taken hours."""
+    before = _least.set(patience)
     try:
         yield
     finally:
-        _least.patience = 0.0
+        _least.reset(before)
 
 
 class Transient(Exception):
@@ -43,7 +43,7 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
     The pauses between calls double and vary at random, so that readers that failed together do not retry together.
     Raises Outage after `patience` seconds, or after those of `at_least` if these are more.
     """
-    patience = max(patience, getattr(_least, "patience", 0.0))
+    patience = max(patience, _least.get())
     began = warned = time.monotonic()
     for number in itertools.count():
         try:

@@ -57,7 +57,9 @@ def download(out: str, folder: Path) -> None:
 def sweep_folder(out: str) -> Path | None:
     """Return the folder of the sweep in `out`, which for a URL is a copy on this machine; None if `out` holds no
     sweep. Raises UserError and Outage."""
-    if is_remote(out) and remote.read_note(out, SWEEP) is not None:
+    if is_remote(out):
+        if remote.read_note(out, SWEEP) is None:
+            return None
         download(out, remote.view_dir(out))
     folder = remote.view_dir(out)
     return folder if (folder / SWEEP).exists() else None
