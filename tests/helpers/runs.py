@@ -14,7 +14,7 @@ from eagleray.engine import checkpoint
 FAST = ("evaluate.probe_epochs=0", "evaluate.limit=32")  # keys of runs whose scores do not matter
 
 
-def arguments(recipe: Path, shards: Path, out: Path, *more: str) -> list[str]:
+def arguments(recipe: Path, shards: Path, out: Path | str, *more: str) -> list[str]:
     return [str(recipe), f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
 
 

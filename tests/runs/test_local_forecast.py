@@ -5,16 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.bucket import CountingBucket
 from helpers.runs import arguments, split
 
 from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.reports import read, sections
-from eagleray.runs import accelerators, local_forecast
+from eagleray.runs import accelerators, local_forecast, remote
 from eagleray.runs import recipe as recipes
 from eagleray.runs.forecast import Target, target_of
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
+from eagleray.storage import store
 
 
 def gpu(memory: float) -> Target:
@@ -71,12 +73,21 @@ def test_a_cpu_with_too_little_memory_is_a_warning(plan: Plan, monkeypatch: pyte
     assert lines[1].startswith("warning: ")
 
 
+@pytest.mark.parametrize("place", ["folder", "store"])
 def test_a_run_writes_its_utilisation_and_a_profile_and_reports_plan_and_fact(
-    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str,
+    small: Path,
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    out = tmp_path / "run"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
+    url = str(tmp_path / "run") if place == "folder" else "s3://runs/run"
+    out = remote.view_dir(url)
     monkeypatch.setattr(local_forecast, "local_target", lambda _: replace(gpu(80), name="pretended"))
-    pretrain(*split(arguments(small, shards, out, "max_steps=4", "profile=2..3")))
+    pretrain(*split(arguments(small, shards, url, "max_steps=4", "profile=2..3")))
     text = capsys.readouterr()
     assert "on pretended" in text.out + text.err
     table = (out / "profile" / "operations.txt").read_text()
@@ -85,7 +96,7 @@ def test_a_run_writes_its_utilisation_and_a_profile_and_reports_plan_and_fact(
     events = json.loads((out / "profile" / "trace.json").read_text())["traceEvents"]
     assert sum(e.get("name") == "Optimizer.step#AdamW.step" and e.get("ph") == "X" for e in events) == 2
     assert all(0 < line["mfu"] < 1 for line in read_lines(out / "metrics.jsonl"))
-    [fact] = sections.plan_and_fact(read.read(str(out)))
+    [fact] = sections.plan_and_fact(read.read(url))
     assert [row[0] for row in fact.rows] == ["images/s", "memory of tensors, GiB", "model FLOP utilisation"]
     assert all(row[1] is not None for row in fact.rows)
 

@@ -279,6 +279,17 @@ def test_the_machine_is_watched(memory: Memory, tmp_path: Path):
     assert seen["system/system_memory_usage_percentage"].step == 7
 
 
+def test_the_load_before_the_first_record_of_a_continued_run_is_of_the_step_it_had_reached(
+    memory: Memory, tmp_path: Path
+):
+    JsonLines(tmp_path / "metrics.jsonl").log(record(6), record(7))
+    history = MLflow(tmp_path, Tracking("http://server"), {})
+    time.sleep(0.5)
+    history.close("KILLED", [])
+    [run] = memory.runs.values()
+    assert {m.step for m in run["metrics"] if m.key.startswith("system/")} == {7}
+
+
 def test_an_address_that_is_none_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     history = MLflow(tmp_path, Tracking("none"), {})
     history.log(record(1))

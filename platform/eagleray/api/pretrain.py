@@ -168,6 +168,8 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
             stop_on_signal(stop.ask, "stopping after this step"),
         ):
             run_in_world(recipe, tracking, stop)
+        if recipe.profile:
+            remote.Copy(out, folder, layout.PROFILE).fetch()
         table = folder / layout.PROFILE / profile.TABLE
         if recipe.profile and table.exists():
             console.print(f"{table.parent}:\n{table.read_text()}", markup=False, highlight=False, soft_wrap=True)

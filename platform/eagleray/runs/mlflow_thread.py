@@ -48,7 +48,8 @@ class MLflow:
         self.began = now()  # the time of such lines, the same in every attempt: MLflow keeps what differs twice
         self.machine, self.load_time = Machine(out), time.monotonic()
         self.loads: deque[Job] = deque(maxlen=1000)
-        self.step = 0
+        lines = read_history(out / layout.METRICS)
+        self.step = lines[-1]["step"] if lines else 0  # of the newest record
         self.why = "no answer"  # why the last attempt failed
         self.end: tuple[str, Sequence[Path], Backbone | None] | None = None
         self.ending, self.given_up = threading.Event(), threading.Event()

@@ -25,6 +25,8 @@ WORK = "work"  # the folder of a remote run's working files in the cache of a ma
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.MLFLOW}
 RECORDS |= {layout.PLACES, layout.START_SCORES}  # files that are written as a whole
 
+NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE}  # files that commands write into the store themselves
+
 
 def work_dir(out: str) -> Path:
     """Return the folder on this machine that a rank writes to. For a remote run it is in the cache."""
@@ -85,9 +87,9 @@ def _has_checkpoints(out: str) -> bool:
 
 def forget(folder: Path) -> None:
     """Delete a copy on this machine of a run that its store no longer has, or another run would go on with it."""
-    for name in (*RECORDS, *GROWING, layout.RESULTS):
+    for name in (*RECORDS, *GROWING, *NOTES):
         (folder / name).unlink(missing_ok=True)
-    for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, "pictures"):
+    for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, layout.PROFILE, "pictures"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -134,7 +136,7 @@ class Copy:
                 if not _append(history, self._path(name)):
                     _replace(history.read(), self._path(name))
                 self.tags[name] = history.tag
-        for blob in inside + [b for b in here if b.url.rpartition("/")[2] in (*RECORDS, layout.RESULTS)]:
+        for blob in inside + [b for b in here if b.url.rpartition("/")[2] in (*RECORDS, *NOTES)]:
             if self.tags.get(blob.url) == blob.tag:
                 continue
             try:
@@ -296,7 +298,7 @@ class Mirror(Background):
         """Return the files to upload, in the order in which they are; some may not exist yet."""
         return (
             [self.folder / n for n in sorted(RECORDS | GROWING)]
-            + sorted(self.folder.glob("export/[!.]*"))
+            + [p for name in (layout.EXPORT, layout.PROFILE) for p in sorted(self.folder.glob(f"{name}/[!.]*"))]
             + self.of_sinks()
         )
 
