@@ -123,8 +123,10 @@ class Backbone(nn.Module):
 
     @property
     def at_once(self) -> int | None:
-        """The images in one forward pass of a training step, in which gradients reach also weights that are held; None:
-        all."""
+        """How many images pass through the model at once in a training step, also while the weights are held.
+
+        None stands for all of them, as outside of training.
+        """
         return self.micro_batch if self.training or self.held else None
 
     def _joins(self, views: Sequence[Tensor]) -> bool:
