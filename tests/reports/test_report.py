@@ -419,6 +419,18 @@ def test_a_sweep_has_its_trials_and_pictures(tmp_path: Path, make: Make):
         write.report([str(folder), str(make())])
 
 
+def test_the_trials_of_a_sweep_are_named_as_a_shell_expands_them(tmp_path: Path, url: str, make: Make):
+    sweep_of(folder := tmp_path / "sweep")
+    for path in folder.iterdir():
+        store.put_bytes(f"{url}/{path.name}", path.read_bytes())
+    there = "s3://runs/kept/trials/{000..002}"
+    assert f"eagleray report {there}" in Path(write.report([url])[0]).read_text()
+    with pytest.raises(UserError, match=re.escape(there)):
+        write.report([url, str(make())])
+    with pytest.raises(UserError, match=re.escape(f"{folder}/trials/*")):
+        write.report([str(folder), str(make("other"))])
+
+
 def test_a_sweep_lays_the_curves_of_its_trials_over_each_other(tmp_path: Path):
     """Two of three trials have a folder, of which one logs no layers."""
     sweep_of(folder := tmp_path / "sweep")

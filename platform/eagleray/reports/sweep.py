@@ -11,6 +11,7 @@ from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Tabl
 from eagleray.reports.read import read
 from eagleray.reports.sections import figures
 from eagleray.runs import histories, layout
+from eagleray.storage.store import is_remote
 from eagleray.sweeps import plots
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, count_trials, in_words
@@ -48,11 +49,18 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
         tiles.append(Tile(f"best {study.sweep.objective.key}", best["metric"], f"trial {best['id']}"))
     return Page(
         title=f"Sweep {out.rpartition('/')[2]}",
-        lead=[f"To compare its trials: eagleray report {out}/trials/*"],
+        lead=[f"To compare its trials: eagleray report {trials(out, len(rows))}"],
         tiles=tiles,
         sections=[s for s in sections if s.blocks],
         footer=footer_text(out),
     )
+
+
+def trials(out: str, count: int) -> str:
+    """Return the trials of a sweep as a shell expands them: patterns of files on this machine, braces also in URLs."""
+    if not is_remote(out):
+        return f"{out}/trials/*"
+    return f"{out}/trials/{{000..{count - 1:03d}}}" if count > 1 else f"{out}/trials/000"
 
 
 def stability(study: Study, pictures: Path) -> Section:

@@ -12,7 +12,7 @@ from eagleray.runs import layout, remote
 from eagleray.runs.tracking import read_note, tracking_of
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
-from eagleray.sweeps.sweep_dir import sweep_folder
+from eagleray.sweeps.sweep_dir import ROWS, sweep_folder
 
 NAME = "report.html"
 ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # states of a run, and MLflow's words
@@ -28,9 +28,9 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
             raise UserError(f"--out {out}: expected a name that ends with .html")
     sweeps = [(g.rstrip("/"), folder) for g in urls if (folder := sweep_folder(g.rstrip("/")))]
     if sweeps and len(urls) > 1:
-        raise UserError(
-            f"{sweeps[0][0]}: a sweep cannot be compared with others; its trials can: {sweeps[0][0]}/trials/*"
-        )
+        url, folder = sweeps[0]
+        trials = sweep.trials(url, len(files.read_lines(folder / ROWS)))
+        raise UserError(f"{url}: a sweep cannot be compared with others; its trials can: {trials}")
     runs = [] if sweeps else [read(g) for g in urls]
     for run in runs:
         if run.state in ENDED:
