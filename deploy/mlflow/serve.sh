@@ -33,12 +33,12 @@ from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
 store = SqlAlchemyStore()
 store.init_db(os.environ["MLFLOW_AUTH_DATABASE_URI"])
 for kind in "MLFLOW_AUTH_ADMIN", "MLFLOW_TRACKING":
-    name, password = (os.environ[f"{kind}_{part}"] for part in ("USERNAME", "PASSWORD"))
+    name, secret = (os.environ[f"{kind}_{part}"] for part in ("USERNAME", "PASSWORD"))
     if not store.has_user(name):
         if kind == "MLFLOW_TRACKING" and name != os.environ["MLFLOW_AUTH_ADMIN_USERNAME"]:
-            store.create_user(name, password)
-    elif not store.authenticate_user(name, password):
-        store.update_user(name, password=password)
+            store.create_user(name, secret)
+    elif not store.authenticate_user(name, secret):
+        store.update_user(name, secret)
 END
 exec mlflow server --app-name basic-auth --host "$host" --port "$port" --workers "${MLFLOW_WORKERS:-2}" \
     --allowed-hosts "${MLFLOW_ALLOWED_HOSTS:-localhost:$port,127.0.0.1:$port,$host:$port}"

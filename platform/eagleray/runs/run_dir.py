@@ -59,6 +59,7 @@ class RunDir:
         self.mlflow: MLflow | None = None
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
+        self.histories: tuple[JsonLines, ...] = ()  # of rank 0, once it has begun
         self.mirror: remote.Mirror | None = None
         self.shards: ShardWriter | None = None
         self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
@@ -165,6 +166,7 @@ class RunDir:
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.steps = JsonLines(self.path / layout.STEPS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
+            self.histories = (self.skipped, self.metrics, self.steps, self.findings)
             self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
             self._at_end(self.sinks.close)
             self._at_end(self._write_late)
@@ -215,9 +217,8 @@ class RunDir:
 
     def _write_late(self) -> None:
         """Write the lines that a full disk did not take: the steps before a checkpoint are not taken again."""
-        if self.rank == 0:
-            for lines in (self.skipped, self.metrics, self.steps, self.findings):
-                lines.log()
+        for lines in self.histories:
+            lines.log()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a checkpoint in the background. Called by rank 0 alone, or by all ranks if tensors are sharded."""
