@@ -123,10 +123,8 @@ class Backbone(nn.Module):
 
     @property
     def at_once(self) -> int | None:
-        """How many images pass through the model at once in a training step, also while the weights are held.
-
-        None stands for all of them, as outside of training.
-        """
+        """Return the number of images that pass through the model at once in a training step, also while its weights
+        are held. None stands for all of them, as outside of training."""
         return self.micro_batch if self.training or self.held else None
 
     def _joins(self, views: Sequence[Tensor]) -> bool:
@@ -152,8 +150,7 @@ class Backbone(nn.Module):
         only the patches at the positions kept (B, n), counted row by row; P are prefix tokens, such as the class token.
 
         Of the backbones for which `masking.drops_patches` holds."""
-        size = self.at_once
-        pooled, tokens = micro_batched(self._visible, images, size, kept)
+        pooled, tokens = micro_batched(self._visible, images, self.at_once, kept)
         return pooled, tokens
 
     def _visible(self, images: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,8 +208,7 @@ class Backbone(nn.Module):
         The last tokens of a pyramid are read before the norm at its end, those of a ViT after it. Raises UserError for
         a model without stages or blocks, and where blocks of a pyramid return tokens without saying on which grid.
         """
-        size = self.at_once
-        pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, size)
+        pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, self.at_once)
         return pooled, grids
 
     def _grids(self, images: Tensor, parts: Parts) -> tuple[Tensor, ...]:

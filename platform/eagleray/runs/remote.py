@@ -24,7 +24,6 @@ OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it
 WORK = "work"  # the folder of a remote run's working files in the cache of a machine
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.MLFLOW}
 RECORDS |= {layout.PLACES, layout.START_SCORES}  # files that are written as a whole
-
 NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE}  # files that commands write into the store themselves
 
 
