@@ -283,7 +283,7 @@ def test_the_load_before_the_first_record_of_a_continued_run_is_of_the_step_it_h
     memory: Memory, tmp_path: Path
 ):
     JsonLines(tmp_path / "metrics.jsonl").log(record(6), record(7))
-    history = MLflow(tmp_path, Tracking("http://server"), {})
+    history = MLflow(tmp_path, Tracking("http://server"), {}, step=7)
     time.sleep(0.5)
     history.close("KILLED", [])
     [run] = memory.runs.values()

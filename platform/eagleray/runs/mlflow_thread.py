@@ -37,9 +37,10 @@ class MLflow:
     """One run in MLflow, which continues over restarts. A thread sends the records."""
 
     def __init__(
-        self, out: Path, tracking: Tracking, params: Mapping[str, Any], inputs: Sequence[DataInput] = ()
+        self, out: Path, tracking: Tracking, params: Mapping[str, Any], inputs: Sequence[DataInput] = (), step: int = 0
     ) -> None:
-        """`params` are the dotted keys of the resolved recipe, and `inputs` the data sets of the run."""
+        """`params` are the dotted keys of the resolved recipe, `inputs` the data sets of the run, and `step` is the one
+        that the run has reached."""
         self.out, self.uri, self.params, self.inputs = out, tracking.uri, params, inputs
         self.run = MLflowRun(tracking, out / layout.MLFLOW, tracking.name or out.name, params, inputs)
         self.queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -48,8 +49,7 @@ class MLflow:
         self.began = now()  # the time of such lines, the same in every attempt: MLflow keeps what differs twice
         self.machine, self.load_time = Machine(out), time.monotonic()
         self.loads: deque[Job] = deque(maxlen=1000)
-        lines = read_history(out / layout.METRICS)
-        self.step = lines[-1]["step"] if lines else 0  # of the newest record
+        self.step = step
         self.why = "no answer"  # why the last attempt failed
         self.end: tuple[str, Sequence[Path], Backbone | None] | None = None
         self.ending, self.given_up = threading.Event(), threading.Event()

@@ -170,7 +170,7 @@ class RunDir:
             self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
             self._at_end(self.sinks.close)
             self._at_end(self._write_late)
-            self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs)
+            self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs, step)
             if resumes:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
         return step
