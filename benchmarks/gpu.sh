@@ -3,6 +3,7 @@
 #
 #   benchmarks/gpu.sh          JSON lines to ${OUT:-benchmarks/results}/gpu.jsonl, what was printed on the way to gpu.log
 #   benchmarks/gpu.sh --cpu    the same commands with tiny sizes on a CPU, to see that they work
+#   benchmarks/gpu.sh methods  only these parts, added to the lines that are there
 #
 # It runs the GPU tests, a whole `pretrain` of every method, and ViT-S/16 and ViT-B/16 steps with synthetic and real input, in
 # each precision and with compilation. A part that fails has a line that says so, and the others go on. The table is last.
@@ -18,8 +19,10 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
 lines=$OUT/gpu.jsonl log=$OUT/gpu.log
-: >"$lines"
-: >"$log"
+cpu=no
+[ "${1:-}" != --cpu ] || { cpu=yes && shift; }
+parts=" $* "
+[ $# -gt 0 ] || { : >"$lines" && : >"$log"; }
 
 if compgen -G ".whl/*.whl" >/dev/null; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" .whl/*.whl 2>>"$log"
@@ -42,7 +45,7 @@ END
 echo "needs $NEEDS${missing:+; missing: $missing}" >&2
 [ -z "$missing" ] || exit 2
 
-if [ "${1:-}" = --cpu ]; then
+if [ $cpu = yes ]; then
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
     small="backbone.options={img_size: 32, patch_size: 8, embed_dim: 48, depth: 2, num_heads: 3}"
     steps=(--steps 2 --warmup 1 --batch 8 "$small" data.workers=2)
@@ -51,7 +54,7 @@ if [ "${1:-}" = --cpu ]; then
     shards=(--images 64 --distinct 4 --width 64 --height 48)
     loader=(--images 2 --rounds 1) photometric=(--images 2 --rounds 1)
     tests=(tests/devices/test_gpu.py)
-    methods=(--methods mocov3 dino) some=(--methods mocov3)
+    methods=(--methods mocov3 dino) some=(--methods mocov3) jobs=(--jobs 2)
     base=("vitb16 optim.batch=4 data.lanes=4") large=() low=(bf16 fp32) compiled=() half=bf16 ranks=0
     usual="compile=false" best="eager compile=false"
 else
@@ -62,7 +65,7 @@ else
     # Files with such tests only: others may import packages that are not here.
     mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     tests+=(-m gpu)
-    methods=() some=(--methods mocov3 dino esvit)
+    methods=() some=(--methods mocov3 dino esvit) jobs=(--jobs 7)
     base=("vitb16 compile=false backbone.name=vit_base_patch16_224 optim.batch=256")
     large=("vitl16 compile=false backbone.name=vit_large_patch16_224 optim.batch=64")
     low=(fp16 fp32) compiled=("vits16-compiled compile=true") half=fp16
@@ -75,6 +78,7 @@ fi
 measure() {
     local name=$1 limit=$2 begin=$SECONDS status=skipped line
     shift 2
+    [ "$parts" = "  " ] || [[ $parts == *" $name "* ]] || return
     : >"$work/printed"
     if ((SECONDS < END)); then
         ((limit < END - SECONDS)) || limit=$((END - SECONDS))
@@ -105,8 +109,8 @@ real=data.train=$work/shards
 precisions=()
 for name in "${low[@]}"; do precisions+=("vits16-$name compile=false precision=$name"); done
 
-measure methods 130 "$PYTHON" benchmarks/methods.py --json compile=false "${methods[@]}"
-measure methods-half 40 "$PYTHON" benchmarks/methods.py --json compile=false "precision=$half" "${some[@]}"
+measure methods 130 "$PYTHON" benchmarks/methods.py --json "${jobs[@]}" compile=false "${methods[@]}"
+measure methods-half 40 "$PYTHON" benchmarks/methods.py --json "${jobs[@]}" compile=false "precision=$half" "${some[@]}"
 ((ranks < 2)) || measure methods-2-gpus 100 "$PYTHON" benchmarks/methods.py --json compile=false --ranks 2
 step mocov3 100 mocov3_vits16 --synthetic "${two[@]}" -- "vits16 $usual" "${compiled[@]}" "${precisions[@]}" "${base[@]}"
 step mocov3-real 60 mocov3_vits16 "$real" "${two[@]}" -- "vits16-$best"

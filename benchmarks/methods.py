@@ -9,13 +9,17 @@ loss            mean of the last logged steps
 knn             top-1 accuracy of the last evaluation, in %
 """
 
+import itertools
 import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,50 +46,76 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", metavar="key=value", help="keys of every recipe, such as precision=fp16")
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=sorted(METHODS), metavar="NAME")
     parser.add_argument("--ranks", type=int, default=1, help="processes, each with a device of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, all on one device")
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         synthetic.write(Path(folder, "shards"), images=96, distinct=24, width=40, height=32, each=48, classes=20)
-        result = run_all(args.methods, args.keys, Path(folder), args.ranks)
+        result = run_all(args.methods, args.keys, Path(folder), args.ranks, min(args.jobs, len(args.methods)))
     common.show({"methods": result, "ranks": args.ranks}, as_json=args.json)
     if any(row["status"] != "ok" for row in result.values()):
         raise SystemExit(1)
 
 
-def run_all(methods: Sequence[str], keys: Sequence[str], folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+def run_all(
+    methods: Sequence[str], keys: Sequence[str], folder: Path, ranks: int, jobs: int
+) -> dict[str, dict[str, Any]]:
     """Return the result of every method. With several ranks, each is a process of this machine."""
-    if ranks == 1:
-        run_rank(0, 1, methods, keys, folder)
-    else:
+    if ranks > 1:
         mp.spawn(run_rank, (ranks, methods, keys, folder), ranks)  # type: ignore[no-untyped-call]
-    out: dict[str, dict[str, Any]] = json.loads((folder / "result.json").read_text())
-    return out
+        out: dict[str, dict[str, Any]] = json.loads((folder / "result.json").read_text())
+        return out
+    if jobs == 1:
+        return {name: run_one(name, keys, folder) for name in methods}
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(methods, pool.map(run_alone, methods, itertools.repeat(keys)), strict=True))
+
+
+def run_alone(name: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the result of one method that runs in a program of its own, as a process that `multiprocessing` starts
+    lets each worker of a loader import PyTorch again."""
+    command = [sys.executable, __file__, "--json", "--methods", name, "--", *keys]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    if not lines:
+        return {"status": f"ended with status {done.returncode}"}
+    row: dict[str, Any] = json.loads(lines[-1])["methods"][name]
+    return row
+
+
+def run_one(name: str, keys: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the result of one method on one rank; its error is a part of the result."""
+    logging.disable(logging.WARNING)
+    begin = time.perf_counter()
+    try:
+        row = {"status": "ok", **run_method(name, keys, folder, local())}
+    except Exception as e:
+        traceback.print_exc()
+        row = {"status": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}
+    return timed(name, row, begin)
+
+
+def timed(name: str, row: dict[str, Any], begin: float) -> dict[str, Any]:
+    seconds = round(time.perf_counter() - begin, 2)
+    common.note(f"{name}: {row['status']}, {seconds} s")
+    return row | {"seconds": seconds}
 
 
 def run_rank(rank: int, ranks: int, methods: Sequence[str], keys: Sequence[str], folder: Path) -> None:
-    """Run every method on one rank; rank 0 writes the results."""
+    """Run every method on one of several ranks; rank 0 writes the results."""
     logging.disable(logging.WARNING)
-    if ranks > 1:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29511")}
-        if torch.cuda.is_available():
-            torch.cuda.set_device(rank)
-        td.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=rank, world_size=ranks)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29511")}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    td.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=rank, world_size=ranks)
     world, result = local(), {}
     for name in methods:
         begin = time.perf_counter()
-        try:
-            row = {"status": "ok", **run_method(name, keys, folder, world)}
-        except Exception as e:
-            if ranks > 1:
-                raise  # the other ranks wait for this one
-            traceback.print_exc()
-            row = {"status": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}
-        result[name] = row | {"seconds": round(time.perf_counter() - begin, 2)}
+        row = {"status": "ok", **run_method(name, keys, folder, world)}  # raises: the other ranks wait for it
         if rank == 0:
-            common.note(f"{name}: {result[name]['status']}, {result[name]['seconds']} s")
+            result[name] = timed(name, row, begin)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
-    if ranks > 1:
-        td.destroy_process_group()
+    td.destroy_process_group()
 
 
 def run_method(name: str, keys: Sequence[str], folder: Path, world: World) -> dict[str, float]:
