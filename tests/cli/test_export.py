@@ -55,6 +55,12 @@ def test_the_line_of_a_run_tells_timm_how_images_are_prepared(run: Path):
     assert "'crop_pct': 0.8" in done.stdout
 
 
+def test_the_history_of_a_run_is_shown_where_mlflow_is_installed(run: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "\nhistory   " in str(api.Run(run))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "history" not in str(api.Run(run))
+
+
 def test_an_export_is_evaluated_as_its_run_is(run: Path, shards: Path, tmp_path: Path):
     more = ("--train", str(shards / "train"), "--test", str(shards / "test"), "--protocol", "knn", "--json")
     scores = [

@@ -111,15 +111,17 @@ class Run:
             return repr(self)
         lost = f", goodput {summary['goodput']:.0%}" if summary["restarts"] else ""
         export = self.folder / layout.EXPORT
-        load = f"load it   {snippet(export)}\n" if (export / "backbone.json").exists() else ""
-        return (
+        lines = [
             f"{summary['steps']} steps, {summary['images']} images, {summary['restarts']} restart(s){lost}, "
-            f"{summary['bad_samples']} bad sample(s), {summary['wall_seconds']:.0f} s\n"
-            f"results   {self.out}/{layout.SUMMARY}, {layout.METRICS}, {layout.LOG}\n"
-            f"export    {self.out}/{layout.EXPORT}/backbone.safetensors\n"
-            f"{load}"
-            f"history   {history(track.tracking_of(self.folder).uri)}"
-        )
+            f"{summary['bad_samples']} bad sample(s), {summary['wall_seconds']:.0f} s",
+            f"results   {self.out}/{layout.SUMMARY}, {layout.METRICS}, {layout.LOG}",
+            f"export    {self.out}/{layout.EXPORT}/backbone.safetensors",
+        ]
+        if (export / "backbone.json").exists():
+            lines.append(f"load it   {snippet(export)}")
+        if importlib.util.find_spec("mlflow"):
+            lines.append(f"history   {history(track.tracking_of(self.folder).uri)}")
+        return "\n".join(lines)
 
 
 def address(out: "str | Path | Run") -> str:
