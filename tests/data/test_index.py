@@ -5,7 +5,7 @@ import re
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -257,6 +257,17 @@ def test_write_index_of_one_shard_keeps_what_is_known_of_the_others(tmp_path: Pa
     write_index(str(tmp_path / "x-001.tar"))
     assert equal(opened(tmp_path), whole)
     assert spy.scans == ["x-001.tar"]
+
+
+def test_commands_that_index_other_shards_of_a_folder_at_once_keep_each_others_rows(tmp_path: Path) -> None:
+    write_shards(tmp_path, 10, 2)
+
+    def scan_while_another_command_runs(blobs: Sequence[Blob]) -> Iterator[tuple[Blob, pyarrow.Table]]:
+        open_index(str(tmp_path / "x-001.tar"), note=lambda _: None)
+        return indexing.scan_here(blobs)
+
+    open_index(str(tmp_path / "x-000.tar"), note=lambda _: None, scan_all=scan_while_another_command_runs)
+    assert index_file.load(f"{tmp_path}/{NAME}", again=False).keys() == {"x-000.tar", "x-001.tar"}
 
 
 def test_folders_inside_folders_keep_their_own_index(tmp_path: Path, spy: Spy) -> None:

@@ -315,10 +315,12 @@ def _folders(
         new = [b for b in mine if again or not _is_indexed(b, known)]
         if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
+            scanned = list(_counted(scan_all(new), len(new), tick))
+            known |= (load(aside, again) if aside else {}) | load(beside, again)  # and what others indexed meanwhile
             others, changed = known.keys() - names - gone, set(new)
             kept = ((_old_blob(n, known[n], folder), known[n].read(known[n].groups[n])) for n in others)
             same = ((b, _rows(b, known)) for b in mine if b not in changed)
-            rows = itertools.chain(kept, same, _counted(scan_all(new), len(new), tick))
+            rows = itertools.chain(kept, same, scanned)
             index_file.save(rows, [u for u in (beside, aside) if u])
             known = (load(aside, again) if aside else {}) | load(beside, again)
         yield [(b, known[name(b)]) for b in mine]
