@@ -4,10 +4,12 @@ The global batches do not depend on the number of ranks: each rank takes its row
 batch norm is synchronised over ranks, as with mmsegmentation's SyncBN and in XCiT's detectors; dropout and drop path
 are drawn on each rank. Rank 0 writes the checkpoints, from which any number of ranks continues."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -19,8 +21,10 @@ from eagleray.data.index import Note
 from eagleray.engine import checkpoint, loop, optim
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.store import is_remote
 
+T = TypeVar("T")
 LINES = 20  # progress lines of a training
 SILENCE = 60.0, 0.1  # another line is due after so many seconds, and after this share of the time so far
 SAVE_SECONDS = 300.0  # between checkpoints
@@ -44,6 +48,14 @@ def divide(batch: int) -> tuple[int, ...]:
     if batch < ranks:
         raise UserError(f"--workers {ranks}: expected at most {batch}, the images of a batch")
     return tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
+
+
+def read_beforehand(read: Callable[[T], object], things: Sequence[T]) -> None:
+    """Read the files of a validation once, so that a wrong one is known before the training instead of after it.
+
+    Each rank reads a part. Raises the error of `read`, on all ranks."""
+    mine = itertools.islice(things, dist.rank(), None, dist.size())
+    dist.together(lambda: deque(ordered_map(read, mine), maxlen=0))
 
 
 def own(rows: tuple[int, ...]) -> range:

@@ -426,6 +426,17 @@ def test_other_categories_in_val_are_refused(coco: Path, tiny: str, tmp_path: Pa
         protocol.detection(resnet(), coco, tmp_path, print, schedule=tiny)
 
 
+def test_a_validation_image_of_another_size_is_known_before_the_training(coco: Path, tiny: str, tmp_path: Path):
+    file = coco / "annotations" / "instances_val.json"
+    tree = json.loads(file.read_text())
+    tree["images"][-1]["width"] += 1
+    file.write_text(json.dumps(tree))
+    notes: list[str] = []
+    with pytest.raises(UserError, match=r"pixels; .*instances_val.json says"):
+        protocol.detection(resnet(), coco, tmp_path / "out", notes.append, schedule=tiny)
+    assert not any("step" in note for note in notes)
+
+
 @pytest.mark.slow
 def test_squares_are_learnt_by_heart(coco: Path, tmp_path: Path):
     """Trained on what it is judged on, boxes and masks are found nearly where they are."""

@@ -343,6 +343,13 @@ def test_other_masks_are_learnt_anew(plain: Path, tmp_path: Path):
     assert not any("continues after step" in line for line in notes)
 
 
+def test_a_broken_validation_image_is_known_before_the_training(plain: Path, tmp_path: Path):
+    (plain / "masks/val/s1.png").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"masks/val/s1.png: "):
+        run(vit(), plain, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def weights(backbone: Backbone, folder: Path, out: Path) -> Iterator[torch.Tensor]:
     """Those at the end of a training."""
     run(backbone, folder, out)

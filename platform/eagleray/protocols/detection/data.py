@@ -73,15 +73,9 @@ class Coco(Dataset[Example]):
 
     def __getitem__(self, at: tuple[int, int] | int) -> Example:
         """Read an image by its number, or by its number and an epoch. The epoch decides how the image is mirrored and
-        cropped.
-
-        Raises UserError when the image cannot be read, or does not have the size that the annotations state."""
+        cropped. Raises what `image` does."""
         i, epoch = at if isinstance(at, tuple) else (at, 0)
-        image, info = read_image(self.paths[i]), self.tree["images"][i]
-        if image.shape[1:] != (info["height"], info["width"]):
-            size = f"{image.shape[2]} x {image.shape[1]}"
-            raise UserError(f"{self.paths[i]}: has {size} pixels; {self.file} says {info['width']} x {info['height']}")
-        target = self.target(i)
+        image, target, info = self.image(i), self.target(i), self.tree["images"][i]
         if self.flip and np.random.default_rng((i, epoch)).random() < 0.5:
             image, target = mirror(image, target)
         if self.crop is not None:
@@ -89,6 +83,16 @@ class Coco(Dataset[Example]):
             if rng.random() < 0.5:
                 return cut(image, target, draw_crop(rng, (info["height"], info["width"])))
         return Example(image, target)
+
+    def image(self, i: int) -> Tensor:
+        """Read image number i (3, H, W), uint8.
+
+        Raises UserError when it cannot be read, or does not have the size that the annotations state."""
+        image, info = read_image(self.paths[i]), self.tree["images"][i]
+        if image.shape[1:] != (info["height"], info["width"]):
+            size = f"{image.shape[2]} x {image.shape[1]}"
+            raise UserError(f"{self.paths[i]}: has {size} pixels; {self.file} says {info['width']} x {info['height']}")
+        return image
 
     def trainable(self) -> list[int]:
         """Return the numbers of the images that have an object to train on."""

@@ -19,13 +19,14 @@ from eagleray.data.index import Note
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.detection.c4 import freeze, mask_rcnn_c4
-from eagleray.protocols.detection.data import Coco, read_image
+from eagleray.protocols.detection.data import Coco
 from eagleray.protocols.detection.heads import mask_rcnn
 from eagleray.protocols.detection.pyramid import FeaturePyramid
 from eagleray.protocols.detection.scores import scores, to_runs
 from eagleray.protocols.detection.train import DetectionSchedule, fit, load_schedule
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
+from eagleray.protocols.fine_tuning import read_beforehand
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.visual.draw import Tile, pixels, sheet
 from eagleray.storage.ordered_map import ordered_map
@@ -61,6 +62,7 @@ def detection(
     name = f"detection-{tag[:8]}"
     out.mkdir(parents=True, exist_ok=True)
     note(f"detection: {len(train.trainable())} training images, {len(val)} validation images")
+    read_beforehand(val.image, range(len(val)))
     fit(net, train, settings, f"{checkpoints or out}/{name}", out / name, note)
     results: list[tuple[int, list[Any]]] = []
     pictures: list[tuple[int, Any]] = []
@@ -109,7 +111,7 @@ def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Ten
     net.eval()
     device = next(net.parameters()).device
     mine = range(dist.rank(), len(data), dist.size())
-    for i, image in zip(mine, ordered_map(read_image, (data.paths[i] for i in mine)), strict=True):
+    for i, image in zip(mine, ordered_map(data.image, mine), strict=True):
         with autocast(device):
             [result] = net([image.to(device).float() / 255])
         result["masks"] = result["masks"] >= CONFIDENT

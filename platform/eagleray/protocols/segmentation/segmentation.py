@@ -25,7 +25,7 @@ from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import explain_failure
 from eagleray.protocols.feature_maps import Maps
-from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own
+from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own, read_beforehand
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.segmentation import scores as scoring
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, resized_shape
@@ -105,6 +105,7 @@ def segmentation(
     }
     net = Segmenter(backbone, kind, len(masks.classes), settings["width"]).to(next(backbone.parameters()).device)
     net.try_size(size, resized_shape(masks.read(masks.val[0])[0], size))
+    read_beforehand(masks.read, masks.val)
     out.mkdir(parents=True, exist_ok=True)
     name = f"segmentation-{head}-{digest(settings, weights, tree_digest(folder, times=True))[:8]}"
     fine_tune(
