@@ -65,7 +65,7 @@ else
     # Files with such tests only: others may import packages that are not here.
     mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     tests+=(-m gpu)
-    methods=() some=(--methods mocov3 dino esvit) jobs=(--jobs 7)
+    methods=() some=(--methods mocov3 dino esvit) jobs=(--jobs 14)
     base=("vitb16 compile=false backbone.name=vit_base_patch16_224 optim.batch=256")
     large=("vitl16 compile=false backbone.name=vit_large_patch16_224 optim.batch=64")
     low=(fp16 fp32) compiled=("vits16-compiled compile=true") half=fp16

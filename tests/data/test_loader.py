@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from helpers.pictures import sample, spoiled, write_shards, write_tar
@@ -171,6 +173,33 @@ def test_a_loader_process_that_stands_still_is_named_and_ended(
     assert 2 <= time.monotonic() - began < 30
     assert len([r for r in caplog.records if f"loader process {stopped.pid} is stopped" in r.message]) == 1
     wait_for(lambda: not stopped.is_alive())  # whose end another thread may hear of a moment earlier
+
+
+def test_loader_processes_end_with_a_process_that_is_killed(folder: Path) -> None:
+    """They are about to read for long, and hold memory of its GPU."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    parent = multiprocessing.get_context("fork").Process(target=read_for_ever, args=(folder, sender))
+    parent.start()
+    pids = receiver.recv()
+    assert all(map(psutil.pid_exists, pids))
+    parent.kill()
+    parent.join()
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def read_for_ever(folder: Path, sender: Any) -> None:
+    """Send the numbers of the processes of a loader that never ends."""
+    reader.decode_crops = lambda *_, **__: time.sleep(600)
+    before = set(multiprocessing.active_children())
+    threading.Timer(1.0, lambda: sender.send([p.pid for p in set(multiprocessing.active_children()) - before])).start()
+    list(Loader(stream(folder), rank=0, ranks=1, workers=2, device=CPU).batches(0))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(6, 4), (7, 2), (8, 3), (64, 5), (4, 9)])

@@ -45,6 +45,24 @@ def test_a_run_may_continue_compiled_and_the_key_is_no_part_of_old_recipes(tmp_p
     assert recipes.digest(plain) == recipes.digest(own)
 
 
+def test_many_sizes_are_compiled_each() -> None:
+    """Micro-batches and a curriculum have more of them than PyTorch compiles by default."""
+    compiled, before = [], torch._dynamo.config.recompile_limit
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    try:
+        compile_backbones(nn.Identity())
+        double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+        for size in range(2, 14):
+            double(torch.ones(size))
+        assert len(compiled) == 12
+    finally:
+        torch._dynamo.config.recompile_limit = before
+
+
 @pytest.mark.slow
 def test_the_same_loss_without_a_graph_break_or_a_second_compilation() -> None:
     torch.manual_seed(0)

@@ -358,3 +358,24 @@ def test_layers_that_nobody_knows_are_refused():
     backbone.model = nn.Linear(2, 2)
     with pytest.raises(UserError, match=r"optim.layer_decay=0.5: timm does not define the layers of Linear"):
         optim.param_groups(backbone, decay="all", layer_decay=0.5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_moments_that_were_read_are_laid_out_as_their_weights(name: str) -> None:
+    """As when a run with batch norm goes on from a checkpoint that has contiguous rows."""
+    weights = []
+    for strided in (False, True):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = optim.make(name, conv, decay="all", momentum=0.9)
+        optimizer.param_groups[0]["lr"] = 0.1
+        for step in range(2):
+            conv.zero_grad()
+            conv(torch.rand(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+            if strided:
+                for state in optimizer.state.values():
+                    state |= {k: v.contiguous() if v.dim() == 4 else v for k, v in state.items()}
+                optim.lay_out_moments(optimizer)
+        weights.append(conv.weight.detach().clone())
+    assert weights[0].equal(weights[1])

@@ -12,7 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.engine import precision
 from eagleray.engine.loop import fit
-from eagleray.engine.numerics import numerics
+from eagleray.engine.numerics import exact_products, numerics
 from eagleray.engine.precision import START, Precision, compute_dtype
 
 CPU = torch.device("cpu")
@@ -132,6 +132,21 @@ def test_the_switches_are_set_back() -> None:
         repeatable("put_ does not have a deterministic implementation, but you set ...")
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_process_that_cannot_repeat_any_more_is_told_so() -> None:
+    with pytest.raises(UserError, match=r"^deterministic=true: this process has multiplied on the GPU before"):
+        repeatable("Deterministic behavior was enabled ... set CUBLAS_WORKSPACE_CONFIG=:4096:8 ...")
+
+
+def test_an_evaluation_within_a_run_computes_as_one_without() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with exact_products():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(("dtype", "matmul"), [(torch.bfloat16, "high"), (torch.float32, "highest")])

@@ -29,6 +29,7 @@ from eagleray.datasets.shards import Sample, write_shards
 from eagleray.evaluation import embed as embedding
 from eagleray.evaluation import extraction
 from eagleray.evaluation.embed import Part, embed_part
+from eagleray.evaluation.target import load_target
 from eagleray.protocols import image_batches
 from eagleray.protocols.image_batches import Reading
 from eagleray.storage import store
@@ -143,6 +144,33 @@ def test_workers_write_the_same(shards: Path, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(embedding, "ray_map", backwards)
     assert files(eagleray.embed(BACKBONE, shards, tmp_path / "out", workers=2, **SIZES)) == whole
+
+
+def test_a_task_with_a_gpu_computes_several_parts_and_none_again(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ray starts a process for each such task."""
+    sizes: list[int] = []
+
+    def twice(function: Any, groups: list[list[Part]], **_: Any) -> Iterator[list[int]]:
+        sizes.extend(map(len, groups))
+        for parts in groups:
+            function(parts[:1])  # by a process that died after its first part
+            yield function(parts)
+
+    def once(*args: Any, **keys: Any) -> int:
+        done.append(embed_part(*args, **keys))
+        return done[-1]
+
+    done: list[int] = []
+    monkeypatch.setattr(embedding, "embed_part", once)
+    monkeypatch.setattr(embedding, "ray_map", twice)
+    monkeypatch.setattr(embedding, "load_in_worker", lambda *_: load_target(BACKBONE).backbone)
+    monkeypatch.setattr(sample_table, "ROWS", 8)
+    eagleray.embed(BACKBONE, shards, tmp_path / "out", workers=1, gpus=True, **SIZES)
+    assert max(sizes) > 1
+    assert done == list(range(len(done)))
+    assert sum(sizes) == len(done)
 
 
 def test_loader_processes_read_the_same(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -31,6 +31,7 @@ from eagleray.data.shared_lane import Leader, SharedLane
 from eagleray.views import photometric
 
 T = TypeVar("T")
+WATCH = 0.5  # seconds between two looks of a loader process whether its parent lives
 POLL = 0.5  # seconds between two calls of `should_stop`
 LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
 LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
@@ -176,8 +177,19 @@ def ignore_signals(worker: int) -> None:
     """Keep Ctrl-C, and SIGTERM to the whole group of the command, from a loader process; the main process handles them,
     and a run finishes the step and saves first."""
     os.setpgid(0, 0)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_with(parent: int) -> None:
+    """End this process once its parent has died.
+
+    Until then it would hold what it has inherited, such as memory of a GPU and locks, and the next start of the run
+    would miss it. PyTorch looks for itself after seconds, and between reads."""
+    while os.getppid() == parent:
+        time.sleep(WATCH)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def begin(loader: DataLoader[T]) -> Iterator[T]:

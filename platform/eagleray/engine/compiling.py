@@ -12,6 +12,9 @@ from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 
+# Of a compiled function, one for each model and each list of sizes: torch's 8 would leave the ninth uncompiled.
+VERSIONS = 64
+
 
 def compiles(choice: Literal["auto"] | bool, device: torch.device) -> bool:
     """Return whether the backbones of a run on this device are compiled.
@@ -38,6 +41,7 @@ def missing_compiler(device: torch.device) -> str | None:
 
 def compile_backbones(method: nn.Module) -> None:
     """Let every backbone of a method run compiled while it trains; parameters and buffers keep their names."""
+    torch._dynamo.config.recompile_limit = VERSIONS
     for part in method.modules():
         if isinstance(part, Backbone):
             part.compiled = True

@@ -35,6 +35,11 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
             cudnn.benchmark = False
         yield
     except RuntimeError as e:
+        if deterministic and "CUBLAS_WORKSPACE_CONFIG" in str(e):
+            raise UserError(
+                "deterministic=true: this process has multiplied on the GPU before, so that cuBLAS cannot be switched "
+                "any more; begin in a new process, or set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts"
+            ) from e
         operation, separator, _ = str(e).partition(" does not have a deterministic implementation")
         if not (deterministic and separator):
             raise
@@ -46,3 +51,14 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
         if deterministic:
             torch.use_deterministic_algorithms(repeatable, warn_only=warn_only)
         cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute products of float32 numbers in float32, within a run as `eagleray evaluate` does without one."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -50,6 +50,15 @@ def make(
     return optimizer
 
 
+@torch.no_grad()
+def lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give moments that were read from elsewhere the strides of their weights, which fused steps rely on."""
+    for p, state in optimizer.state.items():
+        for key, moment in state.items():
+            if isinstance(moment, Tensor) and moment.shape == p.shape and moment.stride() != p.stride():
+                state[key] = torch.empty_like(p, dtype=moment.dtype, device=moment.device).copy_(moment)
+
+
 def _create(name: str, groups: list[dict[str, Any]], momentum: float, beta2: float) -> torch.optim.Optimizer:
     if name == "lars":
         return LARS(groups, momentum=momentum)

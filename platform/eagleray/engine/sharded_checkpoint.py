@@ -87,7 +87,9 @@ class ShardWriter:
             shutil.rmtree(old, ignore_errors=True)  # another rank of this machine may be at it too
         self._ruined = ruined({_name(keys): x.to_local() for keys, x in rows.items() if keys[0] == "method"})
         state = {_name(keys): x for keys, x in rows.items()}
-        future: Any = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
+        # The rows are on the host by then. Copying ahead would open a context on the first GPU in torch's own thread.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
         return partial(self._finish, folder, future)
 
     def follow(self, finish: Callable[[], dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Embed all samples of a data set: features from a backbone into Parquet files, continued where it was killed."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from eagleray.protocols.features import embedded
 from eagleray.protocols.image_batches import THREADS, Reading
 
 Note = Callable[[str], None]
+PARTS = 16  # of an embedding that one task with a GPU computes at most
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ def embed(
     missing = table.missing()
     tasks = [Part(number, table, url, target.name, architecture, gpus, target.channels) for number in missing]
     if workers:
-        finished = ray_map(embed_in_worker, tasks, workers=workers, gpus=gpus)
+        # Ray starts a process for each task with a GPU, which takes seconds, so such a task computes several parts.
+        each = max(min(len(tasks) // (4 * workers), PARTS), 1) if gpus else 1
+        groups = [tasks[first : first + each] for first in range(0, len(tasks), each)]
+        finished = itertools.chain.from_iterable(ray_map(embed_in_worker, groups, workers=workers, gpus=gpus))
     else:
         finished = (embed_part(index, backbone, part, precision="auto") for part in tasks)
     with progress_bar("images") as progress:
@@ -134,9 +139,15 @@ def features_of(
     return features, good
 
 
-def embed_in_worker(part: Part) -> int:
-    """Compute a part in a Ray task."""
-    about = part.table.about
-    backbone = load_in_worker(part.backbone, part.architecture, about.settings["digest"], part.gpus)
-    index = index_of(part.url, about.data, part.channels)
-    return embed_part(index, backbone, part, precision="bf16" if part.gpus else "auto")
+def embed_in_worker(parts: Sequence[Part]) -> list[int]:
+    """Compute some parts of one embedding in a Ray task, and return their numbers. Those that a process wrote before it
+    died are not computed again."""
+    one = parts[0]
+    about, missing = one.table.about, set(one.table.missing())
+    backbone = load_in_worker(one.backbone, one.architecture, about.settings["digest"], one.gpus)
+    index = index_of(one.url, about.data, one.channels)
+    precision: Format = "bf16" if one.gpus else "auto"
+    for part in parts:
+        if part.number in missing:
+            embed_part(index, backbone, part, precision=precision)
+    return [part.number for part in parts]

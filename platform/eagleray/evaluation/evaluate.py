@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from eagleray import config
+from eagleray.base import devices
 from eagleray.base.console import print_error, say
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.config import plugins
@@ -237,7 +238,8 @@ class Evaluation:
 
     def run_on_backbone(self, name: str, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
         """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
-        backbone = on_device(self.target.backbone, world.local().device)
+        # The workers have the GPUs, where another copy would be in their way.
+        backbone = on_device(self.target.backbone, devices.CPU if self.request.workers else world.local().device)
         parameter = protocol.parameters.get("size")
         size = arguments.get("size", parameter.default if parameter else self.target.settings.size)
         inputs: list[Any] = []

@@ -147,11 +147,15 @@ def trial_peak(method: Method, loss: Callable[[], Tensor], precision: Precision)
 
 @contextmanager
 def untouched(method: Method) -> Iterator[None]:
-    """A context after which weights, buffers, gradients, micro-batches and random numbers are as before."""
+    """A context after which weights, buffers, gradients, micro-batches and random numbers are as before.
+
+    Nothing is compiled in it: the sizes of trials do not occur again, and what is not compiled takes no less memory."""
     device = next(method.parameters()).device
     own: list[Tensor] = [*method.parameters(), *method.buffers()]
     before = [t.detach().cpu().clone() for t in own]
-    sizes = [b.micro_batch for b in backbones(method)]
+    kept = [(b, b.micro_batch, b.compiled) for b in backbones(method)]
+    for backbone, _, _ in kept:
+        backbone.compiled = False
     devices = [] if device.type == "cpu" else [device.index or 0]
     try:
         with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
@@ -161,8 +165,8 @@ def untouched(method: Method) -> Iterator[None]:
         with torch.no_grad():
             for t, old in zip(own, before, strict=True):
                 t.copy_(old)
-        for backbone, size in zip(backbones(method), sizes, strict=True):
-            backbone.micro_batch = size
+        for backbone, size, compiled in kept:
+            backbone.micro_batch, backbone.compiled = size, compiled
 
 
 def reset_peak(device: torch.device) -> None:

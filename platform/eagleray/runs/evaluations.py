@@ -16,6 +16,7 @@ from eagleray.base.errors import one_line
 from eagleray.base.files import cache_folder, write_atomic
 from eagleray.data.digests import data_digest
 from eagleray.data.loader import processes
+from eagleray.engine.numerics import exact_products
 from eagleray.methods.method import Classifier
 from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import on_device
@@ -163,7 +164,7 @@ def attempt(run: RankRun, step: int, measure: Callable[[], Scores]) -> Scores:
     The ranks agree at the end. When one of them is gone, this fails on all of them, and they start again."""
     error, scores = None, {}
     try:
-        with explain_exhaustion(run.plan.recipe, run.method, run.world.size, evaluating=True):
+        with exact_products(), explain_exhaustion(run.plan.recipe, run.method, run.world.size, evaluating=True):
             scores = measure()
     except Exception as e:
         error = e

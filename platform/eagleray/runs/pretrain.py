@@ -25,7 +25,8 @@ from eagleray.engine import checkpoint, sharded, sharded_checkpoint
 from eagleray.engine.checkpoint_names import stem, step_of
 from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.engine.export import to_timm
-from eagleray.engine.numerics import numerics
+from eagleray.engine.numerics import exact_products, numerics
+from eagleray.engine.optim import lay_out_moments
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
@@ -329,6 +330,8 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int
         sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
     for name, part in parts.items():
         part.load_state_dict(state.get(name, {}) if name in ADDED else state[name])
+    if not shards.sharded(next(stateful.method.parameters())):
+        lay_out_moments(stateful.optimizer)
     return state
 
 
@@ -362,7 +365,8 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     if run.world.rank == 0:
         recipe = plan.recipe
         images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
-        to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images, plan.origin)
+        with exact_products():
+            to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images, plan.origin)
     summary = {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
     scores = evaluations.final(run, backbone, step, starts)

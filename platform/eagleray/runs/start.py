@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from eagleray.base.errors import UserError, one_line
 from eagleray.base.text import aligned
 from eagleray.engine.export import FILE, HEADS, export_in, read_export
+from eagleray.engine.optim import lay_out_moments
 from eagleray.engine.serialise import sha256
 from eagleray.methods.method import Method
 from eagleray.models import layouts, weights
@@ -272,6 +273,7 @@ def take_progress(plan: Plan, method: Method, optimizer: torch.optim.Optimizer, 
         there = moments.get(name, {})
         if p.requires_grad and there and all(v.shape in ((), p.shape) for v in there.values()):
             optimizer.state[p] = {key: v.to(p.device, copy=True) for key, v in there.items()}
+    lay_out_moments(optimizer)
     return int(source.state["step"])
 
 
