@@ -1,7 +1,7 @@
 """Embed all samples of a data set: features from a backbone into Parquet files, continued where it was killed."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def embed(
         # Ray starts a process for each task with a GPU, which takes seconds, so such a task computes several parts.
         each = max(min(len(tasks) // (4 * workers), PARTS), 1) if gpus else 1
         groups = [tasks[first : first + each] for first in range(0, len(tasks), each)]
-        finished = itertools.chain.from_iterable(ray_map(embed_in_worker, groups, workers=workers, gpus=gpus))
+        finished: Iterable[int] = itertools.chain.from_iterable(ray_map(embed_in_worker, groups, workers=workers, gpus=gpus))
     else:
         finished = (embed_part(index, backbone, part, precision="auto") for part in tasks)
     with progress_bar("images") as progress:
