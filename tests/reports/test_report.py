@@ -277,6 +277,9 @@ def test_a_run_that_is_at_work_is_not_disturbed(make: Make):
 def test_a_run_that_went_on_after_its_summary_is_not_finished(make: Make):
     folder = make(summary=SUMMARY | {"steps": 100})
     assert read(str(folder)).state == "broken off"
+    found = reported(folder)
+    assert "Results" not in found.below
+    assert SUMMARY["knn/top1"] not in found.numbers, "it was measured at step 100 of 200"
 
 
 def test_steps_to_take_are_those_of_the_epochs_or_the_most(make: Make):

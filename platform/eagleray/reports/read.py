@@ -37,7 +37,8 @@ class Run:
     recipe: dict[str, Any]  # resolved
     environment: dict[str, Any]
     records: Sequence[dict[str, Any]]  # of metrics.jsonl
-    summary: dict[str, Any]
+    summary: dict[str, Any]  # of the end that it has reached
+    earlier: dict[str, Any]  # the summary of an end after which it took more steps, with a larger max_steps
     results: Sequence[Result]
     findings: Sequence[dict[str, Any]]
     starts: Sequence[dict[str, Any]]
@@ -88,6 +89,7 @@ def read(url: str) -> Run:
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_metrics(folder / layout.METRICS)
     summary, starts = read_summary(folder), read_starts(folder / layout.STARTS)
+    goes_on = "steps" in summary and summary["steps"] < (records[-1]["step"] if records else 0)
     log = _lines(folder / layout.LOG)
     state, why = state_of(out, folder, records, summary, starts, log)
     return Run(
@@ -96,7 +98,8 @@ def read(url: str) -> Run:
         recipe=_yaml(folder / layout.RECIPE),
         environment=_json(folder / layout.ENVIRONMENT, {}),
         records=records,
-        summary=summary,
+        summary={} if goes_on else summary,
+        earlier=summary if goes_on else {},
         results=results.load(out),
         findings=read_history(folder / layout.HEALTH),
         starts=starts,
