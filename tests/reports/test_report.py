@@ -422,6 +422,16 @@ def test_a_sweep_has_its_trials_and_pictures(tmp_path: Path, make: Make):
         write.report([str(folder), str(make())])
 
 
+def test_a_sweep_has_its_page_when_its_pictures_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(study: Any) -> list[Path]:
+        raise TypeError("unhashable type: 'dict'")
+
+    monkeypatch.setattr("eagleray.sweeps.plots.draw", fails)
+    sweep_of(folder := tmp_path / "sweep")
+    assert set(reported(folder).below) == {"Trials", "Sweep"}
+    assert "The pictures could not be drawn: unhashable type" in (folder / "report.html").read_text()
+
+
 def test_the_trials_of_a_sweep_are_named_as_a_shell_expands_them(tmp_path: Path, url: str, make: Make):
     sweep_of(folder := tmp_path / "sweep")
     for path in folder.iterdir():

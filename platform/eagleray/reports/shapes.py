@@ -116,7 +116,7 @@ def check(kind: type[T], tree: Any, where: Path | str) -> T:
 
 def complete(kind: type, lines: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file that have what a page shows of them, and warn of the others."""
-    adapter = TypeAdapter(kind)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def fits(line: dict[str, Any]) -> bool:
         try:
