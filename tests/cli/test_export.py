@@ -1,6 +1,7 @@
 """`eagleray export`, and what `evaluate`, `finetune` and others make of its files."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,17 @@ def test_exports_are_listed_with_the_line_that_loads_them(run: Path, tmp_path: P
     assert "at the end of the run: 20 neighbours, temperature 0.07, centre crop of 16 from 20 pixels, 32 tr" in card
     assert "checksums and labels of 320 images" in card
     assert "training: 2 steps, 64 images" in card
+
+
+def test_numbers_of_another_step_are_not_on_the_card(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(write, "compare", lambda *_, **__: Difference(0, 0, 0))
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps(summary | {"steps": 1}))  # as if it had been continued to step 2
+    command("export", str(copy), "--destination", str(tmp_path / "own"))
+    card = (tmp_path / "own" / "README.md").read_text()
+    assert "None were measured of these weights" in card
+    assert "step: 2" in card
 
 
 def test_wrong_exports(run: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """`eagleray runs` lists what is in a folder of runs."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,23 @@ def test_a_damaged_run_does_not_hide_the_others(folder: Path, caplog: pytest.Log
 def test_wrong_input_gets_a_line(folder: Path, where: str, metric: str, line: str) -> None:
     with pytest.raises(UserError, match=line):
         list_runs(str(folder / where), metric)
+
+
+def test_a_number_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    for name, losses in {"a": [math.nan, 3.0, 2.0], "b": [1.0, math.inf], "c": [math.nan]}.items():
+        run(tmp_path / name, 1e9, [0.0] * len(losses))
+        records = [{"step": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    found = by_score(list_runs(str(tmp_path), "loss"), "loss")
+    assert [(r.name, r.best) for r in found] == [("b", 1.0), ("a", 2.0), ("c", None)]
+
+
+def test_a_run_that_went_on_does_not_show_numbers_of_its_first_end_as_the_newest(tmp_path: Path) -> None:
+    run(tmp_path / "run", 1e9, [20.0, 30.0, 25.0])
+    summary = tmp_path / "run" / "summary.json"
+    summary.write_text(json.dumps({"steps": 2, "knn/top1": 35.0}))
+    [found] = list_runs(str(tmp_path), "knn/top1")
+    assert (found.last, found.best, found.state) == (25, 35, "broken off"), "35 was measured, but at step 2"
+    summary.write_text(json.dumps({"steps": 3, "knn/top1": 35.0}))
+    [found] = list_runs(str(tmp_path), "knn/top1")
+    assert (found.last, found.best, found.state) == (35, 35, "finished")

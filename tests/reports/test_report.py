@@ -277,6 +277,9 @@ def test_a_run_that_is_at_work_is_not_disturbed(make: Make):
 def test_a_run_that_went_on_after_its_summary_is_not_finished(make: Make):
     folder = make(summary=SUMMARY | {"steps": 100})
     assert read(str(folder)).state == "broken off"
+    found = reported(folder)
+    assert "Results" not in found.below
+    assert SUMMARY["knn/top1"] not in found.numbers, "it was measured at step 100 of 200"
 
 
 def test_steps_to_take_are_those_of_the_epochs_or_the_most(make: Make):
@@ -417,6 +420,16 @@ def test_a_sweep_has_its_trials_and_pictures(tmp_path: Path, make: Make):
     assert set(reported(folder).below) == {"Sweep"}
     with pytest.raises(UserError, match="a sweep cannot be compared"):
         write.report([str(folder), str(make())])
+
+
+def test_a_sweep_has_its_page_when_its_pictures_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(study: Any) -> list[Path]:
+        raise TypeError("unhashable type: 'dict'")
+
+    monkeypatch.setattr("eagleray.sweeps.plots.draw", fails)
+    sweep_of(folder := tmp_path / "sweep")
+    assert set(reported(folder).below) == {"Trials", "Sweep"}
+    assert "The pictures could not be drawn: unhashable type" in (folder / "report.html").read_text()
 
 
 def test_the_trials_of_a_sweep_are_named_as_a_shell_expands_them(tmp_path: Path, url: str, make: Make):

@@ -20,7 +20,7 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking, tracking_of
 from eagleray.sweeps import plots, run
 from eagleray.sweeps.study import Study, begin, check_same, write_best, write_table
-from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of, suggest
+from eagleray.sweeps.sweep import Sweep, Values, corners, count_trials, load, recipe_of, suggest
 
 SWEEP: dict[str, Any] = {
     "recipe": "small.yaml",
@@ -286,6 +286,41 @@ def test_pictures_are_drawn_of_any_sweep(study: Study):
     fill(study)
     assert [p.name for p in plots.draw(study)] == ["keys.png", "parallel.png", "curves.png"]
     assert all((study.folder / n).stat().st_size > 10_000 for n in ("keys.png", "parallel.png", "curves.png"))
+
+
+def test_pictures_leave_out_what_has_no_result_and_show_mappings_and_lists(tmp_path: Path):
+    space = {"views.0": {"choice": [{"size": 16, "blur": 0.5}, {"size": 16}]}, "optim.betas": {"choice": [[0.9, 0.95]]}}
+    sweep = load(write(tmp_path, trials=4))
+    [branch] = sweep.alternatives.values()
+    options = {key: Values("choice", tuple(spec["choice"])) for key, spec in space.items()}
+    late = replace(branch, space={"optim.weight_decay.value": Values("log", (1e-3, 1e-1))})
+    sweep = replace(sweep, alternatives={"first": replace(branch, space=options), "late": late})
+    (tmp_path / "out").mkdir()
+    study = Study(sweep, tmp_path / "out")
+    for value in (1.0, None, 2.0):
+        row = study.next()
+        assert row is not None
+        if value:
+            study.report(row["id"], 10, 10, 100.0, value)
+            study.set(row["id"], state="finished")
+    assert {r["alternative"] for r in study.rows.values() if r["metric"]} == {"first"}
+    assert plots.drawn_keys(study, [study.rows["000"]]) == list(space)
+    assert [p.name for p in plots.draw(study)] == ["keys.png", "parallel.png", "curves.png"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "shares"),
+    [
+        ([{"a": 1}, {"b": 2}, {"a": 1}], "choice", [0.0, 1.0, 0.0]),
+        ([True, 1, "x"], "choice", [0.5, 0.0, 1.0]),
+        ([1, 1.0, 2], "choice", [0.0, 0.0, 1.0]),
+        ([1e-4, 1e-2, 1e-3], "log", [0.0, 1.0, 0.5]),
+    ],
+)
+def test_values_have_their_places_on_an_axis(values: list[Any], kind: str, shares: list[float]):
+    scale = plots.Scale(values, kind)
+    assert [scale.share(v) for v in values] == pytest.approx(shares)
+    assert [at for at, _ in scale.ticks()] == pytest.approx(sorted({*shares} - {0.5} if kind == "log" else {*shares}))
 
 
 def test_a_search_that_learns_looks_at_what_others_found(tmp_path: Path):

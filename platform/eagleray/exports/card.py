@@ -72,10 +72,10 @@ def origin(source: Source) -> Iterator[str]:
     yield f"backbone: {json.dumps(backbone)}"
     yield f"encoder: {source.what or 'the one that the method exports'}"
     yield f"recipe: digest {recipe.digest(source.recipe)}"
-    if source.step is not None:
-        yield f"step: {source.step}"
-    elif summary := final(source):
+    if source.step is None and (summary := final(source)):
         yield f"training: {summary['steps']} steps, {summary['images']} images, {summary['epochs']} epochs"
+    elif source.steps is not None:
+        yield f"step: {source.steps}"
     yield from digests(source)
     try:
         environment = json.loads((source.folder / layout.ENVIRONMENT).read_text())
@@ -115,9 +115,10 @@ def training_set(source: Source) -> tuple[str, str]:
 
 
 def final(source: Source) -> dict[str, Any]:
-    """Return the summary of the run if its numbers are those of the exported weights, else nothing."""
+    """Return the summary of the run if its numbers are those of the exported weights, else nothing: a run that goes
+    on with a larger max_steps keeps the summary of its first end until the next one."""
     summary = read_summary(source.folder) if source.evaluated else {}
-    return summary if source.step in (None, summary.get("steps")) else {}
+    return summary if summary.get("steps", -1) == source.steps else {}
 
 
 def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:

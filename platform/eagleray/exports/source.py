@@ -16,7 +16,7 @@ from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
 from eagleray.runs import remote, start
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.restore import restore
+from eagleray.runs.restore import read_state, restored
 from eagleray.storage.store import is_remote
 from eagleray.views.preprocessing import Preprocessing
 
@@ -36,6 +36,7 @@ class Source:
     evaluated: bool  # whether the run evaluates this backbone
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # of the method beside its backbones, by common names
     role: str = ""  # student or teacher, where the backbone is that of one of them
+    steps: int | None = None  # that its weights have taken; None: the checkpoint does not say
 
     def features(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
@@ -54,7 +55,8 @@ class Program(NamedTuple):
 def load_source(path: str, what: str | None = None) -> Source:
     """Restore the backbone of a run or a checkpoint. `what` names an encoder of its method, such as `student`. Raises
     UserError."""
-    recipe, method, folder = restore(path)
+    state, folder = read_state(path)
+    recipe, method, _ = restored(path, state, folder)
     trained = method.export() if what is None else encoder(method, what, recipe).backbone
     backbone = fresh(recipe.backbone, trained)
     images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
@@ -75,6 +77,7 @@ def load_source(path: str, what: str | None = None) -> Source:
         evaluated,
         start.parts_of(method),
         next((role for role, e in start.encoders(method).items() if e.backbone is trained), ""),
+        steps if type(steps := state.get("step")) is int else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Lists the runs in a folder or a bucket: state, steps, and the newest and best score of each."""
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,13 +84,14 @@ def listed(run: Run, root: str, metric: str) -> Listed:
     """Return the entry of a run in the list of a folder."""
     pick = min if METRICS[metric].better == "lower" else max
     values = [float(r[metric]) for r in [*run.records, run.summary] if metric in r]
+    finite = [v for v in [*values, float(run.earlier.get(metric, math.nan))] if math.isfinite(v)]
     return Listed(
         name=_name(run.out, root),
         method=_part(run.recipe, "method"),
         state=run.state,
         step=run.last,
         steps=run.planned,
-        best=pick(values) if values else None,
+        best=pick(finite) if finite else None,
         last=values[-1] if values else None,
         changed=datetime.fromtimestamp(run.starts[-1]["time"], UTC) if run.starts else None,
     )

@@ -15,6 +15,8 @@ from eagleray.base.files import LARGE, read_history, read_lines, read_metrics
 from eagleray.config import yaml_text
 from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
+from eagleray.reports import shapes
+from eagleray.reports.choice import Choice
 from eagleray.runs import layout, plots, remote
 from eagleray.runs.attempts import read_starts
 from eagleray.runs.plots import Curve
@@ -37,7 +39,8 @@ class Run:
     recipe: dict[str, Any]  # resolved
     environment: dict[str, Any]
     records: Sequence[dict[str, Any]]  # of metrics.jsonl
-    summary: dict[str, Any]
+    summary: dict[str, Any]  # of the end that it has reached
+    earlier: dict[str, Any]  # the summary of an end after which it took more steps, with a larger max_steps
     results: Sequence[Result]
     findings: Sequence[dict[str, Any]]
     starts: Sequence[dict[str, Any]]
@@ -47,7 +50,7 @@ class Run:
     why: str  # more about the state, in a sentence
     log: Sequence[str]  # its last lines
     forecast: dict[str, Any]  # what was expected of its memory and speed
-    choice: dict[str, Any]  # which samples it reads, see reports.choice
+    choice: Choice | None  # which samples it reads
 
     @property
     def last(self) -> int:
@@ -88,25 +91,28 @@ def read(url: str) -> Run:
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_metrics(folder / layout.METRICS)
     summary, starts = read_summary(folder), read_starts(folder / layout.STARTS)
+    goes_on = "steps" in summary and summary["steps"] < (records[-1]["step"] if records else 0)
     log = _lines(folder / layout.LOG)
     state, why = state_of(out, folder, records, summary, starts, log)
+    choice = _json(folder / layout.CHOICE, {})
     return Run(
         out=out,
         folder=folder,
         recipe=_yaml(folder / layout.RECIPE),
-        environment=_json(folder / layout.ENVIRONMENT, {}),
+        environment=_checked(shapes.Environment, folder / layout.ENVIRONMENT),
         records=records,
-        summary=summary,
+        summary={} if goes_on else summary,
+        earlier=summary if goes_on else {},
         results=results.load(out),
-        findings=read_history(folder / layout.HEALTH),
+        findings=shapes.complete(shapes.Finding, read_history(folder / layout.HEALTH), folder / layout.HEALTH),
         starts=starts,
-        skipped=read_history(folder / layout.SKIPPED),
-        quarantine=read_lines(folder / layout.QUARANTINE),
+        skipped=shapes.complete(shapes.Skipped, read_history(folder / layout.SKIPPED), folder / layout.SKIPPED),
+        quarantine=shapes.complete(shapes.Bad, read_lines(folder / layout.QUARANTINE), folder / layout.QUARANTINE),
         state=state,
         why=why,
         log=log[-LAST:],
-        forecast=_json(folder / layout.FORECAST, {}),
-        choice=_json(folder / layout.CHOICE, {}),
+        forecast=_checked(shapes.Forecast, folder / layout.FORECAST),
+        choice=shapes.check(Choice, choice, folder / layout.CHOICE) if choice else None,
     )
 
 
@@ -124,8 +130,8 @@ def state_of(
         return "running", f"The run is training, and had taken {last:,} steps when this page was written."
     if summary.get("steps", -1) >= last and layout.EVALUATION_STARTS not in summary:
         return "finished", ""
-    if failure := remote.read_note(out, layout.FAILURE):
-        return "failed", str(json.loads(failure)["why"])
+    if (failure := failure_of(out)) is not None:
+        return "failed", failure
     if not starts and not records:
         return "not begun", "The run has not taken a step yet."
     if starts and "ended" in starts[-1]:
@@ -133,6 +139,16 @@ def state_of(
     if error := last_error(log):
         return "failed", f"{error}; the same command continues it."
     return "broken off", f"The run was killed some time after step {last:,}; the same command continues it."
+
+
+def failure_of(out: str) -> str | None:
+    """Return why no restart can mend the run, or None. Raises UserError when its note says something else."""
+    try:
+        note = remote.read_note(out, layout.FAILURE)
+        content = json.loads(note) if note else None
+    except (ValueError, RecursionError):
+        raise UserError(f"{out}/{layout.FAILURE}: not valid JSON") from None
+    return shapes.check(shapes.Failure, content, f"{out}/{layout.FAILURE}").why if note else None
 
 
 def last_error(log: Sequence[str]) -> str:
@@ -157,10 +173,17 @@ def names(outs: Sequence[str]) -> list[str]:
 def _json(path: Path, missing: Any) -> Any:
     try:
         content = json.loads(path.read_text()) if path.exists() else missing
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: not valid JSON") from None
     if not isinstance(content, type(missing)):
         raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def _checked(kind: type, path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = _json(path, {})
+    if content:
+        shapes.check(kind, content, path)
     return content
 
 
@@ -173,7 +196,11 @@ def _yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {e}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a recipe, a mapping of keys to values, got a {type(tree).__name__}")
-    return {k: v for k, v in tree.items() if v is not None or k not in PARTS}
+    tree = {k: v for k, v in tree.items() if v is not None or k not in PARTS}
+    if isinstance(tree.get("method"), str):  # the short form, of a recipe that was written by hand
+        tree["method"] = {"name": tree["method"]}
+    shapes.check(shapes.Recipe, tree, path)
+    return tree
 
 
 def _lines(path: Path) -> list[str]:

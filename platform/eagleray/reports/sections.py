@@ -13,7 +13,6 @@ import yaml
 from eagleray.evaluation.results import UNTRAINED as BARE
 from eagleray.evaluation.results import Result, format_settings, without_twins
 from eagleray.reports import plots
-from eagleray.reports.choice import Choice
 from eagleray.reports.page import (
     BUDGET,
     LEAST,
@@ -160,7 +159,7 @@ def all_scores(run: Run) -> Iterator[Scores]:
     ends = [k for k in s if k not in SHOWN_ELSEWHERE and not k.endswith(BEFORE) and isinstance(s[k], int | float)]
     if ends:
         settings = final_settings(run, ends)
-        same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")])
+        same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")], default=str)
         rows = [[k, s[k], *(s.get(k + suffix) for suffix in BEFORE), paper.get(k)] for k in ends]
         yield Scores((settings, same), settings, rows)
     for result in latest_results(run):
@@ -296,7 +295,7 @@ def plan_and_fact(run: Run) -> list[Table]:
 def choice(run: Run) -> Section:
     """Return what the run reads of its data and what it leaves out, where its recipe chooses."""
     title = "Choice of samples"
-    return Choice(**run.choice).section(title) if run.choice else Section(title, [])
+    return run.choice.section(title) if run.choice else Section(title, [])
 
 
 def bad_samples(run: Run) -> list[Table]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagleray import config
+from eagleray.base.errors import one_line
 from eagleray.reports import plots as plots_of_runs
 from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, footer_text, picture_uri
 from eagleray.reports.read import read
@@ -35,7 +36,11 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
     for r in study.rows.values():
         named, values = [r["alternative"]] * several, [r["values"].get(k) for k in keys]
         rows.append([r["id"], *named, *values, r["step"], r["metric"], r["state"], r["why"]])
-    drawn = [Picture(picture_uri(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in plots.draw(study)]
+    lead, drawn = [f"To compare its trials: eagleray report {trials(out, len(rows))}"], []
+    try:
+        drawn = [Picture(picture_uri(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in plots.draw(study)]
+    except Exception as e:  # no picture is worth a page
+        lead.append(f"The pictures could not be drawn: {one_line(e)}")
     sections = [
         Section("Trials", [Table("Every trial that was started", columns, rows)] if rows else []),
         Section("Pictures", [Pictures(drawn, large=True)] if drawn else []),
@@ -49,7 +54,7 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
         tiles.append(Tile(f"best {study.sweep.objective.key}", best["metric"], f"trial {best['id']}"))
     return Page(
         title=f"Sweep {out.rpartition('/')[2]}",
-        lead=[f"To compare its trials: eagleray report {trials(out, len(rows))}"],
+        lead=lead,
         tiles=tiles,
         sections=[s for s in sections if s.blocks],
         footer=footer_text(out),

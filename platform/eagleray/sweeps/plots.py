@@ -33,7 +33,7 @@ def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, 
     """Draw one panel for each key: every trial is a point, with the key's value and the objective."""
     from matplotlib.figure import Figure
 
-    varied = study.keys()
+    varied = drawn_keys(study, rows)
     columns = min(len(varied), COLUMNS)
     lines = math.ceil(len(varied) / columns)
     width = max(3.0 * columns + 0.6, 6.0)
@@ -70,8 +70,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
     lacks a key, a dotted line skips its axis."""
     from matplotlib.figure import Figure
 
-    varied = study.keys()
-    columns = [*varied, study.sweep.objective.key]
+    columns = [*drawn_keys(study, rows), study.sweep.objective.key]
     several = len(study.sweep.alternatives) > 1
     columns = ["alternative", *columns] if several else columns
     table = [{**r["values"], "alternative": r["alternative"], study.sweep.objective.key: r["metric"]} for r in rows]
@@ -127,6 +126,12 @@ def curves(study: Study, colours: Mapping[str, str]) -> Path:
     return save(figure, study.folder / "curves.png")
 
 
+def drawn_keys(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that are varied, without those of alternatives that have no result yet."""
+    varied = study.keys()
+    return [key for key in varied if any(key in r["values"] for r in rows)]
+
+
 def kinds(study: Study) -> dict[str, str]:
     """Return the kind of each key, such as log or choice. A key that one alternative draws from a range and another
     from a list counts as a list."""
@@ -142,12 +147,17 @@ class Scale:
         """`kind` is the kind of the key in the sweep file, such as log or choice."""
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         self.range = numbers and kind in RANGES
-        self.values: list[Any] = sorted(set(values)) if numbers else sorted(set(values), key=str)
+        # Mappings and lists have no hash, and True equals 1.
+        distinct = set(values) if numbers else {repr(v): v for v in values}.values()
+        self.values: list[Any] = sorted(distinct, key=None if numbers else str)
+        self.places = {repr(v): i for i, v in enumerate(self.values)}
         self.log = self.range and kind == "log"
 
     def at(self, value: Any) -> float:
         """Return the coordinate of a value on the axis of matplotlib."""
-        return value if self.range else self.values.index(value)  # type: ignore[no-any-return]
+        if self.range:
+            return float(value)
+        return self.places[repr(value)] if repr(value) in self.places else self.values.index(value)  # such as 1 of 1.0
 
     def share(self, value: Any) -> float:
         """Return the position of a value from 0, the lowest, to 1, the highest."""
@@ -158,8 +168,8 @@ class Scale:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return positions from 0 to 1, with the text at each."""
-        ends = [self.values[0], self.values[-1]] if self.range else self.values
-        return [(self.share(v), in_words(v)) for v in dict.fromkeys(ends)]
+        ends = dict.fromkeys((self.values[0], self.values[-1])) if self.range else self.values
+        return [(self.share(v), in_words(v)) for v in ends]
 
     def label(self, axes: Any) -> None:
         """Set scale and ticks of the horizontal axis."""
