@@ -116,8 +116,8 @@ def test_wrong_exports(run: Path, shards: Path, tmp_path: Path, capsys: pytest.C
     assert line == "error: --what tutor: dino has no such encoder; it has student, teacher"
     line = refused(capsys, "data", "stats", str(shards / "train"), "--out", below)
     assert line == f"error: --out {below}: cannot be written: Not a directory"
-    line = refused(capsys, "init", "--images", "5000", "--out", below)
-    assert line == f"error: --out {below}: cannot be written: Not a directory"
+    line = refused(capsys, "init", "--images", "5000", "--out", f"{below}.yaml")
+    assert line == f"error: --out {below}.yaml: cannot be written: Not a directory"
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes((run / "export" / "backbone.safetensors").read_bytes())
     line = refused(capsys, "evaluate", str(bare), "--train", str(shards / "train"))

@@ -1,5 +1,6 @@
 """`eagleray init`: a recipe for a folder of one's own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,29 @@ def test_a_file_is_never_overwritten(tmp_path: Path):
         init.init(images=2_000, file=path)
     with pytest.raises(UserError, match="their number as --images N"):
         init.init(file=tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "images", "said"),
+    [
+        ("", "r1.txt", 2_000, "r1.txt: expected a file that ends in .yaml or .yml"),
+        ("", "a" * 300 + ".yaml", 2_000, "cannot be written: File name too long"),
+        ("photos", "mine.yaml", 3, "--images 3: the images in photos are counted; give one of the two"),
+        ("photos\udcff", "mine.yaml", 0, r"DATA 'photos\udcff': the name is not UTF-8"),
+        ("", "mine\udcff.yaml", 2_000, r"mine\udcff.yaml': the name is not UTF-8"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_a_recipe_is_written(
+    data: str, name: str, images: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    for n in range(6):
+        Path("photos", f"{n}.jpg").touch()
+    with pytest.raises(UserError, match=re.escape(said)) as e:
+        init.init(data, images=images, file=Path(name))
+    assert len(str(e.value).splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["photos"]
 
 
 def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,6 +10,7 @@ from helpers.commands import refused
 from helpers.plugins import write_plugin, write_recipe
 from typer.testing import CliRunner
 
+from eagleray import config
 from eagleray.cli import main
 from eagleray.config import plugins
 from eagleray.sweeps import sweep
@@ -58,6 +59,21 @@ def test_a_sweep_has_the_plugins_of_its_recipes_and_its_own(folder: Path):
     assert [entry["name"] for entry in branch.recipe["plugins"]] == ["my_method.py", "other.py"]
 
 
+def test_a_sweeps_own_file_finds_its_plugins_beside_it_and_takes_more(folder: Path):
+    write_recipe(folder)
+    (folder / "sweep.yaml").write_text("{recipe: mine.yaml, space: {method.dim: {choice: [8, 12]}}, trials: 2}")
+    first = sweep.load("sweep.yaml", ["data.train=none"])
+    (folder / "out" / "plugins").mkdir(parents=True)
+    (folder / "out" / "sweep.yaml").write_text(config.dump(first))
+    (folder / "my_method.py").rename(folder / "out" / "plugins" / "my_method.py")
+    (folder / "other.py").write_text("VALUE = 1\n")
+    plugins.unload()
+    assert sweep.load("out/sweep.yaml").alternatives == first.alternatives
+    [branch] = sweep.load("out/sweep.yaml", plugins=["other.py"]).alternatives.values()
+    assert isinstance(branch.recipe, dict)
+    assert [entry["name"] for entry in branch.recipe["plugins"]] == ["my_method.py", "other.py"]
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -67,6 +83,7 @@ def test_a_sweep_has_the_plugins_of_its_recipes_and_its_own(folder: Path):
         ("evaluate", "untrained:resnet50"),
         ("prepare", "drawers", "in", "out"),
         ("list", "methods"),
+        ("list", "recipes"),
         ("export", "runs/none"),
     ],
     ids=lambda command: command[0],

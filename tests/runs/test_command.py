@@ -50,6 +50,25 @@ def test_a_run_that_was_refused_leaves_no_folder(tmp_path: Path):
     assert (new / layout.RECIPE).exists()
 
 
+@pytest.mark.parametrize("folder", ["out", "s3://bucket/out"])
+def test_a_run_is_not_written_into_the_folder_of_a_sweep(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A store is a folder here, and what holds a run in a store comes after the check."""
+    (kept := tmp_path / "out").mkdir()
+    out = folder if "://" in folder else str(kept)
+    monkeypatch.setattr(
+        remote, "read_note", lambda url, name: (kept / name).read_text() if (kept / name).exists() else None
+    )
+    for name in (command.TRIALS, layout.ENVIRONMENT):
+        (kept / name).write_text("")
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError, match=rf"^out={out}: holds a sweep; give another out=$"):
+        hold(out, "first").__enter__()
+    assert snapshot(tmp_path) == before
+    (kept / layout.RECIPE).write_text("steps: 100")  # a run was written into it before that was refused
+    with hold(str(kept), "second"):
+        pass
+
+
 def test_a_command_waits_for_the_last_rank_of_a_killed_one(tmp_path: Path):
     said: list[str] = []
     rank = files.lock_folder(tmp_path)

@@ -103,6 +103,36 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
     assert "expected keys to vary" in wrong(tmp_path, "optim.lr.value=0.5", "method.momentum.value=0.5")
 
 
+def test_a_sweeps_own_file_goes_on_as_it_is_or_with_other_keys(tmp_path: Path):
+    own = {n: {"space": {"method.temperature": {"choice": [0.1, 0.2]}}} for n in "ab"}
+    (tmp_path / "out").mkdir()
+    first = Study(load(write(tmp_path, alternatives=own), ["optim.epochs=3"]), tmp_path / "out")
+    first.next()
+    begin(first)
+    file = str(tmp_path / "out" / "sweep.yaml")
+    assert load(file).alternatives == first.sweep.alternatives
+    for same in ([], ["optim.epochs=3"], ["sweep.trials=20"]):
+        check_same(Study(load(file, same), first.folder))
+    with pytest.raises(UserError, match=r"a\.recipe\.optim\.epochs is 3 there and 50 here"):
+        check_same(Study(load(file, ["optim.epochs=50"]), first.folder))
+    other = load(file, ["optim.epochs=50", "optim.lr.value=0.5", "out=elsewhere"])
+    for name in "ab":
+        assert set(other.alternatives[name].space) == {"method.momentum.value", "method.temperature"}
+        r = recipe_of(other, name, {}, name)
+        assert (r.optim.epochs, r.optim.lr.value) == (50, 0.5)
+    with pytest.raises(UserError, match="epoks: unknown key; did you mean 'epochs'"):
+        load(file, ["optim.epoks=50"])
+
+
+def test_a_recipe_written_into_a_sweep_has_its_fixed_keys_and_no_base(tmp_path: Path):
+    [branch] = load(write(tmp_path, recipe=yaml.safe_load(SMALL), fixed={"optim.epochs": 7})).alternatives.values()
+    assert isinstance(branch.recipe, dict)
+    assert branch.recipe["optim"]["epochs"] == 7
+    assert set(branch.space) == set(SWEEP["space"])
+    line = wrong(tmp_path, recipe={"base": "small.yaml", "seed": 1})
+    assert line.startswith("sweep.yaml: recipe.base: cannot be set here; expected `recipe: small.yaml`, and ")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -114,6 +144,8 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"space": {"optim.momentum": {"choice": []}}}, "a list with at least one value"),
         ({"space": {"optim.momentum": {"normal": [0, 1]}}}, "expected one of choice, grid, uniform, log, integer"),
         ({"space": {"optim.momentum": {"uniform": [0, "much"]}}}, "expected a list of two numbers"),
+        ({"space": {"method.layers": {"integer": [1, math.inf]}}}, "two whole numbers, low and high; got [1, inf]"),
+        ({"space": {"method.layers": {"integer": [1.5, 3]}}}, "method.layers: integer: expected a list of two whole"),
         ({"space": {"optim.momentum": {"grid": [0.9]}}}, "grid values cannot be searched by search=random"),
         ({"space": {"out": {"choice": ["a"]}}}, "cannot vary between trials"),
         ({"scheduler": "pbt", "space": {"optim.batch": {"choice": [32, 64]}}}, "cannot vary with scheduler=pbt"),
@@ -130,6 +162,11 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
         ({"objective": {"mode": "most"}}, "'max' or 'min'"),
         ({"objective": {"key": "loss"}}, "objective.mode=max: lower loss is better; expected min"),
         ({"objective": {"key": "monitor/knn", "mode": "min"}}, "mode=min: higher monitor/knn is better; expected max"),
+        ({"objective": {"key": "label_free", "mode": "min"}}, "higher label_free is better; expected max"),
+        (
+            {"objective": {"key": "knn/top1"}, "fixed": {"evaluate.every": 2}},
+            "evaluate.every=2 measures it only at the end of a trial of optim.epochs=2, but scheduler=asha",
+        ),
         ({"trails": 3}, "trails: unknown key; did you mean 'trials'?"),
     ],
 )
@@ -279,6 +316,39 @@ def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
     for resume in (True, False):  # there is nothing to continue, and nothing that forbids it
         told = run.tune(sweep, [f"out={out}", f"data.train={shards / 'train'}"], most=None, resume=resume)
         assert told == {"rows": {}}
+
+
+def test_an_evaluation_before_the_end_of_some_trials_is_an_objective(tmp_path: Path):
+    changes: dict[str, Any] = {"objective": {"key": "knn/top1"}, "fixed": {"evaluate.every": 2}}
+    run.check_objective(load(write(tmp_path, **changes), ["optim.epochs=3"]))
+    run.check_objective(load(write(tmp_path, space={"optim.epochs": {"choice": [2, 4]}}, **changes)))
+
+
+def test_a_sweep_goes_on_with_the_objective_that_it_began_with(study: Study, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "conduct", lambda study, most: {"rows": len(study.rows)})
+    monkeypatch.setattr(run, "check_data", lambda sweep, folder: None)
+    given = ["sweep.objective.key=label_free", "sweep.objective.mode=min", f"out={study.folder}"]
+    file = write(study.folder.parent)
+    with pytest.raises(UserError, match="expected max"):
+        run.tune(file, given, most=None, resume=False)
+    study = Study(load(file, given), study.folder)
+    study.next()
+    begin(study)
+    assert run.tune(file, given, most=None, resume=True) == {"rows": 1}
+
+
+def test_a_sweep_is_not_written_into_the_folder_of_a_run(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "conduct", lambda study, most: {"rows": len(study.rows)})
+    monkeypatch.setattr(run, "check_data", lambda sweep, folder: None)
+    for name in ("recipe.yaml", "environment.json"):
+        (study.folder / name).write_text("{}")
+    with pytest.raises(UserError, match=rf"^out={study.folder}: holds a run; give another out=$"):
+        run.tune(write(tmp_path), [f"out={study.folder}"], most=None, resume=True)
+    assert {p.name: p.read_text() for p in study.folder.iterdir()} == {"recipe.yaml": "{}", "environment.json": "{}"}
+    study = Study(load(write(tmp_path)), study.folder)  # one that was written into it before that was refused
+    study.next()
+    begin(study)
+    assert run.tune(write(tmp_path), [f"out={study.folder}"], most=None, resume=True) == {"rows": 1}
 
 
 def test_pictures_are_drawn_of_any_sweep(study: Study):

@@ -36,15 +36,17 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List methods, tested backbones, recipes, sweeps, datasets or evaluation protocols, with a line about each."""
+    from eagleray.config import plugins
+
     if kind is Kind.recipes:
         from eagleray.cli import recipes
 
+        if plugin:
+            plugins.use(plugin)
         recipes.show(words or [], method=method, backbone=backbone, data=data, as_json=as_json)
         return
     if method or backbone or data:
         raise UserError(f"--method, --backbone and --data choose among recipes, got `list {kind.value}`")
-    from eagleray.config import plugins
-
     plugins.use(plugin or ())
     rows = {
         name: text

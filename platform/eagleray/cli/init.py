@@ -45,10 +45,15 @@ def init(
 ) -> None:
     """Write a recipe for your own images, with batch, epochs, queue and momentum that fit their number."""
     check_local("--out", file)
-    if file.exists():
+    check_names(data, file)
+    with writing(f"--out {file}"):
+        exists = file.exists()
+    if exists:
         raise UserError(f"--out {file}: already exists; give another --out")
     if not data and not images:
         raise UserError("expected shards or a folder of images, or their number as --images N")
+    if data and images:
+        raise UserError(f"--images {images}: the images in {data} are counted; give one of the two")
     images = images or count(data)
     recipe = text(base_of(method), images=images, size=size, gpus=gpus, data=data)
     with writing(f"--out {file}"):
@@ -57,6 +62,17 @@ def init(
     if images > MANY:
         out.print("For so many images, shards are faster than a folder: `eagleray shard FOLDER shards/`.")
     out.print(f"train     eagleray pretrain {file}{'' if data else ' data.train=DATA'}", markup=False)
+
+
+def check_names(data: str, file: Path) -> None:
+    """Raise UserError when the recipe could not be read at the name of its file, or could not name its data."""
+    for what, name in (("DATA", data), ("--out", str(file))):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{what} {name!a}: the name is not UTF-8, as a recipe has to be; rename it") from None
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {file}: expected a file that ends in .yaml or .yml, as the name of a recipe does")
 
 
 def base_of(method: str) -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from eagleray.base import files
 from eagleray.base.errors import Busy, Outage, UserError
-from eagleray.runs import layout, lease
+from eagleray.runs import layout, lease, remote
 from eagleray.runs.lease import Lease
 from eagleray.runs.remote import Background
 from eagleray.storage.store import is_remote
 
 SOON = 3.0  # seconds in which a command of this machine that was killed lets go of its run
+TRIALS = "trials.jsonl"  # of a sweep: a row for each trial
 PATIENCE = 60.0  # seconds to wait for the last process of a killed run, and for a file server that noticed no death
 
 
@@ -23,12 +24,23 @@ def new_command() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
+def holds_run(out: str) -> bool:
+    """Return whether a run has begun in a folder or at a URL. Raises UserError and Outage."""
+    return all(remote.read_note(out, name) is not None for name in (layout.RECIPE, layout.ENVIRONMENT))
+
+
+def _check_no_sweep(out: str) -> None:
+    """Raises UserError when a sweep has begun in `out`, and no run."""
+    if remote.read_note(out, TRIALS) is not None and not holds_run(out):
+        raise UserError(f"out={out}: holds a sweep; give another out=")
+
+
 @contextlib.contextmanager
 def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """A context in which no other command works on the run in `out`, nor does a process of an earlier one.
 
     `say` gets a line before a wait. Raises Busy when another command is at work, and UserError when the run cannot be
-    written; nothing was written then."""
+    written or holds a sweep; nothing was written then."""
     with contextlib.ExitStack() as stack:
         try:
             (_hold_remote if is_remote(out) else _hold_folder)(stack, out, command, say)
@@ -44,6 +56,7 @@ def _hold_folder(stack: contextlib.ExitStack, out: str, command: str, say: Calla
     folder = Path(out)
     new = not folder.exists()
     files.make_folder(folder)
+    _check_no_sweep(out)
     stack.enter_context(_lock_command(folder, command, say))
     if new:
         stack.callback(_remove_unused, folder)
@@ -74,6 +87,7 @@ def _lock_command(folder: Path, command: str, say: Callable[[str], None]) -> con
 
 
 def _hold_remote(stack: contextlib.ExitStack, out: str, command: str, say: Callable[[str], None]) -> None:
+    _check_no_sweep(out)
     for name in (layout.COMMAND, layout.OWNER):
         found = lease.holder(out, name)
         if found and found.alive:

@@ -17,6 +17,7 @@ from eagleray.base.errors import UserError, hide_secrets, one_line
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
 from eagleray.runs import layout, metrics, mlflow_requests, remote
+from eagleray.runs.command import holds_run
 from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
@@ -28,7 +29,7 @@ from eagleray.sweeps.label_free import LABEL_FREE, agreement
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of
-from eagleray.sweeps.sweep_dir import SWEEP, open_sweep_dir
+from eagleray.sweeps.sweep_dir import ROWS, SWEEP, open_sweep_dir
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
@@ -44,8 +45,12 @@ def tune(
         raise UserError("tune: needs the package ray, which is not installed")
     sweep = load(name, overrides, plugins)
     folder = store.absolute(sweep.out or "").rstrip("/")
-    check_objective(sweep)
     remote.check_writable(folder)
+    rows = remote.read_note(folder, ROWS)
+    if rows is None and holds_run(folder):
+        raise UserError(f"out={folder}: holds a run; give another out=")
+    if not rows:  # trials that have begun go on as they began
+        check_objective(sweep)
     with open_sweep_dir(folder) as upload:
         study = Study(sweep, folder, upload=upload)
         check_same(study)
@@ -181,7 +186,7 @@ def check_objective(sweep: Sweep) -> None:
     where = f"objective.key={key}"
     if key not in (*OBJECTIVES, LABEL_FREE):
         raise UserError(f"{where}: not a metric that runs report{config.nearest(key, [*OBJECTIVES, LABEL_FREE])}")
-    better, mode = METRICS[key].better if key in METRICS else "", {"higher": "max", "lower": "min"}
+    better, mode = METRICS[key].better if key in METRICS else "higher", {"higher": "max", "lower": "min"}
     if sweep.objective.mode != mode.get(better, sweep.objective.mode):
         raise UserError(f"objective.mode={sweep.objective.mode}: {better} {key} is better; expected {mode[better]}")
     early = sweep.scheduler != "none"
@@ -201,13 +206,20 @@ def check_objective(sweep: Sweep) -> None:
                 f"{where}: not measured for {r.method.name}, which trains a classifier: "
                 "expected a metric of the classifier"
             )
-        if early and key in EVALUATED and not r.evaluate.every:
+        if early and key in EVALUATED and (not r.evaluate.every or never_earlier(sweep, name)):
             raise UserError(
-                f"{where}: evaluate.every=0 measures it only at the end of a trial, "
-                f"but scheduler={sweep.scheduler} compares trials earlier"
+                f"{where}: evaluate.every={r.evaluate.every} measures it only at the end of a trial"
+                + f" of optim.epochs={r.optim.epochs}" * bool(r.evaluate.every)
+                + f", but scheduler={sweep.scheduler} compares trials earlier"
             )
         if key == metrics.LINEAR_TOP1 and not r.evaluate.probe_epochs:
             raise UserError(f"{where}: not measured, as evaluate.probe_epochs=0")
+
+
+def never_earlier(sweep: Sweep, name: str) -> bool:
+    """Return whether no trial of an alternative evaluates its backbone before its last epoch."""
+    trials = [recipe_of(sweep, name, values, name) for values in corners(sweep.alternatives[name].space)]
+    return all(r.evaluate.every >= r.optim.epochs for r in trials)
 
 
 def check_data(sweep: Sweep, folder: str | Path) -> None:

@@ -68,10 +68,14 @@ def _values(spec: Any) -> Values:
         raise ValueError(f"{kind}: expected a list with at least one value")
     if kind not in RANGES:
         return Values(kind, tuple(options))
+    whole = kind == "integer"
     try:
-        low, high = (int(x) if kind == "integer" else float(x) for x in options)
+        if whole and any(isinstance(x, float) and not x.is_integer() for x in options):
+            raise ValueError
+        low, high = (int(x) if whole else float(x) for x in options)
     except (TypeError, ValueError):
-        raise ValueError(f"{kind}: expected a list of two numbers, low and high") from None
+        numbers = "whole numbers" if whole else "numbers"
+        raise ValueError(f"{kind}: expected a list of two {numbers}, low and high; got {str(options)[:80]}") from None
     if low > high:
         raise ValueError(f"{kind}: low {low:g} is above high {high:g}")
     if kind == "log" and low <= 0:
@@ -167,17 +171,23 @@ def _join(
 ) -> Branch:
     """Return an alternative with what it shares with the others: its recipe with all fixed keys, and the keys that
     vary."""
-    name = own.recipe or sweep.recipe
-    if isinstance(name, dict):
-        return own  # resolved already, as in a sweep's folder
+    name, beside = own.recipe or sweep.recipe, path.parent
     if not name:
         raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
-    _, tree = bundled.read_recipe(name, beside=path.parent)
+    if isinstance(name, dict):  # read in already, as in a sweep's folder
+        tree = name
+        if "base" in tree:
+            raise UserError(
+                f"{path.name}: {where}recipe.base: cannot be set here; expected `recipe: {tree['base']}`, and the "
+                "other keys as `fixed`"
+            )
+    else:
+        _, tree = bundled.read_recipe(name, beside=beside)
+        beside = (beside / name).parent if name.endswith((".yaml", ".yml")) else beside
     for fixed in (sweep.fixed, own.fixed, pinned):
         tree = put(tree, fixed)
     listed = [*(tree.get("plugins") or ()), *plugins]
     if listed:  # trials find them by their digests
-        beside = (path.parent / name).parent if name.endswith((".yaml", ".yml")) else path.parent
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
     return Branch(recipe=tree, space=space)

@@ -9,12 +9,12 @@ from eagleray.base import files
 from eagleray.base.console import out as console
 from eagleray.base.errors import Outage, UserError
 from eagleray.runs import layout, lease, remote
-from eagleray.runs.command import new_command
+from eagleray.runs.command import TRIALS, new_command
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
-SWEEP, ROWS, REPORTS, TABLE, BEST = "sweep.yaml", "trials.jsonl", "reports.jsonl", "trials.csv", "best.yaml"
+SWEEP, ROWS, REPORTS, TABLE, BEST = "sweep.yaml", TRIALS, "reports.jsonl", "trials.csv", "best.yaml"
 PLOTS = ("keys.png", "parallel.png", "curves.png")
 STORED = (SWEEP, ROWS, REPORTS, TABLE, BEST, *PLOTS, layout.ENVIRONMENT, layout.MLFLOW)
 
