@@ -108,7 +108,7 @@ def training_set(source: Source) -> tuple[str, str]:
         )
         for folder in sorted(homes(index.shards)):
             with contextlib.suppress(UserError, Outage, OSError):  # one that cannot be read hides no other
-                cards += [card] if (card := dataset_card.find(folder)) else []
+                cards += [known] if (known := dataset_card.find(folder)) else []
     made = "".join(f" Made from {c['source']}, {c['listed']:,} listed." for c in cards)
     stated = "; ".join(str(c["licence"]) for c in cards) or "none"
     licence = (
