@@ -260,14 +260,11 @@ def _check_shards(destination: str, shards: int) -> None:
     there = {b.url.rpartition("/")[2]: b.size for b in files.list_folder(destination + "/")}
     known = index_file.load(f"{destination}/{INDEX}", again=False)
     sizes = {name: file.shards[file.groups[name]].size for name, file in known.items()}
-    wrong = [
-        f"{name} {'has another size' if name in there else 'is missing'}"
-        for name in sizes
-        if there.get(name) != sizes[name]
-    ]
+    wrong = [name for name in sizes if there.get(name) != sizes[name]]
     tars = sum(name.endswith(".tar") for name in there)
     if wrong or tars < shards:
-        what = wrong[0] if wrong else f"{shards - tars} of {shards} shards are missing"
+        what = f"{shards - tars} of {shards} shards are missing"
+        what = f"{wrong[0]} {'has another size' if wrong[0] in there else 'is missing'}" if wrong else what
         raise UserError(f"{destination}: was complete, but {what}; put it back, or delete the folder to begin again")
 
 
