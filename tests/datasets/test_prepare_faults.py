@@ -281,3 +281,26 @@ def test_a_card_without_options_is_not_continued(photos: Path, tmp_path: Path) -
         (tmp_path / "out" / "dataset.json").write_text(json.dumps(card | {"options": options}))
         assert "its shards were not written by" in prepare_error("folder", photos, tmp_path / "out")
     assert pack.NOTES not in {p.name for p in (tmp_path / "out").iterdir()}
+
+
+def test_a_finished_shard_that_is_gone_is_named(photos: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    before = finished(photos, out)
+    assert finished(photos, out) == before
+    shard = out / "shard-000001.tar"
+    again = "put it back, or delete the folder to begin again"
+    shard.write_bytes(before[shard.name][:-512])
+    assert prepare_error("folder", photos, out, size=3) == (
+        f"{out}: was complete, but shard-000001.tar has another size; {again}"
+    )
+    shard.unlink()
+    assert (
+        prepare_error("folder", photos, out, size=3) == f"{out}: was complete, but shard-000001.tar is missing; {again}"
+    )
+    (out / "index.parquet").unlink()
+    shards = sum(name.endswith(".tar") for name in before)
+    assert prepare_error("folder", photos, out, size=3) == (
+        f"{out}: was complete, but 1 of {shards} shards are missing; {again}"
+    )
+    shard.write_bytes(before[shard.name])
+    assert finished(photos, out) == {k: v for k, v in before.items() if k != "index.parquet"}

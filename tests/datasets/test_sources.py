@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.layouts import fill, tar_bytes, write_parquet
+from helpers.layouts import fill, run_prepare, tar_bytes, write_parquet
 from helpers.pictures import encode, jpeg, picture, write_tar
 from helpers.public_sets import (
     EXPECTED,
@@ -266,6 +266,66 @@ def test_parquet_of_plain_bytes_where_some_are_missing(tmp_path: Path):
     assert "expected one column of bytes, found none among url" in source_error("parquet", tmp_path / "urls.parquet")
     (tmp_path / "no.parquet").write_text("text")
     assert "no.parquet: not a Parquet file" in source_error("parquet", tmp_path / "no.parquet")
+
+
+def labels_of(folder: Path, *files: pa.Array) -> tuple[list[int], list[dict[str, Any]], str]:
+    """The labels, the metadata and the note of Parquet files with these columns `label`."""
+    for number, labels in enumerate(files):
+        write_parquet(folder / f"{number}.parquet", 10 * number, len(labels), label=labels)
+    listing, found = read_source("parquet", folder)
+    items = [item for _, item in found.values()]
+    return [i.label for i in items], [json.loads(i.meta or "{}") for i in items], listing.note
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (pa.array([3.0, None, float("nan"), 0.0]), [3, -1, -1, 0]),
+        (pa.array([2, -1, None], pa.int32()), [2, -1, -1]),
+        (pa.array([True, False]), [1, 0]),
+        (pa.array([5, 7]).dictionary_encode(), [5, 7]),
+        (pa.nulls(2), [-1, -1]),
+    ],
+)
+def test_whole_numbers_of_any_type_are_classes(labels: pa.Array, classes: list[int], tmp_path: Path):
+    assert labels_of(tmp_path, labels) == (classes, [{}] * len(classes), "")
+    done = run_prepare("parquet", tmp_path, tmp_path / "out")
+    assert done["classes"] == len(set(classes) - {-1})
+
+
+@pytest.mark.parametrize(
+    ("labels", "kept", "said"),
+    [
+        (pa.array(["cat", "dog"]), ["cat", "dog"], "values of the type string"),
+        (pa.array([1.0, 0.5]), [1.0, 0.5], "0.5"),
+        (pa.array([1.0, float("inf")]), [1.0, "inf"], "inf"),
+    ],
+)
+def test_labels_that_are_no_classes_are_kept_with_a_note(
+    labels: pa.Array, kept: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    classes, meta, note = labels_of(tmp_path / "in", pa.array([1, 2]), labels)
+    assert classes == [-1] * 4, "one file does not mean something else by its labels than another"
+    assert meta == [{"label": label} for label in [1, 2, *kept]]
+    assert note == (
+        f"{tmp_path}/in/1.parquet: the column label holds {said}; expected whole numbers, so it is kept in the .json "
+        "of the images and no class is set"
+    )
+    prepare("parquet", tmp_path / "in", tmp_path / "out", workers=0)
+    assert note in " ".join(capsys.readouterr().out.split())
+
+
+def test_lists_of_labels_are_left_out_with_a_note(tmp_path: Path):
+    classes, meta, note = labels_of(tmp_path, pa.array([[1], [2]]))
+    assert (classes, meta) == ([-1, -1], [{}, {}])
+    assert "; expected whole numbers, so it is left out and no class is set" in note
+
+
+def test_cells_that_are_no_json_become_text_or_nothing(tmp_path: Path):
+    scores = pa.array([0.5, float("nan"), float("-inf")])
+    write_parquet(tmp_path / "a.parquet", 0, 3, score=scores)
+    found = read_source("parquet", tmp_path / "a.parquet")[1]
+    assert [i.meta for _, i in found.values()] == ['{"score": 0.5}', None, '{"score": "-inf"}']
 
 
 @pytest.mark.parametrize("source", SOURCES)

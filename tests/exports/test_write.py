@@ -13,6 +13,7 @@ from helpers.exports import only, source
 from helpers.networks import RESNET, SWIN, VIT
 
 from eagleray.base.errors import UserError
+from eagleray.engine.export import to_timm
 from eagleray.exports import compare as comparing
 from eagleray.exports import hugging_face, timm_hub, traced, write
 from eagleray.exports.source import with_own_grid
@@ -216,6 +217,42 @@ def test_modes_follow_the_umask_and_a_failure_leaves_nothing(tmp_path: Path, mon
         written(tmp_path, "timm-hub", "vit")
     assert (tmp_path / "out" / "README.md").read_text() == content
     assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(write, "compare", lambda *_, **__: comparing.Difference(0, 0, 0))
+    out = tmp_path / "out"
+
+    def refused(to: str, said: str) -> None:
+        before = {p.name: p.read_bytes() for p in out.iterdir()}
+        with pytest.raises(UserError) as e:
+            written(tmp_path, to, "vit")
+        assert str(e.value) == f"{out}: has {said}; give another --destination"
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    refused("timm-hub", "config.json already, not from an export --to timm-hub")
+    (out / "README.md").write_text("---\nlibrary_name: timm\n---\n# Mine\n")
+    refused("timm-hub", "README.md, config.json already, not from an export --to timm-hub")
+    for path in out.iterdir():
+        path.unlink()
+    for to, other in (("timm-hub", "transformers"), ("transformers", "timm-hub")):
+        written(tmp_path, to, "vit")
+        card = out / "README.md"
+        card.write_text(card.read_text().replace("library_name", "license: mit\nlibrary_name"))  # by who publishes it
+        refused(other, f"README.md, config.json, model.safetensors already, from an export --to {to}")
+        written(tmp_path, to, "vit")
+        for path in out.iterdir():
+            path.unlink()
+
+
+def test_the_export_that_a_run_leaves_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(write, "compare", lambda *_, **__: comparing.Difference(0, 0, 0))
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    to_timm(found.backbone, found.network, tmp_path / "out", found.preprocessing)
+    written(tmp_path, "timm", "vit")
+    assert "library_name: timm" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from eagleray.base import devices
 from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.base.numbers_given import whole
 from eagleray.config import plugins as loading
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
@@ -102,6 +103,7 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
         assert again.equal
         print(again)
     """
+    step = whole("step", step)
     loading.use(plugins)
     opened = Run(run)
     record = find_record(opened.folder, step)

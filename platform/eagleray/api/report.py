@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagleray.base.errors import UserError
+from eagleray.base.numbers_given import whole
 from eagleray.reports import listing, write
 from eagleray.reports.listing import Listed
 from eagleray.reports.watch import Watch
@@ -24,6 +26,8 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
         assert page.endswith("report.html")
     """
     several = [runs] if isinstance(runs, str | os.PathLike) else runs
+    if not several:
+        raise UserError("runs=[]: expected a run, a sweep, or several runs")
     return write.report([os.fspath(r) for r in several], Path(out) if out else None)
 
 
@@ -38,7 +42,7 @@ def watch(run: Source, port: int = 0) -> Watch:
         with eagleray.watch("runs/a") as page:
             print("open", page.url)
     """
-    return Watch(os.fspath(run), port)
+    return Watch(os.fspath(run), whole("port", port, 0, 65535))
 
 
 def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str = "") -> list[Listed]:

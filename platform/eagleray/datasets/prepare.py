@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import Busy, UserError
 from eagleray.base.files import lock_folder
-from eagleray.data import index
+from eagleray.data import index, index_file
 from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets import card
 from eagleray.datasets.assignment import ShardAssignment, cut_evenly
@@ -67,12 +67,14 @@ def prepare(
     with _alone(options.destination, note):
         plan = _read_plan(options, identity)
         if plan is not None and plan["done"]:
+            done = card.read(options.destination)
+            _check_shards(options.destination, done["shards"])
             _delete_notes(options.destination)
             note(f"{options.destination}: already complete")
-            return card.read(options.destination)
+            return done
         if plan is None:
             note(f"listing {options.origin}{f'; not read: {source.unread}' if source.unread else ''}")
-            plan = _write_plan(options, source, identity)
+            plan = _write_plan(options, source, identity, note)
         stats = ImageStats()
         items = _drop_unusable(_load(f"{options.destination}/{NOTES}/{plan['items']}"), stats, options.origin)
         passes = TaskPasses(options, source.read, run, note, tick, _digest(identity))
@@ -253,13 +255,30 @@ def _check_empty(destination: str) -> None:
         raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
 
 
-def _write_plan(options: PrepareOptions, source: SourceFiles, identity: dict[str, Any]) -> dict[str, Any]:
+def _check_shards(destination: str, shards: int) -> None:
+    """Raise UserError when shards of a finished preparation are gone or have another size than their index says."""
+    there = {b.url.rpartition("/")[2]: b.size for b in files.list_folder(destination + "/")}
+    known = index_file.load(f"{destination}/{INDEX}", again=False)
+    sizes = {name: file.shards[file.groups[name]].size for name, file in known.items()}
+    wrong = [name for name in sizes if there.get(name) != sizes[name]]
+    tars = sum(name.endswith(".tar") for name in there)
+    if wrong or tars < shards:
+        what = f"{shards - tars} of {shards} shards are missing"
+        what = f"{wrong[0]} {'has another size' if wrong[0] in there else 'is missing'}" if wrong else what
+        raise UserError(f"{destination}: was complete, but {what}; put it back, or delete the folder to begin again")
+
+
+def _write_plan(
+    options: PrepareOptions, source: SourceFiles, identity: dict[str, Any], note: Callable[[str], None]
+) -> dict[str, Any]:
     """List the items of the source and write them, and after them the plan.
 
     The order guarantees that the items are complete wherever a plan exists.
     """
     listing = source.listing()
     items = _unique_keys(table(listing.items))
+    if listing.note:
+        note(listing.note)
     name = f"items-{_digest(identity)}.parquet"  # another command with other options has its own
     plan = {"options": identity, "done": False, "classes": list(listing.classes), "items": name}
     url = f"{options.destination}/{NOTES}/plan.json"

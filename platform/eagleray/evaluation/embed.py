@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from eagleray.base import devices
+from eagleray.base.numbers_given import whole
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.config.channels import Channels
@@ -62,7 +63,8 @@ def embed(
     Raises UserError when the options contradict each other, when `out` has the features of other images or of another
     backbone, and when the backbone lacks this type of features; Outage when a store does not answer."""
     check_gpus(gpus, workers)
-    size, resize = size or target.settings.size, resize or target.settings.resize
+    size = target.settings.size if size is None else whole("size", size, 1)
+    resize = target.settings.resize if resize is None else whole("resize", resize, 1)
     check_crop(size, resize)
     index = open_index(url, note=note, channels=target.channels)
     where = devices.CPU if workers else world.local().device

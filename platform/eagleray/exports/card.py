@@ -13,6 +13,7 @@ from eagleray import config
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
+from eagleray.data.sample_table import homes
 from eagleray.datasets import card as dataset_card
 from eagleray.evaluation import results
 from eagleray.evaluation.target import Target
@@ -105,7 +106,9 @@ def training_set(source: Source) -> tuple[str, str]:
         digest = (
             f"{data_digest(index, np.arange(len(index)))}, of the shards, checksums and labels of {len(index):,} images"
         )
-        cards = [card for s in sources if (card := dataset_card.find(s.url))]
+        for folder in sorted(homes(index.shards)):
+            with contextlib.suppress(UserError, Outage, OSError):  # one that cannot be read hides no other
+                cards += [known] if (known := dataset_card.find(folder)) else []
     made = "".join(f" Made from {c['source']}, {c['listed']:,} listed." for c in cards)
     stated = "; ".join(str(c["licence"]) for c in cards) or "none"
     licence = (

@@ -1,8 +1,11 @@
 """Write an export into a folder: its files, the check in a new process, its card. It counts only as a whole."""
 
 import importlib.util
+import json
+import os
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +13,13 @@ from typing import NamedTuple
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import sync_file, sync_folder, writing
+from eagleray.engine.export import FILE, HEADS
 from eagleray.exports import heads, hugging_face, plain_timm, timm_hub, traced
-from eagleray.exports.card import card
+from eagleray.exports.card import LIBRARIES, card
 from eagleray.exports.compare import Difference, compare
 from eagleray.exports.source import Program, Source
+
+CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,8 @@ def check_target(to: str) -> None:
 
 
 def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) -> Written:
-    """Write an export into a folder, after a new process has loaded it. Files of an earlier one are replaced. Raises
-    UserError, and leaves the folder as it was."""
+    """Write an export into a folder, after a new process has loaded it. Files of an earlier one for the same library
+    are replaced. Raises UserError, and leaves the folder as it was."""
     target = TARGETS[to]
     if source.preprocessing.channels and to != "timm":
         raise UserError(
@@ -63,13 +69,41 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) ->
         )
     with staged(folder) as stage:
         program = target.write(source, stage)
+        check_place(folder, to, {CARD, *(p.name for p in stage.iterdir()), *([HEADS] if with_heads else [])})
         ours = to == "timm" and plain_timm.needs_ours(source)
         difference = compare(source, stage, program.text, sizes=program.probes, ours=ours)
         if with_heads:
             heads.write(source, stage)
-        (stage / "README.md").write_text(card(source, to, program.text, difference))
+        (stage / CARD).write_text(card(source, to, program.text, difference))
         names = sorted(p.name for p in stage.iterdir())
     return Written(folder, [folder / n for n in names], target.line(folder), difference, program.step)
+
+
+def check_place(folder: Path, to: str, names: Collection[str]) -> None:
+    """Raise UserError when files of these names are in a folder and not from an export for the same library."""
+    there = sorted(name for name in names if os.path.lexists(folder / name))
+    if there and (known := library_of(folder)) != to:
+        whose = f"from an export --to {known}" if known else f"not from an export --to {to}"
+        raise UserError(f"{folder}: has {', '.join(there)} already, {whose}; give another --destination")
+
+
+def library_of(folder: Path) -> str:
+    """Return the library that the export in a folder is for, or an empty text where it holds none."""
+    if not os.path.lexists(folder / CARD):  # as a run leaves its own export
+        try:
+            known = json.loads((folder / FILE).with_suffix(".json").read_text())
+            return "timm" if {"timm", "backbone"} & set(known) else ""
+        except (OSError, ValueError, TypeError):
+            return ""
+    try:
+        use = (folder / CARD).read_text(errors="replace").partition("## Preprocessing")[0]
+    except OSError:
+        return ""
+    name = re.search(r"^library_name: (\S+)$", use, re.MULTILINE)
+    found = [t for t in TARGETS if name and "Eagleray pretrained it" in use and LIBRARIES.get(t, t) == name[1]]
+    if "timm" in found:  # both of its forms have one name on the Hub
+        return "timm-hub" if "local-dir:" in use else "timm"
+    return found[0] if found else ""
 
 
 @contextmanager
@@ -85,8 +119,8 @@ def staged(folder: Path) -> Iterator[Path]:
             (probe := folder / ".mode").touch()
             mode = probe.stat().st_mode
             probe.unlink()
-            for file in stage.iterdir():  # safetensors lets nobody else read what it writes
-                file.chmod(mode)
+            for file in sorted(stage.iterdir(), key=lambda f: f.name != CARD):  # first what tells whose the others are
+                file.chmod(mode)  # safetensors lets nobody else read what it writes
                 sync_file(file)
                 file.replace(folder / file.name)
             sync_folder(folder)

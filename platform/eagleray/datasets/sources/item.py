@@ -55,6 +55,7 @@ class Listing:
 
     items: Iterable[Item]  # in an order that depends on the source alone
     classes: Sequence[str] = ()  # names in the order of the labels
+    note: str = ""  # a line about what the source holds and the items lack
 
 
 def table(items: Iterable[Item]) -> pa.Table:

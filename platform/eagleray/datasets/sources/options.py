@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from eagleray.base.numbers_given import whole
 from eagleray.storage import store
 
 LATER = ("where", "columns", "channels")  # options that preparations begun before them lack
@@ -29,6 +30,11 @@ class PrepareOptions:
     channels: int = 0  # of images that are not in red, green and blue
     dedup: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise UserError for numbers that are none or too small."""
+        for name, least in {"size": 1, "max_side": 0, "min_side": 0, "channels": 0, "seed": 0}.items():
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
 
     def resolved(self) -> "PrepareOptions":
         """Return a copy whose paths and URLs are absolute and have no slash at the end."""

@@ -27,7 +27,7 @@ MOST_TEXT = 2**31  # bytes of the metadata of one file
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
-    """Find a Parquet file, or all Parquet files of a folder. Integers in a column named `label` are the classes."""
+    """Find a Parquet file, or all Parquet files of a folder. Whole numbers in a column named `label` are classes."""
     if options.origin.lower().endswith(".parquet"):
         blobs = [files.find_file(options.origin)]
     else:
@@ -114,15 +114,48 @@ def _holds_images(kind: pa.DataType) -> bool:
 
 
 def _listing(blobs: list[Blob], column: str) -> Listing:
-    return Listing(item for items in ordered_map(lambda b: list(_items(b, column)), blobs) for item in items)
+    strange = next((why for why in ordered_map(partial(_no_classes, column), blobs) if why), "")
+    items = ordered_map(lambda b: list(_items(b, column, labelled=not strange)), blobs)
+    return Listing((item for of_file in items for item in of_file), note=strange)
 
 
-def _items(blob: Blob, column: str) -> Iterator[Item]:
-    """Yield an item for every row of a file.
+def _open_listed(blob: Blob) -> pq.ParquetFile:
+    """Open a file whose rows are to be read. Raises UserError for more rows than it can have."""
+    file = open_parquet(blob)
+    if file.metadata.num_rows > max(blob.size, FEW):
+        raise UserError(f"{blob.url}: says that it has {file.metadata.num_rows} rows, in {blob.size} bytes")
+    return file
+
+
+def _no_classes(column: str, blob: Blob) -> str:
+    """Return why the column `label` of a file does not hold classes, in one line; an empty text if it does, or if there
+    is none. pandas turns integers to floats where one is missing."""
+    file = _open_listed(blob)
+    if column == LABEL or LABEL not in file.schema_arrow.names:
+        return ""
+    kind = whole = file.schema_arrow.field(LABEL).type
+    if pa.types.is_dictionary(kind):
+        whole = kind.value_type
+    if any(test(whole) for test in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)):
+        return ""
+    found = f"values of the type {kind}"
+    if pa.types.is_floating(whole):
+        rows = (row for group in range(file.num_row_groups) for row in _rows(file, blob.url, group, [LABEL]))
+        values = (float(row[LABEL]) for row in rows if row[LABEL] is not None)
+        wrong = next((value for value in values if not (value.is_integer() or math.isnan(value))), None)
+        if wrong is None:
+            return ""
+        found = f"{wrong:g}"
+    place = "left out" if pa.types.is_nested(kind) or _holds_images(kind) else "kept in the .json of the images"
+    return f"{blob.url}: the column {LABEL} holds {found}; expected whole numbers, so it is {place} and no class is set"
+
+
+def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
+    """Yield an item for every row of a file, with the class of its label if the files are `labelled`.
 
     The size of an image is taken to be the mean over its row group, as the exact size is known only after reading it.
     """
-    file = open_parquet(blob)
+    file = _open_listed(blob)
     if column not in file.schema_arrow.names:
         raise UserError(f"{blob.url}: has no column {column!r}, which other files of the source have")
     kind = file.schema_arrow.field(column).type
@@ -130,8 +163,6 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
     others = [f.name for f in file.schema_arrow if f.name != column and not pa.types.is_nested(f.type)]
     others = [n for n in others if not _holds_images(file.schema_arrow.field(n).type)]
     stem, number, meta_bytes = PurePosixPath(blob.url).stem, 0, 0
-    if file.metadata.num_rows > max(blob.size, FEW):
-        raise UserError(f"{blob.url}: says that it has {file.metadata.num_rows} rows, in {blob.size} bytes")
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
         try:
@@ -144,8 +175,8 @@ def _items(blob: Blob, column: str) -> Iterator[Item]:
                 key, extension = key_and_extension(PurePosixPath(name).name)
             else:
                 key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""
-            label = cells.pop(LABEL, None)
-            label = label if isinstance(label, int) and label >= 0 else -1
+            value = cells.pop(LABEL, None) if labelled else None
+            label = -1 if value is None or math.isnan(value) else max(int(value), -1)
             meta = metadata_json(_plain(cells))
             meta_bytes += len(meta or "")
             if meta_bytes > MOST_TEXT:
@@ -175,8 +206,15 @@ def _column_bytes(group: Any, column: str) -> int:
 
 
 def _plain(cells: dict[str, Any]) -> dict[str, Any]:
-    """Convert cells that JSON cannot hold, such as dates and decimals, to text."""
-    return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in cells.items()}
+    """Convert cells that JSON cannot hold, such as dates, decimals and infinity, to text; NaN stands for nothing."""
+    return {k: _plain_cell(v) for k, v in cells.items()}
+
+
+def _plain_cell(value: Any) -> Any:
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    plain = isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
 
 
 SOURCES = {"parquet": Source(parquet, licence=OWN, options=("column",))}
