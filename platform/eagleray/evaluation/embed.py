@@ -87,7 +87,9 @@ def embed(
         # Ray starts a process for each task with a GPU, which takes seconds, so such a task computes several parts.
         each = max(min(len(tasks) // (4 * workers), PARTS), 1) if gpus else 1
         groups = [tasks[first : first + each] for first in range(0, len(tasks), each)]
-        finished: Iterable[int] = itertools.chain.from_iterable(ray_map(embed_in_worker, groups, workers=workers, gpus=gpus))
+        finished: Iterable[int] = itertools.chain.from_iterable(
+            ray_map(embed_in_worker, groups, workers=workers, gpus=gpus)
+        )
     else:
         finished = (embed_part(index, backbone, part, precision="auto") for part in tasks)
     with progress_bar("images") as progress:
