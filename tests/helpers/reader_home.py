@@ -39,6 +39,7 @@ INSTEAD = {
     r" workers=\d+( gpus=true)?": " workers=0",
     r" --workers \d+ --gpus": "",
     r" gpus=true": "",
+    r"method\.classes=10\b": "method.classes=6",  # of `labelled`
     r"\bBUCKET\b": "bucket",
     r"\$PWD/photos": "s3://bucket/train",
     r"\$PWD": "s3://bucket",
