@@ -495,7 +495,7 @@ def test_the_time_for_many_shards_grows_with_their_number(monkeypatch: pytest.Mo
     rows = [(blob, index_file.table_of([Row("a", 512, 9, crc=1)])) for blob in ManyShards().list("s3://b/x/")]
     index_file.write(rows, tmp_path / NAME)
     known = index_file.File(tmp_path / NAME)
-    monkeypatch.setattr(indexing, "load", lambda url, again: dict.fromkeys(known.groups, known))
+    monkeypatch.setattr(index_file, "load", lambda url, again: dict.fromkeys(known.groups, known))
     monkeypatch.setattr(index_file, "save", lambda rows, urls: len(list(rows)))
     count(Blob, "__eq__")
     count(store.Pattern, "matches")

@@ -17,7 +17,7 @@ from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
 from eagleray.data.index_faults import unusable
-from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load, name
+from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load_both, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
@@ -305,7 +305,7 @@ def _folders(
             mine = list(pool.map(lambda b: replace(b, tag=store.store(b.url).tag(b)), group))
         beside = f"{folder}/{NAME}"
         aside = index_file.aside(folder, spare)
-        known = (load(aside, again) if aside else {}) | load(beside, again)
+        known = load_both(beside, aside, again)
         names = {name(b) for b in mine}
         gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in globs)}
         if gone and not again:
@@ -316,13 +316,13 @@ def _folders(
         if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
             scanned = list(_counted(scan_all(new), len(new), tick))
-            known |= (load(aside, again) if aside else {}) | load(beside, again)  # and what others indexed meanwhile
+            known |= load_both(beside, aside, again)  # and what others indexed meanwhile
             others, changed = known.keys() - names - gone, set(new)
             kept = ((_old_blob(n, known[n], folder), known[n].read(known[n].groups[n])) for n in others)
             same = ((b, _rows(b, known)) for b in mine if b not in changed)
             rows = itertools.chain(kept, same, scanned)
             index_file.save(rows, [u for u in (beside, aside) if u])
-            known = (load(aside, again) if aside else {}) | load(beside, again)
+            known = load_both(beside, aside, again)
         yield [(b, known[name(b)]) for b in mine]
 
 
@@ -348,7 +348,7 @@ def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tic
     beside, aside = f"{folder}/{NAME}", index_file.aside(folder, spare)
     listing = image_folder.list_images(folder)
     blob = image_folder.blob_of(folder, listing)
-    known = (load(aside, again) if aside else {}) | load(beside, again)
+    known = load_both(beside, aside, again)
     if again or name(blob) not in known or _old_blob(name(blob), known[name(blob)], folder).tag != blob.tag:
         old = _rows(blob, known) if name(blob) in known and not again else None
         if old is not None and (what := image_folder.difference(old, listing)):
@@ -359,7 +359,7 @@ def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tic
         total = len(listing.sizes)
         counted = (row for n, row in enumerate(rows, 1) if tick is None or tick(n, total) is None)
         index_file.save([(blob, index_file.table_of(counted))], [u for u in (beside, aside) if u])
-        known = (load(aside, again) if aside else {}) | load(beside, again)
+        known = load_both(beside, aside, again)
     file = known[name(blob)]
     shard = file.shards[file.groups[name(blob)]]
     if shard.size != blob.size or shard.usable + shard.bad != len(listing.sizes):

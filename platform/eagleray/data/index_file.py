@@ -168,6 +168,12 @@ def load(url: str, again: bool) -> dict[str, File]:
     return dict.fromkeys(file.groups, file)
 
 
+def load_both(beside: str, aside: str | None, again: bool) -> dict[str, File]:
+    """Return what `load` returns for the index beside the shards and for the one that is kept aside, if there is one;
+    the first counts where both know a shard."""
+    return (load(aside, again) if aside else {}) | load(beside, again)
+
+
 def local_copy(url: str) -> Path:
     """Return a local path with the content of a URL. Raises FileNotFoundError when there is no such file."""
     if not store.is_remote(url):
