@@ -4,6 +4,7 @@ A few training images are embedded at the start and again from time to time, mor
 most starts that are lost are lost.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from eagleray.runs.metrics import START_CKA, START_KNN, START_RANK
 from eagleray.runs.plan import Plan
 from eagleray.views.photometric import normalise
 
-LEAST, MOST = 512, 2048  # images that are compared; in between two batches of the training
+LEAST, MOST = 1024, 2048  # images that are compared; in between eight batches of the training
 BATCH = 64  # images in the backbone at once
 K, TEMPERATURE = 20, 0.07  # of the kNN accuracy among these images
 SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # of the start's number, below which a finding says that it is being lost
@@ -42,13 +43,10 @@ class StartGuard:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.settings, index = plan, plan.recipe.start, plan.index
-        self.every, self.labelled = plan.recipe.monitor.every, index.labelled
+        self.plan, self.settings = plan, plan.recipe.start
+        self.every, self.labelled = plan.recipe.monitor.every, plan.index.labelled
         if self.settings:
-            count = min(max(2 * plan.recipe.optim.batch, LEAST), MOST)
-            samples = labelled_samples(index) if self.labelled else np.arange(len(index))
-            self.samples = subset(samples, count)
-            self.labels = torch.from_numpy(index.label[self.samples])
+            self._choose(min(max(8 * plan.recipe.optim.batch, LEAST), MOST))
         self.read = False  # the images are there
         self.images: list[tuple[Tensor, Tensor]] = []  # of this rank: rows of its share, and pixels (b, 3, S, S)
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
@@ -74,6 +72,8 @@ class StartGuard:
             self.settings = None
             return
         self.first, self.scores, self.told = state["first"], dict(state["scores"]), state.get("told", False)
+        if self.first is not None:
+            self._choose(len(self.first))  # earlier versions compared fewer images
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
 
     @property
@@ -82,9 +82,13 @@ class StartGuard:
         return self.settings is not None
 
     def due(self, step: int) -> bool:
-        """Return whether to measure after this step: every `monitor.every` steps, and at powers of two before."""
-        early = step < self.every and step & (step - 1) == 0
-        return self.settings is not None and (early or step % self.every == 0)
+        """Return whether to measure after this step: every `monitor.every` steps, and before when the backbone has been
+        trained for 1, 2, 3, 4, 6, 8, 12, 16, 24, ... of them."""
+        if self.settings is None:
+            return False
+        trained = step - math.ceil(self.settings.freeze * self.plan.stream.steps_per_epoch)
+        odd = trained // (trained & -trained or 1)  # its odd factor: 1 for powers of two, 3 half-way between them
+        return (0 < trained < self.every and odd in (1, 3)) or step % self.every == 0
 
     def measure(
         self, step: int, export: Callable[[], Backbone], precision: Format, reading: Reading
@@ -112,8 +116,8 @@ class StartGuard:
         return self.seen[1] if fresh else {}
 
     def findings(self) -> list[Finding]:
-        """Return a finding if the newest measurement is far below that at the start, as the first one was not."""
-        if self.told or not self._below(SHARES[self.key]):
+        """Return a finding if the newest measurement is far below that at the start, as none before was."""
+        if self.told or not self._below(SHARES[self.key], sure=False):
             return []
         self.told = True
         return [Finding(self.seen[0], LOST_START, self._text())]
@@ -133,14 +137,23 @@ class StartGuard:
             self.best = numbers[self.key], step
         return self.best[1] if self.best else None
 
-    def _below(self, share: float) -> bool:
+    def _choose(self, count: int) -> None:
+        """Set the images that are compared: at most so many, those with labels if there are any."""
+        samples = labelled_samples(self.plan.index) if self.labelled else np.arange(len(self.plan.index))
+        self.samples = subset(samples, count)
+        self.labels = torch.from_numpy(self.plan.index.label[self.samples])
+
+    def _below(self, share: float, *, sure: bool = True) -> bool:
+        """Return whether the newest number is below a share of that at the start. Noise of a kNN accuracy must not be
+        the reason that it is below that share or, if we need not be so `sure`, below the start at all."""
         now, before = self.seen[1][self.key], self.scores[self.key]
         if not self.labelled:
             return now < share * before
         p = before / 100
         noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
         guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()  # by the shares of the classes
-        return before - noise > guess and now < share * before - noise
+        limit = share * before - noise if sure else min(share * before, before - noise)
+        return before - noise > guess and now < limit
 
     def _text(self) -> str:
         now, before = self.seen[1][self.key], self.scores[self.key]
