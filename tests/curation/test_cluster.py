@@ -224,8 +224,8 @@ def test_what_was_killed_is_made_again_and_other_numbers_are_refused(features: s
         ),
         (["--clusters", "300"], "error: --clusters 300: expected falling numbers from at most 195, the samples, to 1"),
         (["--clusters", "195"], "features: 194 of 195 samples have features; expected 195"),
-        (["--similar", "0"], "error: --similar 0: expected a number above 0, up to 1"),
-        (["--keep", "nan"], "error: --keep nan: expected a number above 0, up to 1"),
+        (["--similar", "0"], "error: similar=0.0: expected a number above 0, up to 1"),
+        (["--keep", "nan"], "error: keep=nan: expected a number above 0, up to 1"),
         (["--gpus"], "--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU"),
     ],
 )
@@ -234,6 +234,12 @@ def test_wrong_numbers_are_one_line(
 ) -> None:
     said = refused(capsys, "data", "cluster", features, str(shards), *arguments)
     assert said.endswith(line)
+
+
+def test_wrong_numbers_of_python_are_named(features: str, shards: Path) -> None:
+    for given in "0.9", None, [0.9]:
+        with pytest.raises(UserError, match=re.escape(f"similar={given!r}: expected a number above 0, up to 1")):
+            eagleray.find_clusters(features, shards, similar=given)  # type: ignore[arg-type]
 
 
 def test_features_of_something_else_are_refused(

@@ -5,12 +5,14 @@ import math
 from pathlib import Path
 
 import pytest
+from helpers.bucket import CountingBucket
 from typer.testing import CliRunner
 
 from eagleray.api import report as api
 from eagleray.base.errors import UserError
 from eagleray.cli import main
-from eagleray.reports.listing import DEPTH, by_score, list_runs
+from eagleray.reports.listing import DEPTH, by_score, list_runs, run_folders
+from eagleray.storage import store
 
 
 def run(folder: Path, time: float, scores: list[float], steps: int | None = None) -> None:
@@ -44,6 +46,18 @@ def test_runs_are_listed_by_time_and_by_score(folder: Path) -> None:
     losses = list_runs(str(folder), "loss")
     assert [r.best for r in losses] == [3, None, 2]
     assert [r.name for r in by_score(losses, "loss")] == ["old", "deep/new", "none"], "a lower loss is better"
+
+
+def test_what_mlflow_keeps_of_a_run_is_no_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(store.STORES, "s3", CountingBucket(folder.parent))
+    kept = folder / "mlflow-artifacts" / "0a1b" / "artifacts"
+    kept.mkdir(parents=True)
+    (kept / "recipe.yaml").write_text("method: {name: simclr}\n")
+    run(folder / "artifacts", 5e8, [])
+    run(folder / "old-1", 5e8, [])  # between `old` and `old/inside` in the order of letters
+    (folder / "artifacts" / "environment.json").write_text("{}")
+    for root in str(folder), f"s3://{folder.name}":
+        assert [Path(out).name for out in sorted(run_folders(root))] == ["artifacts", "new", "none", "old", "old-1"]
 
 
 def test_the_command_prints_a_table_and_json(folder: Path) -> None:

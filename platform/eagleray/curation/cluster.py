@@ -16,7 +16,7 @@ from torch.nn import functional
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.base.files import writing
-from eagleray.base.numbers_given import whole
+from eagleray.base.numbers_given import share, whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
@@ -76,10 +76,11 @@ def cluster(
     if not isinstance(clusters, Iterable):
         raise UserError(f"clusters={clusters!r}: expected a list of whole numbers, such as [{clusters!r}]")
     clusters, seed = [whole("clusters", number) for number in clusters], whole("seed", seed, 0)
+    similar, keep = share("similar", similar), share("keep", keep)
     index = open_index(url, note=note)
     embedding = open_embedding(features, index)
     levels = clusters or default_levels(len(index))
-    check(levels, similar, keep, len(index))
+    check(levels, len(index))
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
     settings = choice | dict(embedding.about.settings)
     about = About(MEASURED, settings, embedding.about.data, len(index), shards=shard_digests(index))
@@ -103,15 +104,11 @@ def default_levels(samples: int) -> list[int]:
     return levels
 
 
-def check(levels: Sequence[int], similar: float, keep: float, samples: int) -> None:
-    """Raises UserError for numbers that contradict each other."""
+def check(levels: Sequence[int], samples: int) -> None:
+    """Raises UserError for numbers of clusters that contradict each other."""
     if min(levels) < 1 or list(levels) != sorted(set(levels), reverse=True) or levels[0] > samples:
         said = ",".join(map(str, levels))
         raise UserError(f"--clusters {said}: expected falling numbers from at most {samples:,}, the samples, to 1")
-    if not 0 < similar <= 1:
-        raise UserError(f"--similar {similar:g}: expected a number above 0, up to 1")
-    if not 0 < keep <= 1:
-        raise UserError(f"--keep {keep:g}: expected a number above 0, up to 1")
 
 
 def work_on_ray(task: Task, note: Note) -> None:

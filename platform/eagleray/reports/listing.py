@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -57,19 +57,36 @@ def by_score(runs: list[Listed], metric: str) -> list[Listed]:
 def run_folders(root: str) -> Iterator[str]:
     """Yield the folder or URL of every run in a folder. Raises UserError."""
     if is_remote(root):
-        for blob in store.store(root).walk(f"{root}/"):
-            folder, _, name = blob.url.rpartition("/")
-            if name == layout.RECIPE and folder.removeprefix(root).count("/") <= DEPTH:
-                yield folder
+        last = None
+        for folder, names in sorted(_names(root).items(), key=lambda item: f"{item[0]}/"):
+            inside = last is not None and folder.startswith(f"{last}/")  # a part of a run
+            if folder.removeprefix(root).count("/") <= DEPTH and _is_run(folder, names) and not inside:
+                yield (last := folder)
         return
     if not store.local_path(root).is_dir():
         raise UserError(f"{root}: no such folder; expected one with runs in it")
     for parent, folders, names in os.walk(store.local_path(root)):
-        if layout.RECIPE in names:
+        if _is_run(parent, names):
             folders.clear()
             yield parent
         if parent.removeprefix(root).count(os.sep) >= DEPTH:
             folders.clear()
+
+
+def _names(root: str) -> dict[str, list[str]]:
+    """Return the names of the files below a URL, by folder."""
+    out: dict[str, list[str]] = {}
+    for blob in store.store(root).walk(f"{root}/"):
+        folder, _, name = blob.url.rpartition("/")
+        if name in (layout.RECIPE, layout.ENVIRONMENT):
+            out.setdefault(folder, []).append(name)
+    return out
+
+
+def _is_run(folder: str, names: Collection[str]) -> bool:
+    """Return whether a folder with these files is that of a run, and not what MLflow keeps of one."""
+    copy = folder.endswith("/artifacts") and layout.ENVIRONMENT not in names
+    return layout.RECIPE in names and not copy
 
 
 def _entry(out: str, root: str, metric: str) -> Listed:
