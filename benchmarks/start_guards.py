@@ -1,7 +1,7 @@
 """What becomes of a start: pretraining goes on from a trained backbone at a rate that is meant for random weights, and
 at the same rate with guards, on the data of the start and on other data.
 
-    python benchmarks/start_guards.py --data DATA [--seeds 3] [--epochs 6] [--steps 390] [--rate 0.004]
+    python benchmarks/start_guards.py --data DATA [--seeds 3] [--epochs 6] [--steps 390] [--rate 0.03]
         [--only cifar10-plain ...] [--out runs/start_guards] [--json]
 
 One run of MoCo v3 on CIFAR-10 (`--epochs`) is the start. From its backbone alone, so with fresh heads, other runs take
@@ -37,10 +37,11 @@ LOST = "lost.txt"  # why a run ended early
 RECIPE = "mocov3_vitxs8_cifar10_ep2"
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "guarded": {"start.anchor": 10.0, "optim.layer_decay": 0.5},
+    "guarded": {"start.anchor": 10.0, "optim.layer_decay": 0.35},
     "stopped": {"start.stop_below": 0.9},
 }
 FROZEN = 0.25  # share of the steps in which the guarded runs train heads alone
+WARMUP = 0.02  # share of the steps in which the rate rises
 BATCH = 128  # of the recipe
 # A line for every step, as one has the newest measurement alone.
 MINE = {"workers": 0, "evaluate.limit": 2000, "evaluate.probe_epochs": 0, "monitor.every": 16, "log_steps": 1}
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=6, help="of the start")
     parser.add_argument("--steps", type=int, default=390)
-    parser.add_argument("--rate", type=float, default=0.004)
+    parser.add_argument("--rate", type=float, default=0.03)
     parser.add_argument("--only", nargs="+", metavar="SET-ARM", help="some of the runs, such as cifar10-plain")
     parser.add_argument("--out", type=Path, default=Path("runs/start_guards"))
     args = parser.parse_args()
@@ -67,7 +68,7 @@ def main() -> None:
                 continue
             frozen = {"start.freeze": FROZEN * args.steps / epoch} if arm == "guarded" else {}
             length = {"optim.epochs": -(-args.steps // epoch), "max_steps": args.steps}
-            rate = {"optim.lr": {"value": args.rate, "warmup": 0.0, "end": 0.0}}
+            rate = {"optim.lr": {"value": args.rate, "warmup": WARMUP * args.steps / epoch, "end": 0.0}}
             rows = []
             for seed in range(args.seeds):
                 out = args.out / f"{name}-{arm}-{seed}"
