@@ -227,6 +227,15 @@ def test_evaluate_scale(environment: dict[str, str], photographs: Path) -> None:
     assert "imagenet-22k on 64" in out["extrapolated"]
 
 
+def test_embed(photographs: Path) -> None:
+    out = result(dict(os.environ), "embed.py", "--data", photographs, "--size", "16", "--dim", "6", "--rounds", "1")
+    assert out["images"] == 48
+    assert 0.01 < out["rate_of_loader"] < 100
+    assert out["rate_of_loader"] == pytest.approx(
+        out["images_per_s"]["embed"] / out["images_per_s"]["loader"], rel=0.02
+    )
+
+
 @pytest.mark.slow
 def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
     figure = tmp_path / "memory.png"
