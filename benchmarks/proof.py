@@ -1,7 +1,12 @@
 """Run or continue the sweeps of the papers' claims, and write docs/proof.md from their results.
 
-`--hours H` trains for so long, the claims that decide most per hour first, one trial at a time on one thread. Every
-trial that has ended is a line of benchmarks/results/proof.jsonl. `--page` writes the page and its plots alone.
+    python benchmarks/proof.py --hours H [--only SWEEP ...] [--programs N] [--keys KEY=VALUE ...]
+    python benchmarks/proof.py --page
+
+`--hours H` trains for so long, the claims that decide most per hour first, one trial at a time on one thread, by
+`eagleray tune`. With `--programs N` trials of all claims run side by side instead, N at a time, each as a program of
+its own with `--keys` over its recipe, so that Ray is not needed and one GPU is shared. Every trial that has ended is a
+line of benchmarks/results/proof.jsonl. `--page` writes the page and its plots alone.
 """
 
 import argparse
@@ -12,18 +17,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import common
-import matplotlib as mpl
+from proof_claims import CLAIMS, JUMP, KNN, TOP1, Claim
 
+from eagleray import config
+from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.base.plotting import BLUE, DPI, GREY
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
+from eagleray.sweeps.study import Study, begin
+from eagleray.sweeps.sweep import load, recipe_of
 
 RUNS = Path("runs/proof")
 RESULTS = common.ROOT / "benchmarks" / "results" / "proof.jsonl"
@@ -34,133 +40,31 @@ MOST = 5  # seeds where deviations overlap
 WARM = 30  # steps before a jump of the gradient counts
 HISTORY = 100  # steps whose median a gradient norm is compared with
 
-KNN, TOP1, SECONDS, JUMP = "knn/top1", "classifier/top1", "wall_seconds", "jump"
-CORRESPONDENCE = "correspondence/accuracy"
-DAVIS = "davis/J&F"
-
-
-class Pair(NamedTuple):
-    """Two settings of a sweep, of which the paper says that the first is better."""
-
-    better: str
-    worse: str
-    metric: str
-    lower: bool = False  # a lower number is better
-
-
-class Claim(NamedTuple):
-    """A claim of a paper and the sweep that decides it."""
-
-    sweep: str
-    claim: str  # in our words
-    setting: str
-    pairs: tuple[Pair, ...]
-    protocols: tuple[str, ...] = ()  # of `eagleray evaluate`, after the training of each trial
-    tried: str = "nothing else yet"
-
-
-CIFAR = "ViT of 4 blocks on CIFAR-10, 4-pixel patches (8 x 8 tokens)"
-DRLOC = tuple(Pair(f"{name}_drloc", name, TOP1) for name in ("swin", "cvt"))
-
-
-def drloc(share: int) -> Claim:
-    """Return the claim about DRLoc with a share of the labels, in percent."""
-    text = f"DRLoc: predicting distances between tokens raises accuracy with {share} % of the labels."
-    return Claim(f"proof_drloc_{share}", text, "small Swin and CvT on CIFAR-10, batches of 128, 390 steps", DRLOC)
-
-
-CLAIMS = (  # the most worth per hour first
-    Claim(
-        "proof_frozen",
-        "MoCo v3, figure 6: a random patch projection that is not trained has lower gradient spikes at a high rate.",
-        f"{CIFAR}, 10,000 images, 156 steps of 64, rate 0.02; the number is the largest gradient norm over its median",
-        (
-            Pair("freeze_patch=True", "freeze_patch=False", JUMP, lower=True),
-            Pair("freeze_patch=True", "freeze_patch=False", KNN),
-        ),
-    ),
-    drloc(25),
-    Claim(
-        "proof_backbones",
-        "The backbones that the next claim starts from; it compares nothing.",
-        "8-pixel patches, CIFAR-10 without labels, 780 steps of 128, one seed",
-        (),
-    ),
-    Claim(
-        "proof_labels",
-        "MoCo v3 and DINO: where few labels are there, pretraining without labels beats training from random weights.",
-        "ViT of 4 blocks with 8-pixel patches, 2,500 labels of CIFAR-10, 190 steps of 128",
-        (Pair("mocov3", "scratch", TOP1), Pair("dino", "scratch", TOP1)),
-    ),
-    Claim(
-        "proof_regions",
-        "EsViT: the loss on regions raises correspondence over the loss on views alone, also if it joins late.",
-        f"{CIFAR}, 12,500 images, 194 steps of 128",
-        (Pair("regions", "views", CORRESPONDENCE), Pair("regions_late", "views", CORRESPONDENCE)),
-        ("correspondence",),
-    ),
-    Claim(
-        "proof_patches",
-        "SelfPatch: patches that agree with their neighbours raise dense accuracy over DINO.",
-        "ViT of 4 blocks on crops of photographs, 64 pixels, 8 x 8 tokens, 8 epochs in batches of 64; "
-        "J&F of the two sequences of DAVIS that no crop is from, at 240 pixels",
-        (Pair("selfpatch", "dino", DAVIS),),
-        ("davis",),
-    ),
-    Claim(
-        "proof_mocov3",
-        "MoCo v3, tables 2 to 5: positions matter little; batch norm in heads, predictor and momentum help.",
-        f"{CIFAR}, 25,000 images, 195 steps of 128",
-        tuple(Pair("whole", arm, KNN) for arm in ("no_positions", "no_norm", "no_predictor", "no_momentum")),
-    ),
-    Claim(
-        "proof_rate",
-        "MoCo v3, figures 1 and 2: too large a rate costs accuracy without an error of the loss.",
-        f"{CIFAR}, 25,000 images, 195 steps of 128",
-        (Pair("lr=0.004", "lr=0.016", KNN), Pair("lr=0.004", "lr=0.001", KNN)),
-    ),
-    Claim(
-        "proof_frameworks",
-        "MoCo v3, table 4: MoCo v3 is ahead of SimCLR, BYOL and SwAV on a ViT. MoBY, BYOL with regions and SelfPatch "
-        "on MoBY are shown beside them.",
-        f"{CIFAR}, 25,000 images, 195 steps of 128",
-        tuple(Pair("mocov3", arm, KNN) for arm in ("simclr", "byol", "swav", "moby", "byol_regions", "selfpatch_moby")),
-    ),
-    Claim(
-        "proof_curriculum",
-        "Curriculum (FastDINOv2, PatchDropout): low resolution or fewer patches first save time at equal quality.",
-        f"{CIFAR}, 7,500 images, 4 epochs in batches of 128",
-        tuple(
-            pair
-            for arm in ("curriculum", "keep")
-            for pair in (Pair(arm, "full", SECONDS, lower=True), Pair(arm, "full", KNN))
-        ),
-    ),
-    drloc(10),
-    drloc(50),
-    drloc(100),
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, help="time to train")
     parser.add_argument("--only", nargs="+", metavar="SWEEP", help="names of sweeps; all by default")
     parser.add_argument("--page", action="store_true", help="train nothing: write the page from the results")
+    parser.add_argument("--programs", type=int, default=0, metavar="N", help="trials at a time, without Ray")
+    parser.add_argument("--keys", nargs="+", default=[], metavar="KEY=VALUE", help="of every recipe, with --programs")
     parser.add_argument("--davis", type=Path, default=Path("data/proof/DAVIS"), help="folder for the protocol davis")
     args = parser.parse_args()
     chosen = choose(args.only)
     if not args.page and (args.hours is None or args.hours <= 0):
         raise UserError(f"--hours {args.hours}: expected a time above 0, or --page")
     end, failed = time.monotonic() + 3600 * (args.hours or 0), list[str]()
+    if args.programs and not args.page:
+        failed += Programs(chosen, end, args.keys, args.davis).run(args.programs)
     for claim in chosen:
-        if not args.page and (left := end - time.monotonic()) > 0 and (status := train(claim, left / 3600)):
-            failed.append(f"{claim.sweep} with status {status}")
-        evaluate(claim, args.davis if not args.page else None)
+        if not (args.page or args.programs):
+            failed += train(claim, (end - time.monotonic()) / 3600)
+            for trial, _ in finished(claim):
+                evaluate(claim, trial, args.davis)
         store(claim)
     write(read_lines(RESULTS))
     if failed:
-        raise UserError(f"`eagleray tune` ended early: {', '.join(failed)}; its own line above says why")
+        raise UserError(f"ended early: {', '.join(failed)}; their own lines above say why")
 
 
 def choose(names: Sequence[str] | None) -> list[Claim]:
@@ -177,29 +81,75 @@ def command(claim: Claim) -> str:
     return f"eagleray tune {claim.sweep} out={RUNS}/{claim.sweep} --max-concurrent 1 --resume"
 
 
-def train(claim: Claim, hours: float) -> int:
-    """Run or continue the sweep of a claim for at most so many hours. Returns the exit status."""
+def train(claim: Claim, hours: float) -> list[str]:
+    """Run or continue the sweep of a claim for at most so many hours. Returns what failed, in words."""
+    if hours <= 0:
+        return []
     common.note(command(claim))
-    words = [*command(claim).split()[1:], f"sweep.hours={hours:.4f}"]
+    status = eagleray(*command(claim).split()[1:], f"sweep.hours={hours:.4f}")
+    return [f"{claim.sweep} with status {status}"] if status else []
+
+
+def eagleray(*words: str, seconds: float | None = None) -> int:
+    """Run a command on one thread, and return its exit status. It is asked to end after so many seconds."""
     environment = os.environ | {"PYTHONPATH": str(common.ROOT / "platform"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "eagleray.cli", *words], env=environment, check=False).returncode
+    with subprocess.Popen([sys.executable, "-m", "eagleray.cli", *words], env=environment) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it saves a checkpoint
+            return process.wait()
 
 
-def evaluate(claim: Claim, davis: Path | None) -> None:
-    """Apply the protocols of a claim to the trials that have ended and have no such numbers yet; none without
-    `davis`, the folder of sequences."""
-    for trial, _ in finished(claim):
-        for protocol in claim.protocols if davis else ():
-            results = trial / "results.json"
-            if results.exists() and any(r["protocol"] == protocol for r in json.loads(results.read_text())):
-                continue
-            data = ["--davis", str(davis), "--split", "val_more", "--size", "240"]
-            if protocol == "correspondence":
-                data = ["--train", "data/proof/cifar10/train-{000000..000000}.tar"]
-                data += ["--test", "data/proof/cifar10/test-{000000..000001}.tar"]
-            words = ["-m", "eagleray.cli", "evaluate", str(trial), "--protocol", protocol, *data]
-            environment = os.environ | {"PYTHONPATH": str(common.ROOT / "platform"), "OMP_NUM_THREADS": "1"}
-            subprocess.run([sys.executable, *words], env=environment, check=False)
+class Programs:
+    """Runs trials of claims side by side, each as a program of its own, in the folders of `eagleray tune`."""
+
+    def __init__(self, claims: Sequence[Claim], end: float, keys: Sequence[str], davis: Path) -> None:
+        self.claims, self.end, self.keys, self.davis = claims, end, keys, davis
+        self.waiting: dict[str, list[Future[None]]] = {}  # the trials of a claim
+        self.failed: list[str] = []
+
+    def run(self, programs: int) -> list[str]:
+        """Run or continue all trials, so many at a time, until the end. Returns what failed, in words."""
+        with ThreadPoolExecutor(programs) as pool:
+            for claim in self.claims:
+                study = Study(load(claim.sweep, [f"out={RUNS}/{claim.sweep}"]), str((RUNS / claim.sweep).absolute()))
+                study.folder.mkdir(parents=True, exist_ok=True)
+                begin(study)
+                study.wait_again()
+                trials = range(study.open_trials())
+                self.waiting[claim.sweep] = [pool.submit(self._next, claim, study) for _ in trials]
+        return self.failed
+
+    def _next(self, claim: Claim, study: Study) -> None:
+        """Run the next trial of a sweep, once those that it starts from have ended, and apply the claim's protocols."""
+        wait(self.waiting.get(claim.after, ()))
+        if (left := self.end - time.monotonic()) <= 0 or not (row := study.next()):
+            return
+        recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
+        file, out = study.folder / f"{row['id']}.yaml", study.trial(row["id"])
+        file.write_text(config.dump(recipe))
+        status = eagleray("pretrain", str(file), f"out={out}", *self.keys, seconds=left)
+        ended = status == 0 and Path(out, "summary.json").exists()
+        study.set(row["id"], state="finished" if ended else "waiting")
+        if ended:
+            evaluate(claim, Path(out), self.davis)
+        elif time.monotonic() < self.end:
+            self.failed.append(f"{claim.sweep} {row['id']} with status {status}")
+
+
+def evaluate(claim: Claim, trial: Path, davis: Path) -> None:
+    """Apply the protocols of a claim to a trial that has ended, where it has no such numbers yet; `davis` is the folder
+    of sequences."""
+    for protocol in claim.protocols:
+        results = trial / "results.json"
+        if results.exists() and any(r["protocol"] == protocol for r in json.loads(results.read_text())):
+            continue
+        data = ["--davis", str(davis), "--split", "val_more", "--size", "240"]
+        if protocol == "correspondence":
+            data = ["--train", "data/proof/cifar10/train-{000000..000000}.tar"]
+            data += ["--test", "data/proof/cifar10/test-{000000..000001}.tar"]
+        eagleray("evaluate", str(trial), "--protocol", protocol, *data)
 
 
 def finished(claim: Claim) -> list[tuple[Path, Mapping[str, Any]]]:
@@ -223,7 +173,7 @@ def jump(trial: Path) -> float:
 def store(claim: Claim) -> None:
     """Put the trials of a claim that have ended into the results, each once."""
     lines = {(r["claim"], r["setting"], r["seed"]): r for r in read_lines(RESULTS)}
-    wanted = {p.metric for p in claim.pairs} | {KNN, TOP1}
+    wanted, gpu = {p.metric for p in claim.pairs} | {KNN, TOP1}, next(iter(devices.names()), None)
     for trial, row in finished(claim):
         numbers = json.loads((trial / "summary.json").read_text())
         if (trial / "results.json").exists():
@@ -233,7 +183,8 @@ def store(claim: Claim) -> None:
             numbers[JUMP] = jump(trial)
         kept = {k: round(numbers[k], 4) for k in sorted(wanted) if k in numbers}
         name, seed = setting(row), row["values"]["seed"]
-        lines[claim.sweep, name, seed] = {"claim": claim.sweep, "setting": name, "seed": seed, "numbers": kept}
+        line = {"claim": claim.sweep, "setting": name, "seed": seed, "numbers": kept}
+        lines[claim.sweep, name, seed] = line | ({"device": gpu} if gpu else {})
     RESULTS.write_text("".join(json.dumps(r) + "\n" for r in lines.values()))
 
 
@@ -281,6 +232,9 @@ hour and writes the page anew:
 python benchmarks/proof.py --hours 1
 ```
 
+With `--programs N` N trials run side by side, each as a program of its own, without Ray: `--programs 2` on two cores,
+or `--programs 12 --keys data.workers=1 precision=fp32` on one GPU.
+
 ## The images
 
 | Images | Used for | Terms |
@@ -308,6 +262,11 @@ def section(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> None:
     """Draw each seed of each setting of a claim, by measure."""
+    from matplotlib import pyplot as plt  # a machine that only trains may have none
+
+    from eagleray.base.plotting import BLUE, DPI, GREY
+
+    plt.switch_backend("Agg")
     mine = [r for r in lines if r["claim"] == claim.sweep]
     metrics = sorted({k for r in mine for k in r["numbers"]})
     names = list(dict.fromkeys(r["setting"] for r in mine))

@@ -5,11 +5,13 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagleray.base.files import read_lines
 from eagleray.config import bundled
 from eagleray.sweeps import run
 from eagleray.sweeps.sweep import load, suggest
@@ -84,6 +86,36 @@ def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
     proof["write"](kept)
     assert (tmp_path / "proof_frozen.png").exists()
     assert "30.50 ± 0.71 (2)" in (tmp_path / "proof.md").read_text()
+
+
+@pytest.mark.slow
+def test_programs_take_the_trials_of_claims_side_by_side(
+    proof: dict[str, Any], shards: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A claim begins when the one has ended that it starts from; a trial that fails is named, and is not done."""
+    space = {
+        "early": "seed: {grid: [0, 1]}",
+        "late": "seed: {grid: [0, 1]}",
+        "bad": f"data.test: {{grid: [{shards / 'test'}, nowhere]}}",
+    }
+    for name, values in space.items():
+        text = f"recipe: {small}\nspace: {{{values}}}\nobjective: {{key: loss, mode: min}}\nsearch: grid\n"
+        (tmp_path / f"{name}.yaml").write_text(f"{text}scheduler: none\n")
+    programs = proof["Programs"]
+    monkeypatch.setitem(programs.run.__globals__, "RUNS", tmp_path)
+    monkeypatch.setitem(programs.run.__globals__, "load", lambda name, keys: load(f"{tmp_path / name}.yaml", keys))
+    claims = [proof["Claim"](name, "", "", (), after="early" * (name == "late")) for name in space]
+    keys = [f"data.train={shards / 'train'}", "workers=0", "max_steps=4", "evaluate.probe_epochs=0"]
+    failed = programs(claims, time.monotonic() + 600, keys, tmp_path).run(2)
+    assert failed == ["bad 001 with status 2"]
+    rows = {name: [r["state"] for r in read_lines(tmp_path / name / "trials.jsonl")] for name in space}
+    assert rows == {"early": ["finished"] * 2, "late": ["finished"] * 2, "bad": ["finished", "waiting"]}
+    ends = [(tmp_path / "early" / "trials" / n / "summary.json").stat().st_mtime for n in ("000", "001")]
+    starts = [read_lines(tmp_path / "late" / "trials" / n / "starts.jsonl")[0]["time"] for n in ("000", "001")]
+    assert max(ends) <= min(starts)
+    assert [trial.name for trial, _ in proof["finished"](claims[2])] == ["000"]
+    assert programs(claims[:2], time.monotonic() + 600, keys, tmp_path).run(2) == [], "all are done"
+    assert programs(claims[2:], time.monotonic() - 1, keys, tmp_path).run(2) == [], "no time is left"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""The claims of the papers that docs/proof.md decides, and the sweeps that decide them."""
+
+from typing import NamedTuple
+
+KNN, TOP1, SECONDS, JUMP = "knn/top1", "classifier/top1", "wall_seconds", "jump"
+CORRESPONDENCE = "correspondence/accuracy"
+DAVIS = "davis/J&F"
+
+
+class Pair(NamedTuple):
+    """Two settings of a sweep, of which the paper says that the first is better."""
+
+    better: str
+    worse: str
+    metric: str
+    lower: bool = False  # a lower number is better
+
+
+class Claim(NamedTuple):
+    """A claim of a paper and the sweep that decides it."""
+
+    sweep: str
+    claim: str  # in our words
+    setting: str
+    pairs: tuple[Pair, ...]
+    protocols: tuple[str, ...] = ()  # of `eagleray evaluate`, after the training of each trial
+    after: str = ""  # the sweep whose trials this one starts from
+    tried: str = "nothing else yet"
+
+
+CIFAR = "ViT of 4 blocks on CIFAR-10, 4-pixel patches (8 x 8 tokens)"
+DRLOC = tuple(Pair(f"{name}_drloc", name, TOP1) for name in ("swin", "cvt"))
+
+
+def drloc(share: int) -> Claim:
+    """Return the claim about DRLoc with a share of the labels, in percent."""
+    text = f"DRLoc: predicting distances between tokens raises accuracy with {share} % of the labels."
+    return Claim(f"proof_drloc_{share}", text, "small Swin and CvT on CIFAR-10, batches of 128, 390 steps", DRLOC)
+
+
+CLAIMS = (  # the most worth per hour first
+    Claim(
+        "proof_frozen",
+        "MoCo v3, figure 6: a random patch projection that is not trained has lower gradient spikes at a high rate.",
+        f"{CIFAR}, 10,000 images, 156 steps of 64, rate 0.02; the number is the largest gradient norm over its median",
+        (
+            Pair("freeze_patch=True", "freeze_patch=False", JUMP, lower=True),
+            Pair("freeze_patch=True", "freeze_patch=False", KNN),
+        ),
+    ),
+    drloc(25),
+    Claim(
+        "proof_backbones",
+        "The backbones that the next claim starts from; it compares nothing.",
+        "8-pixel patches, CIFAR-10 without labels, 780 steps of 128, one seed",
+        (),
+    ),
+    Claim(
+        "proof_labels",
+        "MoCo v3 and DINO: where few labels are there, pretraining without labels beats training from random weights.",
+        "ViT of 4 blocks with 8-pixel patches, 2,500 labels of CIFAR-10, 190 steps of 128",
+        (Pair("mocov3", "scratch", TOP1), Pair("dino", "scratch", TOP1)),
+        after="proof_backbones",
+    ),
+    Claim(
+        "proof_regions",
+        "EsViT: the loss on regions raises correspondence over the loss on views alone, also if it joins late.",
+        f"{CIFAR}, 12,500 images, 194 steps of 128",
+        (Pair("regions", "views", CORRESPONDENCE), Pair("regions_late", "views", CORRESPONDENCE)),
+        ("correspondence",),
+    ),
+    Claim(
+        "proof_patches",
+        "SelfPatch: patches that agree with their neighbours raise dense accuracy over DINO.",
+        "ViT of 4 blocks on crops of photographs, 64 pixels, 8 x 8 tokens, 8 epochs in batches of 64; "
+        "J&F of the two sequences of DAVIS that no crop is from, at 240 pixels",
+        (Pair("selfpatch", "dino", DAVIS),),
+        ("davis",),
+    ),
+    Claim(
+        "proof_mocov3",
+        "MoCo v3, tables 2 to 5: positions matter little; batch norm in heads, predictor and momentum help.",
+        f"{CIFAR}, 25,000 images, 195 steps of 128",
+        tuple(Pair("whole", arm, KNN) for arm in ("no_positions", "no_norm", "no_predictor", "no_momentum")),
+    ),
+    Claim(
+        "proof_rate",
+        "MoCo v3, figures 1 and 2: too large a rate costs accuracy without an error of the loss.",
+        f"{CIFAR}, 25,000 images, 195 steps of 128",
+        (Pair("lr=0.004", "lr=0.016", KNN), Pair("lr=0.004", "lr=0.001", KNN)),
+    ),
+    Claim(
+        "proof_frameworks",
+        "MoCo v3, table 4: MoCo v3 is ahead of SimCLR, BYOL and SwAV on a ViT. MoBY, BYOL with regions and SelfPatch "
+        "on MoBY are shown beside them.",
+        f"{CIFAR}, 25,000 images, 195 steps of 128",
+        tuple(Pair("mocov3", arm, KNN) for arm in ("simclr", "byol", "swav", "moby", "byol_regions", "selfpatch_moby")),
+    ),
+    Claim(
+        "proof_curriculum",
+        "Curriculum (FastDINOv2, PatchDropout): low resolution or fewer patches first save time at equal quality.",
+        f"{CIFAR}, 7,500 images, 4 epochs in batches of 128",
+        tuple(
+            pair
+            for arm in ("curriculum", "keep")
+            for pair in (Pair(arm, "full", SECONDS, lower=True), Pair(arm, "full", KNN))
+        ),
+    ),
+    drloc(10),
+    drloc(50),
+    drloc(100),
+)
