@@ -8,9 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from helpers.recipes import METHODS
+from PIL import Image
+
+from eagleray.datasets.shards import Sample, encode, write_shards
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -339,6 +343,29 @@ def test_start_guards(shards: Path, tmp_path: Path) -> None:
     assert 0 < out["mnist_guarded_seen_before"] <= out["mnist_guarded_seen_best"] <= 100
     recipe = yaml.safe_load((runs / "mnist-guarded-0" / "recipe.yaml").read_text())
     assert recipe["start"]["freeze"] == 0.5  # epochs of two steps: a quarter of the four steps
+
+
+@pytest.mark.slow
+def test_curation(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for split, count in {"train": 700, "test": 60}.items():  # squares of 4 pixels, unlike each other
+        squares = (draw.integers(0, 256, (8, 8, 3), np.uint8).repeat(4, 0).repeat(4, 1) for _ in range(count))
+        samples = [Sample(f"{i:03d}", "png", encode(Image.fromarray(x)), i % 10) for i, x in enumerate(squares)]
+        write_shards(samples, str(tmp_path / split))
+        [shard] = (tmp_path / split).glob("*.tar")
+        (tmp_path / "cifar10").mkdir(exist_ok=True)
+        shard.rename(tmp_path / "cifar10" / f"{split}-000000.tar")
+    sizes = ("--seeds", "1", "--steps", "2", "--similar", "0.9999", "--bits", "2")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    out = result(environment, "curation.py", "--data", tmp_path, "--out", tmp_path / "out", *sizes)
+    assert out["images"] > 700
+    assert out["exact_recall"] > 0.9, "features of copies are equal"
+    assert all(0 <= out[f"{name}_precision"] <= 1 for name in ("copy", "dark", "blurred", "tiny"))
+    runs = {
+        arm: json.loads((tmp_path / "out" / f"{arm}-0" / "summary.json").read_text()) for arm in ("all", "balanced")
+    }
+    assert {r["images"] for r in runs.values()} == {256}
+    assert 0 < out["all_knn"] <= 100
 
 
 @pytest.mark.slow

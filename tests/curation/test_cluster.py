@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas
+import pyarrow as pa
 import pytest
 from helpers.commands import refused
 from helpers.ranks import on_ranks
@@ -19,7 +20,7 @@ from eagleray.config.source import Source
 from eagleray.curation import cluster as clustering
 from eagleray.curation.cluster import Task
 from eagleray.data import sample_table
-from eagleray.data.columns import select
+from eagleray.data.columns import MEASURED, select
 from eagleray.data.digests import data_digest
 from eagleray.data.index import open_index
 from eagleray.data.sample_table import About, SampleTable
@@ -91,6 +92,30 @@ def test_copies_and_subjects_are_found(features: str, shards: Path) -> None:
     assert each.sum() == pytest.approx(0.4 * len(staying), rel=1e-5)
     assert each.iloc[2] == pytest.approx(14), "the rarest is kept whole"
     assert each.iloc[0] > each.iloc[1]
+
+
+def test_copies_may_have_to_look_alike(
+    features: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every second copy the hash is that of its original, of the others it is far from it."""
+    said = refused(capsys, "data", "cluster", features, str(shards), "--bits", "18")
+    assert said.endswith("--bits: needs the column phash, which eagleray data measure writes beside the shards")
+    index = open_index(str(shards))
+    rows = np.array([int(index.key(i)) for i in range(len(index))])
+    about = About(MEASURED, {"measures": ["phash"]}, data_digest(index, np.arange(len(index))), len(index))
+    table = SampleTable.create(f"{shards}/{MEASURED}/phash", about)
+    for part in table.parts:
+        mine = rows[table.samples(part)]
+        far = np.where(mine % 20 == 9, 0xFFFFF, 0)  # 20 bits
+        texts = [f"{0x0123_0000_0000_0000 ^ int(bits):016x}" for bits in far]
+        table.write(part, index, {"phash": pa.array(texts, pa.string(), mask=mine == BROKEN)})
+    for bits, expected in (18, range(19, sum(SUBJECTS), 20)), (20, range(9, sum(SUBJECTS), 10)):
+        out = eagleray.find_clusters(features, shards, tmp_path / str(bits), clusters=[3], similar=0.98, bits=bits)
+        assert sorted(columns(out)["duplicate_of"].dropna().index.astype(int)) == list(expected)
+    with pytest.raises(UserError, match=r"has a table of bits=18.*; out=FOLDER names another place"):
+        eagleray.find_clusters(features, shards, tmp_path / "18", clusters=[3], similar=0.98)
+    with pytest.raises(UserError, match="bits=64: expected a whole number from 0 to 63"):
+        eagleray.find_clusters(features, shards, bits=64)
 
 
 def test_a_recipe_chooses_by_the_columns(features: str, shards: Path) -> None:

@@ -1,12 +1,14 @@
 """Near copies among vectors: each is near one that stays, and those that stay are not near each other."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from eagleray.curation import near_copies as module
-from eagleray.curation.near_copies import near_copies
+from eagleray.curation.hashes import signs
+from eagleray.curation.near_copies import Likeness, near_copies
 
 
 def vectors(count: int, seed: int = 0, dim: int = 6) -> Tensor:
@@ -22,7 +24,7 @@ def test_what_stays_and_what_is_a_copy(
     monkeypatch.setattr(module, "PIECE", piece)
     monkeypatch.setattr(module, "OTHERS", others)
     x = vectors(300)
-    original, best = near_copies(x, threshold)
+    original, best = near_copies(Likeness(x), threshold)
     similar, stays = x @ x.T, original < 0
     assert stays[0]
     assert best[0] == -1
@@ -41,5 +43,21 @@ def test_what_stays_and_what_is_a_copy(
 def test_a_copy_of_a_copy_is_one_only_if_it_is_near_what_stays() -> None:
     angles = torch.deg2rad(torch.tensor([0.0, 20.0, 40.0, 50.0]))
     x = torch.stack([angles.cos(), angles.sin()], 1)
-    original, _ = near_copies(x, float(torch.deg2rad(torch.tensor(25.0)).cos()))
+    original, _ = near_copies(Likeness(x), float(torch.deg2rad(torch.tensor(25.0)).cos()))
     assert original.tolist() == [-1, 0, -1, 2]
+
+
+def test_hashes_decide_between_what_is_similar() -> None:
+    """Of 40 samples with the same features each is a copy of the first one whose hash is within 2 bits of its own."""
+    x = functional.normalize(torch.ones(40, 4), dim=1)
+    hashes = np.random.default_rng(0).integers(0, 2**6, 40).astype(np.uint64) << np.uint64(40)
+    original, best = near_copies(Likeness(x, signs(hashes, x.device), bits=2), 0.9)
+    differ = np.bitwise_count(hashes[:, None] ^ hashes)
+    assert np.array_equal(signs(hashes, x.device) @ signs(hashes, x.device).T, 64 - 2.0 * differ)
+    for row in range(40):
+        before = [other for other in range(row) if original[other] < 0 and differ[row, other] <= 2]
+        assert int(original[row]) in before or (int(original[row]), before) == (-1, [])
+        assert best[row] == pytest.approx(1 if before else -1)
+    assert 1 < (original < 0).sum() < 40
+    everything, _ = near_copies(Likeness(x, signs(hashes, x.device), bits=63), 0.9)
+    assert (everything < 0).sum() == 1

@@ -68,6 +68,7 @@ def find_clusters(
     *,
     clusters: Sequence[int] = (),
     similar: float = 0.95,
+    bits: int | None = None,
     keep: float = 0.5,
     seed: int = 0,
     workers: int = 0,
@@ -78,7 +79,8 @@ def find_clusters(
 
     `features` is the folder that `embed` has written, and `data` what it has embedded. `clusters` are the numbers of
     clusters of each level, from the lowest up, by default a thousandth of the samples and a tenth of the level below.
-    Images of a cluster whose cosine similarity is at least `similar` count as copies of the one with the largest file.
+    Images of a cluster whose cosine similarity is at least `similar` count as copies of the one with the largest file;
+    with `bits` only those whose perceptual hashes, which `measure` writes, differ in at most so many of 63 bits.
     The column `balance` is a weight that shares out a part `keep` of the images evenly among clusters. `seed` draws the
     first centres. `workers` are Ray processes that share the work, 0 means this one; with `gpus=True` each has a GPU.
     `out` is a folder or s3:// URL for the columns.
@@ -100,6 +102,7 @@ def find_clusters(
         absolute(str(out).rstrip("/")) if out else None,
         clusters=clusters,
         similar=similar,
+        bits=bits,
         keep=keep,
         seed=seed,
         workers=workers,

@@ -115,6 +115,15 @@ def cluster(
     similar: Annotated[
         float, typer.Option(help="Cosine similarity from which images of a cluster count as copies.")
     ] = 0.95,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Copies also have perceptual hashes, of eagleray data measure, that differ in at most so many of 63 "
+            "bits, such as 18. By default hashes do not count.",
+            min=0,
+            max=63,
+        ),
+    ] = None,
     keep: Annotated[
         float, typer.Option(help="Part of the images that the column balance shares out among clusters.")
     ] = 0.5,
@@ -133,6 +142,7 @@ def cluster(
             folder_of(out),
             clusters=numbers(clusters),
             similar=similar,
+            bits=bits,
             keep=keep,
             seed=seed,
             workers=workers,

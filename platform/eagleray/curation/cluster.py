@@ -20,7 +20,8 @@ from eagleray.base.numbers_given import share, whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
-from eagleray.curation.near_copies import near_copies
+from eagleray.curation.hashes import LENGTH, read_hashes, signs
+from eagleray.curation.near_copies import Likeness, near_copies
 from eagleray.data.columns import MEASURED
 from eagleray.data.digests import shard_digests
 from eagleray.data.index import Index, open_index
@@ -61,6 +62,7 @@ def cluster(
     *,
     clusters: Sequence[int] = (),
     similar: float = 0.95,
+    bits: int | None = None,
     keep: float = 0.5,
     seed: int = 0,
     workers: int = 0,
@@ -82,6 +84,9 @@ def cluster(
     levels = clusters or default_levels(len(index))
     check(levels, len(index))
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
+    if bits is not None:
+        choice["bits"] = whole("bits", bits, 0, LENGTH)
+        read_hashes(index)  # before the work begins
     settings = choice | dict(embedding.about.settings)
     about = About(MEASURED, settings, embedding.about.data, len(index), shards=shard_digests(index))
     table = SampleTable.create(out or f"{home_of(index)}/{MEASURED}/clusters", about)
@@ -196,7 +201,8 @@ def find_copies(
     order = order[of[order] >= 0]  # by cluster, the largest files first
     starts = np.flatnonzero(np.diff(of[order], prepend=-1))
     found, done = [], 0
-    dim = task.features.about.settings["dim"]
+    dim, settings = task.features.about.settings["dim"], task.table.about.settings
+    hashes = read_hashes(index) if "bits" in settings else None
     mine = list(in_batches(starts, len(order), TOGETHER // (4 * dim)))[dist.rank() :: dist.size()]
     with tempfile.TemporaryDirectory(prefix="eagleray-cluster-") as scratch:
         files = sort_features(task.features, [order[first:last] for first, last in mine], Path(scratch), tick)
@@ -207,7 +213,10 @@ def find_copies(
             file.unlink()
             inside = starts[(starts > first) & (starts < last)] - first
             for some, part in zip(np.split(rows, inside), x.tensor_split(inside.tolist()), strict=True):
-                copy, similarity = (v.cpu().numpy() for v in near_copies(part, task.table.about.settings["similar"]))
+                like = Likeness(part)
+                if hashes is not None:
+                    like = Likeness(part, signs(hashes[some], device), settings["bits"])
+                copy, similarity = (v.cpu().numpy() for v in near_copies(like, settings["similar"]))
                 found.append((some, np.where(copy < 0, -1, some[copy]), similarity))
             done += last - first
             tick("near copies", min(dist.size() * done, len(order)), len(order))

@@ -54,10 +54,12 @@ def _entropy(image: Image) -> dict[str, float]:
     return {"entropy": float(-(p[p > 0] * np.log2(p[p > 0])).sum())}
 
 
-def _phash(image: Image) -> dict[str, str]:
-    small = cv2.resize(image.grey, (32, 32), interpolation=cv2.INTER_AREA).astype(np.float32)
+def phash(grey: NDArray[np.uint8]) -> str:
+    """Return the perceptual hash of an image (h, w) in 16 digits: which of its 63 lowest frequencies are above their
+    median."""
+    small = cv2.resize(grey, (32, 32), interpolation=cv2.INTER_AREA).astype(np.float32)
     low = cv2.dct(small)[:8, :8].ravel()[1:]
-    return {"phash": f"{int(''.join('01'[bit] for bit in (low > np.median(low)).astype(int)), 2):016x}"}
+    return f"{int(''.join('01'[bit] for bit in (low > np.median(low)).astype(int)), 2):016x}"
 
 
 # By name: what computes the columns, and what they mean.
@@ -92,7 +94,10 @@ MEASURES: dict[str, tuple[Callable[[Image], dict[str, Any]], dict[str, str]]] = 
         lambda image: {"colour": float(np.ptp(image.small, 2).mean())},
         {"colour": "mean distance of the largest from the smallest of red, green and blue: 0 in grey images"},
     ),
-    "phash": (_phash, {"phash": "hash of what is seen, 16 digits: equal for copies of other size and compression"}),
+    "phash": (
+        lambda image: {"phash": phash(image.grey)},
+        {"phash": "hash of what is seen, 16 digits: equal for copies of other size and compression"},
+    ),
 }
 
 
