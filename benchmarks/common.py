@@ -48,10 +48,10 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def environment(rival: str, *more: str) -> Path:
-    """Return the Python of an environment with a rival, such as `lightly-train==0.18.0`, our versions of torch,
-    torchvision and timm, and more packages. It is made at the first use. Raises UserError."""
-    same = [f"{name}=={version(name).partition('+')[0]}" for name in ("torch", "torchvision", "timm")]
+def environment(rival: str, *more: str, beside: Iterable[str] = ("torch", "torchvision", "timm")) -> Path:
+    """Return the Python of an environment with a rival, such as `lightly-train==0.18.0`, our versions of the packages
+    `beside` it, and more packages. It is made at the first use. Raises UserError."""
+    same = [f"{name}=={version(name).partition('+')[0]}" for name in beside]
     folder = cache_folder("peers") / "-".join([rival, *same]).replace("==", "-")
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():

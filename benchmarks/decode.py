@@ -6,17 +6,22 @@ made-up pictures. It is decoded and cropped into ten views of DINO and into two 
 full        as `data.decode=full` does: torchvision
 scaled      as `data.decode=scaled` does: at a half, a quarter or an eighth where every crop is reduced further
 pil_draft   the same sizes by PIL's `draft`, as a loader without another package could do it
+dali        with --dali, what NVIDIA DALI's CPU pipeline does: whole decoding, then random resized crops of its own
 
-`speedup` is CPU time of full / scaled, `speedup_pil_draft` of full / pil_draft. `difference` is the mean and the
-largest difference of the views' pixels from full decoding, in levels of 255.
+`speedup` is CPU time of full / scaled, `speedup_pil_draft` of full / pil_draft, `speedup_dali` of full / dali, which is
+measured in a process and an environment of its own, after the others. `difference` is the mean and the largest
+difference of the views' pixels from full decoding, in levels of 255.
 """
 
 import io
+import json
 import math
 import statistics
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import common
 import numpy as np
@@ -34,6 +39,7 @@ from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 VIEWS = {"dino": Views.of(common.DINO), "mocov3": Views.of([View(size=224, scale=(0.08, 1.0), count=2)])}
+DALI = "nvidia-dali-cuda120==2.4.0"
 QUALITY = 90
 SOURCES = 24  # photographs that a large one is made of, at most
 
@@ -44,8 +50,10 @@ def main() -> None:
     parser.add_argument("--megapixels", type=float, nargs="+", default=[0.2, 1, 2, 4, 12])
     parser.add_argument("--images", type=int, default=4, help="of each size in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dali", action="store_true", help=f"beside {DALI}, installed at the first use")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    rival = common.environment(DALI, beside=()) if args.dali else None
     tiles = sources(args.photographs)
     result: dict[str, dict[str, object]] = {key: {} for key in ("speedup", "speedup_pil_draft", "ms", "difference")}
     for size in args.megapixels:
@@ -58,6 +66,9 @@ def main() -> None:
             result["speedup"][key] = round(times["full"].cpu / times["scaled"].cpu, 2)
             result["speedup_pil_draft"][key] = round(times["full"].cpu / times["pil_draft"].cpu, 2)
             result["ms"][key] = round(1000 * times["scaled"].cpu / len(files), 2)
+            if rival:
+                other = dali(rival, files, views, args.rounds)
+                result.setdefault("speedup_dali", {})[key] = round(times["full"].cpu / len(files) / other, 2)
             result["difference"][key] = difference(files, views)
             common.note(f"{key}: {result['speedup'][key]} times as fast")
     common.show({**result, "images": args.images, "rounds": args.rounds}, as_json=args.json)
@@ -92,6 +103,21 @@ def photograph(tiles: list[Image.Image], megapixels: float, seed: int) -> bytes:
 def all_of(files: list[bytes], views: Views, way: Callable[..., object], turn: int) -> None:
     for i, data in enumerate(files):
         way(data, views, turn * len(files) + i)
+
+
+def dali(python: Path, files: list[bytes], views: Views, rounds: int) -> float:
+    """The CPU seconds that DALI takes for an image with its views."""
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{i}.jpg") for i in range(len(files))]
+        for path, data in zip(paths, files, strict=True):
+            path.write_bytes(data)
+        shapes = [{"size": v.size, "scale": list(v.scale)} for v in views.views]
+        task = json.dumps({"files": list(map(str, paths)), "views": shapes, "rounds": rounds})
+        command = [str(python), str(Path(__file__).parent / "decode_dali.py")]
+        done = subprocess.run(command, input=task, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{DALI} failed: {(done.stderr.splitlines() or ['without a word'])[-1]}")
+    return float(done.stdout)
 
 
 def drawn(views: Views, sample: int) -> np.ndarray:

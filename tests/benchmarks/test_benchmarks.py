@@ -249,11 +249,18 @@ def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rival_that_cannot_be_installed_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(environment | {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1"}, BENCHMARKS / "streaming.py", rc=2)
+@pytest.mark.parametrize(
+    ("command", "rival"),
+    [(["streaming.py"], "mosaicml-streaming==0.13.0"), (["decode.py", "--dali"], "nvidia-dali-cuda120==2.4.0")],
+)
+def test_a_rival_that_cannot_be_installed_is_one_line(
+    command: list[str], rival: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    alone = environment | {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
+    done = run(alone, BENCHMARKS / command[0], *command[1:], rc=2)
     installing, error = done.stderr.strip().splitlines()
-    assert installing.startswith("installing mosaicml-streaming==")
-    assert error.startswith("error: mosaicml-streaming==0.13.0 cannot be installed: ERROR: ")
+    assert installing.startswith(f"installing {rival}")
+    assert error.startswith(f"error: {rival} cannot be installed: ERROR: ")
 
 
 @pytest.mark.slow
