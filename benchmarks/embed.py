@@ -6,15 +6,12 @@ The features are the mean colours of an image, repeated to `--dim` numbers. In t
 folder, from the shards to Parquet files, and are read once as training reads them: one random crop of the same size,
 from bytes to normalised pixels. Both read in this process.
 
-rate_of_loader      images per second of CPU time of embed, as a share of the loader's; median of pairs
-images_per_s        the medians of both, of CPU time of all threads
+rate_of_loader      images per second of CPU time of embed, as a share of the loader's
+images_per_s        both rates, of CPU time of all threads; medians over rounds
 """
 
-import statistics
-import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -50,18 +47,11 @@ def main() -> None:
             out = str(Path(folder) / str(turn))
             embed(target, url, out, kind="pooled", size=args.size, resize=args.size * 8 // 7, note=common.note)
 
-        rates: dict[str, list[float]] = {"embed": [], "loader": []}
-        for turn in range(args.rounds + 1):  # the first one warms up
-            work: dict[str, Callable[[], None]] = {
-                "embed": partial(embedded, turn),
-                "loader": partial(read, index, args.size),
-            }
-            for name in work if turn % 2 else reversed(work):
-                rates[name].append(len(index) / seconds(work[name]))
-        pairs = list(zip(rates["embed"], rates["loader"], strict=True))[1:]
+        work: dict[str, Callable[[int], None]] = {"embed": embedded, "loader": lambda _: read(index, args.size)}
+        times = common.alternate(work, range(args.rounds + 1))
         result = {
-            "rate_of_loader": statistics.median(a / b for a, b in pairs),
-            "images_per_s": {name: round(statistics.median(values[1:]), 1) for name, values in rates.items()},
+            "rate_of_loader": times["loader"].cpu / times["embed"].cpu,
+            "images_per_s": {name: round(len(index) / spent.cpu, 1) for name, spent in times.items()},
             "images": len(index),
             "size": args.size,
             "dim": args.dim,
@@ -86,13 +76,6 @@ def read(index: Index, size: int) -> None:
     stream = Stream(index, Views.of((View(size=size, jitter=0.0, gray=0.0),)), seed=0, lanes=1, batch=batch)
     loader = Loader(stream, rank=0, ranks=1, workers=0, device=devices.CPU)
     deque(loader.batches(0, len(index) // batch), maxlen=0)
-
-
-def seconds(work: Callable[[], None]) -> float:
-    """Return the CPU time of a piece of work, of all threads."""
-    began = time.process_time()
-    work()
-    return time.process_time() - began
 
 
 if __name__ == "__main__":

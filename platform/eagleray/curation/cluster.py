@@ -20,7 +20,7 @@ from eagleray.base.numbers_given import share, whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
-from eagleray.curation.hashes import LENGTH, read_hashes, signs
+from eagleray.curation.hashes import LENGTH, hash_tables, read_hashes, signs
 from eagleray.curation.near_copies import Likeness, near_copies
 from eagleray.data.columns import MEASURED
 from eagleray.data.digests import shard_digests
@@ -86,7 +86,7 @@ def cluster(
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
     if bits is not None:
         choice["bits"] = whole("bits", bits, 0, LENGTH)
-        read_hashes(index)  # before the work begins
+        hash_tables(index)  # before the work begins
     settings = choice | dict(embedding.about.settings)
     about = About(MEASURED, settings, embedding.about.data, len(index), shards=shard_digests(index))
     table = SampleTable.create(out or f"{home_of(index)}/{MEASURED}/clusters", about)

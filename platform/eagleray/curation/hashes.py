@@ -8,19 +8,24 @@ from torch import Tensor
 from eagleray.base.errors import UserError
 from eagleray.data.columns import MEASURED, Measured, own_columns
 from eagleray.data.index import Index
-from eagleray.data.sample_table import complete_tables
+from eagleray.data.sample_table import SampleTable, complete_tables
 
 COLUMN = "phash"
 LENGTH = 63  # bits that may differ: the first of the 64 of the text is 0
 
 
-def read_hashes(index: Index) -> NDArray[np.uint64]:
-    """Return the hashes of all samples (N,) that `eagleray data measure` has written beside the shards; 0 for images
-    that do not decode. Raises UserError when there are none."""
+def hash_tables(index: Index) -> list[SampleTable]:
+    """Return the tables beside the shards with the hashes that `eagleray data measure` writes. Raises UserError when
+    there are none."""
     tables = complete_tables(index.shards, MEASURED, lambda about: COLUMN in about.settings.get("measures", ()))
-    if not (measured := [Measured(table) for table in tables]):
+    if not (found := list(tables)):
         raise UserError(f"--bits: needs the column {COLUMN}, which eagleray data measure writes beside the shards")
-    out = np.zeros(len(index), np.uint64)
+    return found
+
+
+def read_hashes(index: Index) -> NDArray[np.uint64]:
+    """Return the hashes of all samples (N,), 0 for images that do not decode. Raises UserError when there are none."""
+    measured, out = [Measured(table) for table in hash_tables(index)], np.zeros(len(index), np.uint64)
     for shard in range(len(index.shards)):
         texts = own_columns(index, shard, [COLUMN], measured)[COLUMN].to_pylist()
         out[index.first[shard] : index.first[shard + 1]] = [int(text or "0", 16) for text in texts]

@@ -51,6 +51,11 @@ class Plan:
     def lr(self) -> Schedule:
         return scaled_lr(self.recipe)
 
+    @property
+    def frozen_steps(self) -> float:
+        """Return the steps in which the backbone stays as it is: `start.freeze`."""
+        return self.recipe.start.freeze * self.stream.steps_per_epoch if self.recipe.start else 0.0
+
     @functools.cached_property
     def origin(self) -> dict[str, str]:
         """Return the digests of recipe, data, order and code by name, from which everything that the run learns

@@ -86,7 +86,7 @@ class StartGuard:
         trained for 1, 2, 3, 4, 6, 8, 12, 16, 24, ... of them."""
         if self.settings is None:
             return False
-        trained = step - math.ceil(self.settings.freeze * self.plan.stream.steps_per_epoch)
+        trained = step - math.ceil(self.plan.frozen_steps)
         odd = trained // (trained & -trained or 1)  # its odd factor: 1 for powers of two, 3 half-way between them
         return (0 < trained < self.every and odd in (1, 3)) or step % self.every == 0
 

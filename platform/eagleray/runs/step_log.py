@@ -86,8 +86,7 @@ class StepLog:
     ) -> None:
         """Called by all ranks together."""
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
-        frozen = p.recipe.start.freeze * p.stream.steps_per_epoch if p.recipe.start else 0.0
-        self.health = Health(monitor.layers, p.lr.value, frozen)
+        self.health = Health(monitor.layers, p.lr.value, p.frozen_steps)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
         self.forecast = dist.from_rank_zero(partial(local_forecast.read_forecast, folder.out))
