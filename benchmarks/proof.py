@@ -16,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import common
-from proof_claims import CLAIMS, JUMP, KNN, TOP1, Claim
+from proof_claims import CLAIMS, FRACTIONS, JUMP, KNN, TOP1, Claim, Pair
 
 from eagleray import config
 from eagleray.base import devices
@@ -189,9 +190,9 @@ def store(claim: Claim) -> None:
 
 
 def of(lines: Sequence[Mapping[str, Any]], sweep: str, name: str, metric: str) -> dict[int, float]:
-    """Return the numbers of a setting by seed."""
-    mine = [r for r in lines if (r["claim"], r["setting"]) == (sweep, name)]
-    return {r["seed"]: r["numbers"][metric] for r in mine if metric in r["numbers"]}
+    """Return the numbers of a setting by seed, shares in percent."""
+    mine, scale = [r for r in lines if (r["claim"], r["setting"]) == (sweep, name)], 100 if metric in FRACTIONS else 1
+    return {r["seed"]: scale * r["numbers"][metric] for r in mine if metric in r["numbers"]}
 
 
 def verdict(better: Sequence[float], worse: Sequence[float], *, lower: bool) -> str:
@@ -245,16 +246,37 @@ or `--programs 12 --keys data.workers=1 precision=fp32` on one GPU.
 """
 
 
+def ran(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether any trial of a claim has ended."""
+    return any(r["claim"] == claim.sweep for r in lines)
+
+
+def both(claim: Claim, pair: Pair, lines: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Return the numbers of the setting that should be better, and of the other one."""
+    return [list(of(lines, claim.sweep, name, pair.metric).values()) for name in (pair.better, pair.worse)]
+
+
+def overview(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of all claims with how many of their comparisons have which verdict."""
+    text = "\n## The claims\n\n| Claim | Verdicts |\n| --- | --- |\n"
+    for claim in CLAIMS:
+        found = Counter(verdict(*both(claim, pair, lines), lower=pair.lower) for pair in claim.pairs)
+        if found:
+            shown = ", ".join(f"{n} {name}" for name, n in found.most_common()) if ran(claim, lines) else "not run yet"
+            text += f"| [{claim.sweep}](#{claim.sweep}): {claim.claim} | {shown} |\n"
+    return text
+
+
 def section(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the section of a claim."""
     text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* Setting: {claim.setting}.\n* Tried: {claim.tried}.\n"
     text += f"* Command: `{command(claim)}`\n\n"
-    if not any(r["claim"] == claim.sweep for r in lines):
+    if not ran(claim, lines):
         return text + "Not run yet.\n"
     if claim.pairs:
         text += "| said to be better | number | than | number | measure | verdict |\n" + 6 * "| --- " + "|\n"
     for pair in claim.pairs:
-        a, b = (list(of(lines, claim.sweep, n, pair.metric).values()) for n in (pair.better, pair.worse))
+        a, b = both(claim, pair, lines)
         text += f"| `{pair.better}` | {words(a)} | `{pair.worse}` | {words(b)} | `{pair.metric}` "
         text += f"| {verdict(a, b, lower=pair.lower)} |\n"
     return text + f"\n![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
@@ -286,14 +308,14 @@ def draw(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the page for these results."""
-    return HEAD + "".join(section(claim, lines) for claim in CLAIMS)
+    return HEAD + overview(lines) + "".join(section(claim, lines) for claim in CLAIMS)
 
 
 def write(lines: Sequence[Mapping[str, Any]]) -> None:
     """Write the page and its plots."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     for claim in CLAIMS:
-        if any(r["claim"] == claim.sweep for r in lines):
+        if ran(claim, lines):
             draw(claim, lines)
     PAGE.write_text(page(lines))
 

@@ -53,6 +53,22 @@ def test_the_page_is_that_of_the_results(proof: dict[str, Any]):
     assert all((ROOT / "docs" / "images" / "proof" / f"{name}.png").exists() for name in shown)
 
 
+def test_the_page_begins_with_the_verdicts_of_all_claims_and_shows_shares_in_percent(proof: dict[str, Any]):
+    sweep, metric = "proof_regions", "correspondence/accuracy"
+    arms = {"regions": 0.4, "views": 0.2, "regions_late": 0.3}
+    kept = [
+        {"claim": sweep, "setting": arm, "seed": seed, "numbers": {metric: share + seed / 100}}
+        for arm, share in arms.items()
+        for seed in range(3 if arm != "regions_late" else 2)
+    ]
+    table, _, sections = proof["page"](kept).partition("\n## proof_frozen")
+    [row] = [r for r in table.splitlines() if "](#proof_regions)" in r]
+    assert row.endswith("| 1 seen, 1 undecided |")
+    assert "`regions` | 41.00 ± 1.00 (3) | `views` | 21.00 ± 1.00 (3)" in sections
+    [row] = [r for r in table.splitlines() if "](#proof_frozen)" in r]
+    assert row.endswith("| not run yet |")
+
+
 def test_a_verdict_needs_seeds_and_a_difference(proof: dict[str, Any]):
     verdict = proof["verdict"]
     assert verdict([9, 10], [1, 2], lower=False) == "undecided"
