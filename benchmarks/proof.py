@@ -179,7 +179,7 @@ def store(claim: Claim) -> None:
         numbers = json.loads((trial / "summary.json").read_text())
         if (trial / "results.json").exists():
             for result in json.loads((trial / "results.json").read_text()):
-                numbers |= result["numbers"]
+                numbers |= {} if result["untrained"] else result["numbers"]
         if JUMP in wanted:
             numbers[JUMP] = jump(trial)
         kept = {k: round(numbers[k], 4) for k in sorted(wanted) if k in numbers}

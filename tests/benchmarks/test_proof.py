@@ -93,6 +93,8 @@ def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
         (trial / "summary.json").write_text(json.dumps({"knn/top1": 30.0 + number, "loss": 1.0}))
         norms = [2.0] * 40 + [14.0, 2.0]
         (trial / "steps.jsonl").write_text("".join(json.dumps({"grad_norm": n}) + "\n" for n in norms))
+    results = [{"untrained": u, "numbers": {"knn/top1": 20.0 if u else 30.0}} for u in (False, True)]
+    (folder / "trials" / "000" / "results.json").write_text(json.dumps(results))
     (folder / "trials.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     proof["store"](proof["CLAIMS"][0])
     proof["store"](proof["CLAIMS"][0])  # a second time changes nothing
