@@ -65,8 +65,8 @@ CLAIMS = (  # the most worth per hour first
     ),
     Claim(
         "proof_regions",
-        "EsViT on a ViT, of which the paper says that views alone find correspondence: the loss on regions, from the start "
-        "or late, over views alone. Its claim is of several stages and comes next.",
+        "EsViT on a ViT, where views alone find correspondence, says the paper: the loss on regions, from the start or "
+        "late, over views alone. Its claim is of several stages and comes next.",
         f"{CIFAR}, 12,500 images, 194 steps of 128",
         (Pair("regions", "views", CORRESPONDENCE), Pair("regions_late", "views", CORRESPONDENCE)),
         ("correspondence",),
@@ -76,7 +76,7 @@ CLAIMS = (  # the most worth per hour first
         "proof_multistage",
         "EsViT, figure 8: where views alone train a backbone of several stages, the loss on regions restores its "
         "correspondence, which a ViT has without it.",
-        "Swin of two stages on CIFAR-10, 4 x 4 tokens in the last, 25,000 images in batches of 128: 195, 390, 780 steps",
+        "Swin of two stages on CIFAR-10, 4 x 4 tokens in the last, 25,000 images; 195, 390 and 780 steps of 128",
         tuple(
             Pair(f"regions epochs={epochs}", f"views epochs={epochs}", metric)
             for epochs in (1, 2, 4)
