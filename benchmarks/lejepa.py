@@ -20,6 +20,8 @@ from proof_claims import Claim
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.sweeps.run import count_trials
+from eagleray.sweeps.sweep import load
 
 SWEEP = "cifar10_lejepa"
 RESULTS = common.ROOT / "benchmarks" / "results" / "lejepa_cpu.json"
@@ -39,12 +41,15 @@ def main() -> None:
     if not images.is_dir():
         raise UserError(f"--data {args.data}: expected a folder with cifar10/, as proof_set.py prepares it")
     keys = [f"data.train={images}/train-{{000000..000019}}.tar", f"data.test={images}/test-{{000000..000003}}.tar"]
-    claim = Claim(SWEEP, "", "", ())
-    keys += ["workers=0", *args.keys]
-    failed = proof.Programs([claim], time.monotonic() + 3600 * args.hours, keys, Path()).run(args.programs)
+    claim, end = Claim(SWEEP, "", "", ()), time.monotonic() + 3600 * args.hours
+    failed = proof.Programs([claim], end, [*keys, "workers=0", *args.keys], Path()).run(args.programs)
     if failed:
         raise UserError(f"ended early: {', '.join(failed)}; their own lines above say why")
     trials = [trial(folder, row["values"]) for folder, row in proof.finished(claim)]
+    if len(trials) < (wanted := count_trials(load(SWEEP))):
+        raise UserError(
+            f"--hours {args.hours}: {len(trials)} of {wanted} trials have ended; the same command continues"
+        )
     result = {"trials": len(trials), **correlations(trials)}
     RESULTS.write_text(json.dumps({**result, "settings": trials, "machine": common.machine()}, indent=1) + "\n")
     draw(trials)

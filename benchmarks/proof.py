@@ -111,7 +111,10 @@ class Programs:
         self.failed: list[str] = []
 
     def run(self, programs: int) -> list[str]:
-        """Run or continue all trials, so many at a time, until the end. Returns what failed, in words."""
+        """Run or continue all trials, so many at a time, until the end. Returns what failed, in words. Raises
+        UserError."""
+        if programs < 1:
+            raise UserError(f"--programs {programs}: expected 1 or more")
         with ThreadPoolExecutor(programs) as pool:
             for claim in self.claims:
                 study = Study(load(claim.sweep, [f"out={RUNS}/{claim.sweep}"]), str((RUNS / claim.sweep).absolute()))

@@ -1,24 +1,20 @@
 """The rank correlations of LeJEPA's loss are read from the logs of a sweep's trials."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.benchmarks import load_benchmark
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def lejepa() -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return runpy.run_path(str(ROOT / "benchmarks" / "lejepa.py"))
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return load_benchmark("lejepa.py")
 
 
 def test_a_trial_has_the_mean_loss_of_the_last_fifth_of_its_log(lejepa: dict[str, Any], tmp_path: Path):
@@ -37,9 +33,18 @@ def test_a_low_loss_with_a_high_accuracy_correlates_positively(lejepa: dict[str,
 
 
 @pytest.mark.slow
-def test_a_folder_without_images_is_one_line(tmp_path: Path):
-    command = [sys.executable, "benchmarks/lejepa.py", "--data", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("made", "words", "said"),
+    [
+        ("other", [], "--data {}: expected a folder with cifar10/"),
+        ("cifar10", ["--programs", "0"], "--programs 0: expected 1 or more"),
+        ("cifar10", ["--hours", "0"], "--hours 0.0: 0 of 12 trials have ended; the same command continues"),
+    ],
+)
+def test_a_mistake_is_one_line(made: str, words: list[str], said: str, tmp_path: Path):
+    (tmp_path / made).mkdir()
+    command = [sys.executable, str(ROOT / "benchmarks" / "lejepa.py"), "--data", str(tmp_path), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert f"--data {tmp_path}: expected a folder with cifar10/" in line
+    assert said.format(tmp_path) in line

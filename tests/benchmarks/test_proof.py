@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.benchmarks import load_benchmark
 
 from eagleray.base.files import read_lines
 from eagleray.config import bundled
@@ -22,11 +22,7 @@ SWEEPS = [name for name in bundled.names("sweep") if name.startswith("proof_")]
 
 @pytest.fixture(scope="module")
 def proof() -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return runpy.run_path(str(ROOT / "benchmarks" / "proof.py"))
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return load_benchmark("proof.py")
 
 
 def lines() -> list[dict[str, Any]]:
