@@ -46,3 +46,22 @@ def test_protocols_on_features_get_a_folder_for_pictures(shards: Path, tmp_path:
     assert not report.refused
     assert [r.pictures for r in report.results] == [[f"pictures/untrained/{n}.png"] for n in ("sketch", "album")]
     assert (tmp_path / "out" / "pictures" / "untrained" / "album.png").read_bytes() == b"suite"
+
+
+@pytest.mark.usefixtures("drawers")
+def test_an_evaluation_with_other_settings_keeps_the_pictures_of_the_first(shards: Path, tmp_path: Path):
+    data = {"train": str(shards / "train"), "test": str(shards / "test")}
+
+    def places(resize: str) -> list[str]:
+        settings = {"size": "32", "resize": resize}
+        asked = Request("untrained:test_vit", ["sketch"], **data, settings=settings, out=str(tmp_path / "out"))  # type: ignore[arg-type]
+        return list(evaluate(asked, note=lambda _: None).results[0].pictures)
+
+    assert [places(resize) for resize in ("32", "36", "40", "36", "32")] == [
+        ["pictures/untrained/sketch.png"],
+        ["pictures/untrained/2/sketch.png"],
+        ["pictures/untrained/3/sketch.png"],
+        ["pictures/untrained/2/sketch.png"],  # the same evaluation again
+        ["pictures/untrained/sketch.png"],
+    ]
+    assert len(list((tmp_path / "out").rglob("sketch.png"))) == 3

@@ -175,25 +175,30 @@ class Evaluation:
         for need in protocol.needs:
             self.check(need)
         settings = self.settings(name, protocol)
-        weights = self.target.digest  # computed first, in case the protocol changes the weights
-        began = time.monotonic()
-        arguments = {k: v for k, v in settings.items() if k in protocol.parameters}
-        if protocol.frozen:
-            outcome, data = self.run_on_features(name, protocol, settings, arguments)
-        else:
-            outcome, data = self.run_on_backbone(name, protocol, arguments)
         plugin = plugins.plugin_of(name, "protocol")
         result = Result(
             protocol=name,
             plugin=asdict(plugin) if plugin else None,
-            numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
-            settings=outcome.settings,
             asked=settings,
             backbone=self.target.name,
             untrained=self.target.untrained,
-            backbone_digest=weights,
+            backbone_digest=self.target.digest,  # computed first, in case the protocol changes the weights
             architecture=self.target.architecture,
             data=self.request.data(protocol),
+            **results.NOT_RUN,
+        )
+        began = time.monotonic()
+        arguments = {k: v for k, v in settings.items() if k in protocol.parameters}
+        out = remote.view_dir(self.report.folder) / results.picture_folder(results.load(self.report.folder), result)
+        out.mkdir(parents=True, exist_ok=True)
+        if protocol.frozen:
+            outcome, data = self.run_on_features(name, protocol, settings, arguments, out)
+        else:
+            outcome, data = self.run_on_backbone(name, protocol, arguments, out)
+        result = replace(
+            result,
+            numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
+            settings=outcome.settings,
             data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - began, 1),
@@ -236,7 +241,9 @@ class Evaluation:
         check_crop(settings.get("size", 0), settings.get("resize", settings.get("size", 0)))
         return settings
 
-    def run_on_backbone(self, name: str, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
+    def run_on_backbone(
+        self, name: str, protocol: Protocol, arguments: dict[str, Any], out: Path
+    ) -> tuple[Outcome, str]:
         """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
         # The workers have the GPUs, where another copy would be in their way.
         backbone = on_device(self.target.backbone, devices.CPU if self.request.workers else world.local().device)
@@ -260,10 +267,9 @@ class Evaluation:
                 inputs.append(local_folder(url, self.note))
                 copies[str(inputs[-1])] = url
                 data = tree_digest(inputs[-1])
-        pictures = self.pictures
-        extra: dict[str, Any] = {"out": pictures, "note": self.note}
+        extra: dict[str, Any] = {"out": out, "note": self.note}
         if is_remote(self.report.folder):  # so that a training continues on any machine
-            extra["checkpoints"] = f"{self.report.folder}/{pictures.relative_to(remote.view_dir(self.report.folder))}"
+            extra["checkpoints"] = f"{self.report.folder}/{out.relative_to(remote.view_dir(self.report.folder))}"
         run: Any = protocol.run
         if workers := self.request.workers:
             architecture, gpus, urls = self.request.architecture, self.request.gpus, tuple(copies.values())
@@ -284,7 +290,7 @@ class Evaluation:
         return replace(outcome, settings={**arguments, **outcome.settings}), data
 
     def run_on_features(
-        self, name: str, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any]
+        self, name: str, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any], out: Path
     ) -> tuple[Outcome, str]:
         """Run a protocol on frozen features; return its outcome and the digest of its data."""
         size, resize, kind = settings["size"], settings["resize"], settings["features"]
@@ -292,7 +298,7 @@ class Evaluation:
             _ = self.sets  # labels are checked before the backbone is
         feature_types.check(self.target.backbone, kind, size)
         arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
-        arguments |= {"out": self.pictures} if "out" in protocol.parameters else {}
+        arguments |= {"out": out} if "out" in protocol.parameters else {}
         bank = self.target.settings.bank
         extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
         extraction |= {"bank": bank} if bank != "fp32" else {}
@@ -363,13 +369,6 @@ class Evaluation:
             raise UserError(f"--train {self.request.train}: these shards have no labels, and this protocol needs them")
         sets.check()
         return sets
-
-    @cached_property
-    def pictures(self) -> Path:
-        """The folder for pictures of this backbone, on this machine."""
-        out = remote.view_dir(self.report.folder) / "pictures" / ("untrained" if self.target.untrained else "")
-        out.mkdir(parents=True, exist_ok=True)
-        return out
 
     @cached_property
     def images(self) -> Index:

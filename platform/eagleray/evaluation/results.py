@@ -4,10 +4,11 @@ A result is stored with its settings, backbone, data and date. A table shows it 
 backbone and those of the paper."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from eagleray import config
@@ -37,6 +38,10 @@ WORDS = {"~": r"\textasciitilde{}", "^": r"\^{}", "\\": r"\textbackslash{}"}
 LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 
+# The fields of a result before its protocol has run.
+NOT_RUN: Mapping[str, Any] = {"numbers": {}, "settings": {}, "data_digest": "", "date": "", "seconds": 0.0}
+
+
 @dataclass(frozen=True)
 class Result:
     """An entry of results.json: the numbers of a protocol, and the backbone, data and settings behind them."""
@@ -58,7 +63,13 @@ class Result:
 
     def twin(self, other: "Result") -> bool:
         """Return whether two results differ in nothing but the weights of the backbone."""
-        names = ("protocol", "plugin", "architecture", "data_digest")
+        return self._agrees(other, "protocol", "plugin", "architecture", "data_digest")
+
+    def repeats(self, other: "Result") -> bool:
+        """Return whether two results are of the same evaluation: one protocol, settings, data and backbone."""
+        return self._agrees(other, "protocol", "plugin", "untrained", "backbone_digest", "data")
+
+    def _agrees(self, other: "Result", *names: str) -> bool:
         same = all(getattr(self, n) == getattr(other, n) for n in names)
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 
@@ -87,6 +98,18 @@ def load(folder: str) -> list[Result]:
         raise UserError(
             f"{folder}/{NAME}: expected a list of results written by eagleray ({why}); move or delete this file"
         ) from None
+
+
+def picture_folder(known: Sequence[Result], new: Result) -> str:
+    """Return the folder for the pictures of a new result, relative to that of results.json.
+
+    The same evaluation again draws into its old folder. Any other has a folder in which its protocol has drawn nothing:
+    pictures, pictures/2, pictures/3 and so on, or those below pictures/untrained."""
+    base = PurePath("pictures", "untrained") if new.untrained else PurePath("pictures")
+    others = [r for r in known if (r.protocol, r.untrained) == (new.protocol, new.untrained) and not r.repeats(new)]
+    taken = {PurePath(path).parent for r in others for path in r.pictures}
+    numbered = (base / str(n) for n in itertools.count(2))
+    return str(next(folder for folder in itertools.chain([base], numbered) if folder not in taken))
 
 
 def add(folder: str, result: Result) -> None:
