@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from helpers.processes import wait_for
+from helpers.recipes import small_recipe
 from helpers.runs import arguments, split, start, wait_for_step
+from helpers.sweeps import write
 
 from eagleray import config
 from eagleray.api.pretrain import pretrain
@@ -20,6 +22,8 @@ from eagleray.reports.write import mend_sweep
 from eagleray.runs import mlflow_requests, sinks
 from eagleray.runs import recipe as recipes
 from eagleray.runs.sinks import Sinks
+from eagleray.sweeps import ray_tune
+from eagleray.sweeps.run import tune
 
 LONG = ("optim.epochs=4000", "evaluate.probe_epochs=0", "checkpoint.steps=5")
 
@@ -78,6 +82,22 @@ def test_the_report_of_a_killed_sweep_ends_its_trials_too(tmp_path: Path, monkey
     with files.lock_folder(folder / "trials" / "002"):
         mend_sweep(str(folder), folder)
     assert asked == [(folder / n / "mlflow.json", "KILLED") for n in (".", "trials/001")]
+
+
+def test_a_sweep_that_ray_refuses_has_failed_in_mlflow(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        assert run_there(tmp_path)[1].info.status == "RUNNING"
+        raise UserError("--max-concurrent 2: cannot be used")
+
+    monkeypatch.setattr(ray_tune, "launch", refuse)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "mocov3.yaml").write_text(small_recipe("mocov3"))
+    swept = write(tmp_path / "sweep.yaml", alternatives={"mocov3": {"recipe": "mocov3.yaml"}})
+    keys = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={tmp_path / 'sweep'}"]
+    for _ in range(2):
+        with pytest.raises(UserError, match="cannot be used"):
+            tune(str(swept), keys, most=2, resume=False)
+        assert run_there(tmp_path)[1].info.status == "FAILED"
 
 
 @pytest.mark.slow

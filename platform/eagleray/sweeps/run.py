@@ -74,7 +74,12 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
     tracking = parent(study)
     out.print(describe(study), markup=False)
     stop = threading.Event()
-    ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
+    try:
+        ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
+    except Exception:
+        mlflow_requests.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # MLflow would show it as running
+        study.upload()
+        raise
     study.wait_again()
     results = end(study, tracking, done=not study.open_trials())
     if study.open_trials():
