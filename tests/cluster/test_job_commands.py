@@ -179,6 +179,10 @@ def test_plugins_lie_where_the_command_looks_for_them(head: FakeHead, tmp_path: 
         ),
         (["evaluate", "hf:timm/vit_tiny", "--workers", "4"], "--out is missing"),
         (["prepare", "folder", "photos", "s3://b/out"], "FROM=photos: a relative path"),
+        (
+            ["prepare", "webdataset", "s3://b/in", "s3://b/out", "--where", "a > 1", "--columns", "a.csv"],
+            "--columns=a.csv: a relative path",
+        ),
         (["prepare", "folder", "s3://b/in", "s3://b/out", "--workers", "0"], "--workers 0: expected at least one"),
         (["index", "shards/"], "URL=shards/: a relative path"),
         (["index", "s3://b/shards", "--gpus", "2"], "--gpus 2: only for runs and evaluate"),
