@@ -19,9 +19,24 @@ done <"$HOME/.eagleray.env"
 ulimit -n 65536 2>/dev/null || true
 address=$(hostname -I | cut -d ' ' -f 1)
 
-# What goes on after the launcher's ssh session has ended.
+# When a process began, in ticks since the machine did; nothing if it has ended. Numbers of processes are used again.
+began() {
+    sed '/) Z /d; s/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20
+}
+
+# What goes on after the launcher's ssh session has ended. What an earlier start left, with its settings, is ended first.
 behind() {
-    setsid nohup "$@" >"$HOME/$(basename "$1").log" 2>&1 </dev/null &
+    local file pid time turn
+    file=$HOME/$(basename "$1")
+    if read -r pid time 2>/dev/null <"$file.pid" && [ -n "$time" ]; then
+        for turn in {1..60}; do
+            [ "$(began "$pid")" = "$time" ] || break
+            [ "$turn" -ge 50 ] && kill -KILL -- "-$pid" || kill -- "-$pid" || true
+            sleep 0.2
+        done
+    fi
+    setsid nohup "$@" >>"$file.log" 2>&1 </dev/null &
+    echo "$! $(began $!)" >"$file.pid"
 }
 
 # Ray, and all that runs on it, is not given what MLflow's server alone needs.

@@ -108,6 +108,41 @@ def test_a_machine_starts_ray_with_its_secrets(bench: dict[str, str], tmp_path: 
     assert (tmp_path / "spot").read_text() == "10.0.0.5:6379\n"
 
 
+def test_a_second_start_ends_what_the_first_left(bench: dict[str, str], tmp_path: Path):
+    """And nothing else: not a process that has its number by chance."""
+    stub(bench, "ray", "")
+    stub(
+        bench, "serve.sh", 'echo "$MLFLOW_TRACKING_PASSWORD $$" >> $HOME/served\n/bin/sleep 500 & exec /bin/sleep 500\n'
+    )
+
+    def served() -> list[list[str]]:
+        return [line.split() for line in (tmp_path / "served").read_text().splitlines()]
+
+    def alive(pid: str) -> bool:
+        done = subprocess.run(["/bin/ps", "-o", "stat=", "-g", pid], capture_output=True, text=True)
+        return any(not line.startswith("Z") for line in done.stdout.split())
+
+    try:
+        for password, count in ("old", 1), ("new", 2):
+            (tmp_path / ".eagleray.env").write_text(f"MLFLOW_TRACKING_PASSWORD={password}\n")
+            subprocess.run([DEPLOY / "node.sh", "head"], env=bench, check=True, timeout=60)
+            wait_until(lambda n=count: (tmp_path / "served").exists() and len(served()) == n, 10)
+        (old, first), (new, second) = served()
+        assert (old, new) == ("old", "new")
+        assert not alive(first)
+        assert alive(second)
+        number, began = (tmp_path / "serve.sh.pid").read_text().split()
+        assert number == second
+        (tmp_path / "serve.sh.pid").write_text(f"{number} {int(began) + 1}\n")
+        subprocess.run([DEPLOY / "node.sh", "head"], env=bench, check=True, timeout=60)
+        wait_until(lambda: len(served()) == 3, 10)
+        assert alive(second)
+    finally:
+        for _, pid in served():
+            if alive(pid):
+                os.killpg(int(pid), signal.SIGKILL)
+
+
 VALUES = {
     "SOME_URI": "postgresql+psycopg://u:p@h/db?sslmode=require&connect_timeout=10",
     "MLFLOW_TRACKING_PASSWORD": "pa$HOME$$word`touch pwned`$(touch pwned)",
