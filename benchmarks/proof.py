@@ -295,16 +295,17 @@ def draw(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> None:
     mine = [r for r in lines if r["claim"] == claim.sweep]
     metrics = sorted({k for r in mine for k in r["numbers"]})
     names = list(dict.fromkeys(r["setting"] for r in mine))
-    figure, axes = plt.subplots(1, len(metrics), figsize=(4.2 * len(metrics), 0.7 + 0.4 * len(names)), squeeze=False)
+    size = 4.2 * len(metrics), 0.7 + 0.4 * len(names)
+    figure, axes = plt.subplots(1, len(metrics), figsize=size, squeeze=False, sharey=True)
     for ax, metric in zip(axes[0], metrics, strict=True):
         for y, name in enumerate(names):
             values = list(of(lines, claim.sweep, name, metric).values())
             ax.plot(values, [y] * len(values), "o", color=BLUE, alpha=0.6)
             if values:
                 ax.plot([statistics.mean(values)], [y], "|", color=GREY, ms=16)
-        ax.set_yticks(range(len(names)), names)
-        ax.set_ylim(len(names) - 0.5, -0.5)
         ax.set_xlabel(metric)
+    axes[0, 0].set_yticks(range(len(names)), names)
+    axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
     figure.savefig(IMAGES / f"{claim.sweep}.png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
 

@@ -83,8 +83,9 @@ CLAIMS = (  # the most worth per hour first
             for metric in (CORRESPONDENCE, KNN)
         ),
         ("correspondence",),
-        tried="three stages and 194 steps; in all of these DINO itself hardly begins to learn (kNN untrained 27.1), so that "
-        "the trend is that of its first steps: correspondence falls with both losses, from 30.9 untrained ([log](log.md))",
+        tried="three stages and 194 steps; in all of these DINO itself hardly begins to learn (kNN untrained 27.1), so "
+        "the trend is that of its first steps: with both losses correspondence falls, from 30.9 untrained "
+        "([log](log.md))",
     ),
     Claim(
         "proof_patches",
