@@ -20,8 +20,7 @@ from proof_claims import Claim
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.sweeps.run import count_trials
-from eagleray.sweeps.sweep import load
+from eagleray.sweeps.sweep import count_trials, load
 
 SWEEP = "cifar10_lejepa"
 RESULTS = common.ROOT / "benchmarks" / "results" / "lejepa_cpu.json"

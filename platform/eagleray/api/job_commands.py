@@ -12,8 +12,8 @@ from eagleray.models.network import is_public
 RUNS = ("pretrain", "finetune")
 COMMANDS = (*RUNS, "tune", "evaluate", "prepare", "index")
 FLAGS = ("--resume", "--json", "--untrained", "--dedup", "--gpus")  # options without a value
-FOLDERS = ("--train", "--test", "--coco", "--masks", "--davis", "--frames", "--suite", "--out", "--labels", "--images")
-PLACES = (*FOLDERS, "--columns")  # options whose values other nodes must find
+# Options whose values other nodes must find.
+PLACES = ("train", "test", "coco", "masks", "davis", "frames", "suite", "out", "labels", "images", "columns")
 SWEEP = "sweep.yaml"
 
 
@@ -30,9 +30,9 @@ def pack(command: str, words: Sequence[str], plugins: Sequence[str | Path], gpus
         return _run(command, names, options, plugins, gpus)
     if gpus:
         raise UserError(f"--gpus {gpus}: only for runs and evaluate; a sweep's trials take workers=N gpus=true")
-    for key in PLACES:
-        if isinstance(place := options.get(key), str):
-            check_place(key, place)
+    for name in PLACES:
+        if isinstance(place := options.get(f"--{name}"), str):
+            check_place(f"--{name}", place)
     packers = {"tune": _tune, "evaluate": _evaluate, "prepare": _prepare, "index": _index}
     return packers[command](names, options, words, plugins)
 

@@ -189,12 +189,10 @@ class Evaluation:
         )
         began = time.monotonic()
         arguments = {k: v for k, v in settings.items() if k in protocol.parameters}
-        out = remote.view_dir(self.report.folder) / results.picture_folder(results.load(self.report.folder), result)
-        out.mkdir(parents=True, exist_ok=True)
         if protocol.frozen:
-            outcome, data = self.run_on_features(name, protocol, settings, arguments, out)
+            outcome, data = self.run_on_features(result, protocol, settings, arguments)
         else:
-            outcome, data = self.run_on_backbone(name, protocol, arguments, out)
+            outcome, data = self.run_on_backbone(result, protocol, arguments)
         result = replace(
             result,
             numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
@@ -241,10 +239,9 @@ class Evaluation:
         check_crop(settings.get("size", 0), settings.get("resize", settings.get("size", 0)))
         return settings
 
-    def run_on_backbone(
-        self, name: str, protocol: Protocol, arguments: dict[str, Any], out: Path
-    ) -> tuple[Outcome, str]:
+    def run_on_backbone(self, new: Result, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
         """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
+        name = new.protocol
         # The workers have the GPUs, where another copy would be in their way.
         backbone = on_device(self.target.backbone, devices.CPU if self.request.workers else world.local().device)
         parameter = protocol.parameters.get("size")
@@ -267,6 +264,7 @@ class Evaluation:
                 inputs.append(local_folder(url, self.note))
                 copies[str(inputs[-1])] = url
                 data = tree_digest(inputs[-1])
+        out = results.picture_folder(self.report.folder, new)
         extra: dict[str, Any] = {"out": out, "note": self.note}
         if is_remote(self.report.folder):  # so that a training continues on any machine
             extra["checkpoints"] = f"{self.report.folder}/{out.relative_to(remote.view_dir(self.report.folder))}"
@@ -290,15 +288,17 @@ class Evaluation:
         return replace(outcome, settings={**arguments, **outcome.settings}), data
 
     def run_on_features(
-        self, name: str, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any], out: Path
+        self, new: Result, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any]
     ) -> tuple[Outcome, str]:
         """Run a protocol on frozen features; return its outcome and the digest of its data."""
+        name = new.protocol
         size, resize, kind = settings["size"], settings["resize"], settings["features"]
         if "labels" in protocol.needs:
             _ = self.sets  # labels are checked before the backbone is
         feature_types.check(self.target.backbone, kind, size)
         arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
-        arguments |= {"out": out} if "out" in protocol.parameters else {}
+        if "out" in protocol.parameters:
+            arguments["out"] = results.picture_folder(self.report.folder, new)
         bank = self.target.settings.bank
         extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
         extraction |= {"bank": bank} if bank != "fp32" else {}

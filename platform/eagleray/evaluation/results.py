@@ -100,16 +100,18 @@ def load(folder: str) -> list[Result]:
         ) from None
 
 
-def picture_folder(known: Sequence[Result], new: Result) -> str:
-    """Return the folder for the pictures of a new result, relative to that of results.json.
+def picture_folder(folder: str, new: Result) -> Path:
+    """Create the folder for the pictures of a new result on this machine, below that of results.json, and return it.
 
     The same evaluation again draws into its old folder. Any other has a folder in which its protocol has drawn nothing:
     pictures, pictures/2, pictures/3 and so on, or those below pictures/untrained."""
-    base = PurePath("pictures", "untrained") if new.untrained else PurePath("pictures")
-    others = [r for r in known if (r.protocol, r.untrained) == (new.protocol, new.untrained) and not r.repeats(new)]
+    base, same = PurePath("pictures", *["untrained"] * new.untrained), (new.protocol, new.untrained)
+    others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
     taken = {PurePath(path).parent for r in others for path in r.pictures}
     numbered = (base / str(n) for n in itertools.count(2))
-    return str(next(folder for folder in itertools.chain([base], numbered) if folder not in taken))
+    out = remote.view_dir(folder) / next(place for place in itertools.chain([base], numbered) if place not in taken)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def add(folder: str, result: Result) -> None:
