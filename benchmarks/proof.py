@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from proof_claims import CLAIMS, FRACTIONS, JUMP, KNN, TOP1, Claim, Pair
+from proof_claims import CLAIMS, FRACTIONS, JUMP, KNN, PROTOCOLS, TOP1, Claim, Pair
 
 from eagleray import config
 from eagleray.base import devices
@@ -49,19 +49,18 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="train nothing: write the page from the results")
     parser.add_argument("--programs", type=int, default=0, metavar="N", help="trials at a time, without Ray")
     parser.add_argument("--keys", nargs="+", default=[], metavar="KEY=VALUE", help="of every recipe, with --programs")
-    parser.add_argument("--davis", type=Path, default=Path("data/proof/DAVIS"), help="folder for the protocol davis")
     args = parser.parse_args()
     chosen = choose(args.only)
     if not args.page and (args.hours is None or args.hours <= 0):
         raise UserError(f"--hours {args.hours}: expected a time above 0, or --page")
     end, failed = time.monotonic() + 3600 * (args.hours or 0), list[str]()
     if args.programs and not args.page:
-        failed += Programs(chosen, end, args.keys, args.davis).run(args.programs)
+        failed += Programs(chosen, end, args.keys).run(args.programs)
     for claim in chosen:
         if not (args.page or args.programs):
             failed += train(claim, (end - time.monotonic()) / 3600)
             for trial, _ in finished(claim):
-                evaluate(claim, trial, args.davis)
+                failed += evaluate(claim, trial)
         store(claim)
     write(read_lines(RESULTS))
     if failed:
@@ -105,8 +104,8 @@ def eagleray(*words: str, seconds: float | None = None) -> int:
 class Programs:
     """Runs trials of claims side by side, each as a program of its own, in the folders of `eagleray tune`."""
 
-    def __init__(self, claims: Sequence[Claim], end: float, keys: Sequence[str], davis: Path) -> None:
-        self.claims, self.end, self.keys, self.davis = claims, end, keys, davis
+    def __init__(self, claims: Sequence[Claim], end: float, keys: Sequence[str]) -> None:
+        self.claims, self.end, self.keys = claims, end, keys
         self.waiting: dict[str, list[Future[None]]] = {}  # the trials of a claim
         self.failed: list[str] = []
 
@@ -121,6 +120,8 @@ class Programs:
                 study.folder.mkdir(parents=True, exist_ok=True)
                 begin(study)
                 study.wait_again()
+                for trial, _ in finished(claim):  # perhaps it was stopped before its protocols were applied
+                    pool.submit(self._evaluate, claim, trial)
                 trials = range(study.open_trials())
                 self.waiting[claim.sweep] = [pool.submit(self._next, claim, study) for _ in trials]
         return self.failed
@@ -137,23 +138,26 @@ class Programs:
         ended = status == 0 and Path(out, "summary.json").exists()
         study.set(row["id"], state="finished" if ended else "waiting")
         if ended:
-            evaluate(claim, Path(out), self.davis)
+            self._evaluate(claim, Path(out))
         elif time.monotonic() < self.end:
             self.failed.append(f"{claim.sweep} {row['id']} with status {status}")
 
+    def _evaluate(self, claim: Claim, trial: Path) -> None:
+        """Apply the claim's protocols to a trial that has ended, unless no time is left."""
+        if time.monotonic() < self.end:
+            self.failed += evaluate(claim, trial)
 
-def evaluate(claim: Claim, trial: Path, davis: Path) -> None:
-    """Apply the protocols of a claim to a trial that has ended, where it has no such numbers yet; `davis` is the folder
-    of sequences."""
+
+def evaluate(claim: Claim, trial: Path) -> list[str]:
+    """Apply the protocols of a claim to a trial that has ended, where it has no such numbers yet. Returns what failed,
+    in words."""
+    results, failed = trial / "results.json", list[str]()
     for protocol in claim.protocols:
-        results = trial / "results.json"
         if results.exists() and any(r["protocol"] == protocol for r in json.loads(results.read_text())):
             continue
-        data = ["--davis", str(davis), "--split", "val_more", "--size", "240"]
-        if protocol == "correspondence":
-            data = ["--train", "data/proof/cifar10/train-{000000..000000}.tar"]
-            data += ["--test", "data/proof/cifar10/test-{000000..000001}.tar"]
-        eagleray("evaluate", str(trial), "--protocol", protocol, *data)
+        if status := eagleray("evaluate", str(trial), "--protocol", protocol, *PROTOCOLS[protocol].split()):
+            failed.append(f"{protocol} of {claim.sweep} {trial.name} with status {status}")
+    return failed
 
 
 def finished(claim: Claim) -> list[tuple[Path, Mapping[str, Any]]]:

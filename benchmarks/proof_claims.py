@@ -4,8 +4,14 @@ from typing import NamedTuple
 
 KNN, TOP1, SECONDS, JUMP = "knn/top1", "classifier/top1", "wall_seconds", "jump"
 CORRESPONDENCE = "correspondence/accuracy"
-DAVIS = "davis/J&F"
+DAVIS, CAMVID = "davis/J&F", "segmentation/miou"
 FRACTIONS = (CORRESPONDENCE,)  # from 0 to 1; the page shows percent
+PROTOCOLS = {  # what `eagleray evaluate` gets beside the trial's folder
+    "correspondence": "--train data/proof/cifar10/train-{000000..000000}.tar "
+    "--test data/proof/cifar10/test-{000000..000001}.tar",
+    "davis": "--davis data/proof/DAVIS --split val_more --size 240",
+    "segmentation": "--masks data/proof/CamVid --steps 400 --size 96 --width 64 --batch 8 --lr 1e-3",
+}
 
 
 class Pair(NamedTuple):
@@ -91,9 +97,12 @@ CLAIMS = (  # the most worth per hour first
         "proof_patches",
         "SelfPatch: patches that agree with their neighbours raise dense accuracy over DINO.",
         "ViT of 4 blocks on crops of photographs, 64 pixels, 8 x 8 tokens, 8 epochs in batches of 64; "
-        "J&F of the two sequences of DAVIS that no crop is from, at 240 pixels",
-        (Pair("selfpatch", "dino", DAVIS),),
-        ("davis",),
+        "J&F of the two sequences of DAVIS that no crop is from, at 240 pixels; mIoU of Semantic FPN after 400 steps "
+        "on the 28 frames of CamVid that crops are from",
+        (Pair("selfpatch", "dino", DAVIS), Pair("selfpatch", "dino", CAMVID)),
+        ("davis", "segmentation"),
+        tried="CIFAR-10 in 780 steps, where DINO with the mean of the patches learns little and SelfPatch nothing "
+        "([log](log.md))",
     ),
     Claim(
         "proof_spikes",

@@ -37,7 +37,7 @@ def main() -> None:
         if not (args.source / part).is_dir():
             raise UserError(f"{args.source}: expected a folder {part} in it")
     args.out.mkdir(parents=True, exist_ok=True)
-    for part in (*PARTS[:2], "video/DAVIS"):
+    for part in (*PARTS[:2], "video/DAVIS", "segmentation/CamVid"):
         link = args.out / Path(part).name
         if not link.exists():
             link.symlink_to((args.source / part).resolve(), target_is_directory=True)

@@ -120,7 +120,7 @@ def test_programs_take_the_trials_of_claims_side_by_side(
     monkeypatch.setitem(programs.run.__globals__, "load", lambda name, keys: load(f"{tmp_path / name}.yaml", keys))
     claims = [proof["Claim"](name, "", "", (), after="early" * (name == "late")) for name in space]
     keys = [f"data.train={shards / 'train'}", "workers=0", "max_steps=4", "evaluate.probe_epochs=0"]
-    failed = programs(claims, time.monotonic() + 600, keys, tmp_path).run(2)
+    failed = programs(claims, time.monotonic() + 600, keys).run(2)
     assert failed == ["bad 001 with status 2"]
     rows = {name: [r["state"] for r in read_lines(tmp_path / name / "trials.jsonl")] for name in space}
     assert rows == {"early": ["finished"] * 2, "late": ["finished"] * 2, "bad": ["finished", "waiting"]}
@@ -128,8 +128,14 @@ def test_programs_take_the_trials_of_claims_side_by_side(
     starts = [read_lines(tmp_path / "late" / "trials" / n / "starts.jsonl")[0]["time"] for n in ("000", "001")]
     assert max(ends) <= min(starts)
     assert [trial.name for trial, _ in proof["finished"](claims[2])] == ["000"]
-    assert programs(claims[:2], time.monotonic() + 600, keys, tmp_path).run(2) == [], "all are done"
-    assert programs(claims[2:], time.monotonic() - 1, keys, tmp_path).run(2) == [], "no time is left"
+    evaluated = []
+    monkeypatch.setitem(
+        programs.run.__globals__, "evaluate", lambda claim, trial: evaluated.append((claim.sweep, trial.name)) or []
+    )
+    assert programs(claims[:2], time.monotonic() + 600, keys).run(2) == [], "all are done"
+    assert sorted(evaluated) == [(name, number) for name in ("early", "late") for number in ("000", "001")]
+    assert programs(claims[2:], time.monotonic() - 1, keys).run(2) == [], "no time is left"
+    assert len(evaluated) == 4
 
 
 @pytest.mark.parametrize(
