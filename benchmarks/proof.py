@@ -249,6 +249,7 @@ or `--programs 12 --keys data.workers=1 precision=fp32` on one GPU.
 | --- | --- | --- |
 | CIFAR-10, 50,000 + 10,000 of 32 pixels | all claims but SelfPatch's | no licence stated by its authors; research |
 | crops of 500 ImageNet photographs, 28 CamVid and 16 DAVIS frames | SelfPatch | research only; CamVid CC BY-NC 4.0 |
+| 2 sequences of DAVIS (100 frames), 12 validation frames of CamVid, with masks | tests of SelfPatch | the same |
 | Food-101 at 64 pixels, 1,212 + 505 | no claim yet | research only |
 """
 
