@@ -114,6 +114,7 @@ class Programs:
         UserError."""
         if programs < 1:
             raise UserError(f"--programs {programs}: expected 1 or more")
+        begun: list[tuple[Claim, Future[None]]] = []
         with ThreadPoolExecutor(programs) as pool:
             for claim in self.claims:
                 study = Study(load(claim.sweep, [f"out={RUNS}/{claim.sweep}"]), str((RUNS / claim.sweep).absolute()))
@@ -121,9 +122,11 @@ class Programs:
                 begin(study)
                 study.wait_again()
                 for trial, _ in finished(claim):  # perhaps it was stopped before its protocols were applied
-                    pool.submit(self._evaluate, claim, trial)
+                    begun.append((claim, pool.submit(self._evaluate, claim, trial)))
                 trials = range(study.open_trials())
                 self.waiting[claim.sweep] = [pool.submit(self._next, claim, study) for _ in trials]
+                begun += [(claim, future) for future in self.waiting[claim.sweep]]
+        self.failed += [f"{claim.sweep}: {error}" for claim, f in begun if (error := f.exception())]
         return self.failed
 
     def _next(self, claim: Claim, study: Study) -> None:

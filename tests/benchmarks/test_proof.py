@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.benchmarks import load_benchmark
 
+from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.config import bundled
 from eagleray.sweeps import run
@@ -100,6 +101,20 @@ def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
     proof["write"](kept)
     assert (tmp_path / "proof_frozen.png").exists()
     assert "30.50 ± 0.71 (2)" in (tmp_path / "proof.md").read_text()
+
+
+def test_what_stops_a_trial_before_its_program_starts_is_named(
+    proof: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    programs = proof["Programs"]
+    monkeypatch.setitem(programs.run.__globals__, "RUNS", tmp_path)
+
+    def refuse(*args: object) -> None:
+        raise UserError("a recipe is gone")
+
+    monkeypatch.setitem(programs.run.__globals__, "recipe_of", refuse)
+    [claim] = [c for c in proof["CLAIMS"] if c.sweep == "proof_backbones"]
+    assert programs([claim], time.monotonic() + 600, []).run(2) == ["proof_backbones: a recipe is gone"] * 2
 
 
 @pytest.mark.slow
