@@ -234,7 +234,7 @@ seeds of each; "reversed" that they do so the other way round; "not seen" that t
 is "undecided". Fewer than three seeds decide nothing. The machine was shared with other programs, so times say
 little; a trial's other numbers do not depend on them. Numbers are means ± standard deviations over seeds (number of
 seeds), in percent unless said otherwise. Each number of each trial is in
-[proof.jsonl](../benchmarks/results/proof.jsonl).
+[proof.jsonl](../benchmarks/results/proof.jsonl), with its device where that is a GPU.
 
 `python benchmarks/proof_set.py SOURCE` prepares the images below `data/proof`, and this continues all sweeps for an
 hour and writes the page anew:
