@@ -25,7 +25,7 @@ from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import recipe
-from eagleray.runs.build import build_backbone, scaled_lr
+from eagleray.runs.build import build_backbone, check_method, scaled_lr
 from eagleray.views.sampling import order_of
 
 ROOT = Path(__file__).parents[2]
@@ -467,6 +467,13 @@ def test_backbones_have_the_sizes_that_tables_print():
             backbone = Backbone(name, norm=norm, stem=stem, options=options)
         millions = sum(p.numel() for p in backbone.parameters()) / 1e6
         assert [millions] * len(sizes) == pytest.approx(sorted(sizes), abs=1, rel=0.01), key
+
+
+def test_backbones_take_the_images_of_their_recipes():
+    """As every start checks first, without memory for weights."""
+    last_of = {bundled.recipe(n).keys.get("backbone", {}).get("name"): n for n in NAMES}
+    for name in last_of.values():
+        check_method(recipe.load(name))
 
 
 @pytest.mark.parametrize("drawn", TABLE_6)
