@@ -36,13 +36,24 @@ class Claim(NamedTuple):
 
 
 CIFAR = "ViT of 4 blocks on CIFAR-10, 4-pixel patches (8 x 8 tokens)"
-DRLOC = tuple(Pair(f"{name}_drloc", name, TOP1) for name in ("swin", "cvt"))
 
 
-def drloc(share: int) -> Claim:
-    """Return the claim about DRLoc with a share of the labels, in percent."""
+def drloc(share: int, *more: str) -> Claim:
+    """Return the claim about DRLoc with a share of the labels, in percent, on Swin, CvT and more backbones."""
     text = f"DRLoc: predicting distances between tokens raises accuracy with {share} % of the labels."
-    return Claim(f"proof_drloc_{share}", text, "small Swin and CvT on CIFAR-10, batches of 128, 390 steps", DRLOC)
+    pairs = tuple(Pair(f"{name}_drloc", name, TOP1) for name in ("swin", "cvt", *more))
+    return Claim(f"proof_drloc_{share}", text, "small backbones on CIFAR-10, batches of 128, 390 steps", pairs)
+
+
+def labels(sweep: str, images: int, steps: int) -> Claim:
+    """Return the claim about backbones that were pretrained before so many images with labels are learned."""
+    return Claim(
+        sweep,
+        f"MoCo v3 and DINO: with {images:,} of 50,000 labels, pretraining without labels beats random weights.",
+        f"ViT of 4 blocks with 8-pixel patches on CIFAR-10, {steps} steps of 128",
+        (Pair("mocov3", "scratch", TOP1), Pair("dino", "scratch", TOP1)),
+        after="proof_backbones",
+    )
 
 
 CLAIMS = (  # the most worth per hour first
@@ -55,20 +66,17 @@ CLAIMS = (  # the most worth per hour first
             Pair("freeze_patch=True", "freeze_patch=False", KNN),
         ),
     ),
-    drloc(25),
+    drloc(25, "t2t"),
     Claim(
         "proof_backbones",
         "The backbones that the next claim starts from; it compares nothing.",
         "8-pixel patches, CIFAR-10 without labels, 780 steps of 128, one seed",
         (),
     ),
-    Claim(
-        "proof_labels",
-        "MoCo v3 and DINO: where few labels are there, pretraining without labels beats training from random weights.",
-        "ViT of 4 blocks with 8-pixel patches, 2,500 labels of CIFAR-10, 190 steps of 128",
-        (Pair("mocov3", "scratch", TOP1), Pair("dino", "scratch", TOP1)),
-        after="proof_backbones",
-    ),
+    labels("proof_labels_1", 500, 150),
+    labels("proof_labels", 2500, 190),
+    labels("proof_labels_10", 5000, 195),
+    labels("proof_labels_100", 50000, 390),
     Claim(
         "proof_regions",
         "EsViT on a ViT, where views alone find correspondence, says the paper: the loss on regions, from the start or "
