@@ -73,7 +73,7 @@ CLAIMS = (  # the most worth per hour first
         "8-pixel patches, CIFAR-10 without labels, 780 steps of 128, one seed",
         (),
     ),
-    labels("proof_labels_1", 500, 150),
+    labels("proof_labels_1", 516, 200),
     labels("proof_labels", 2500, 190),
     labels("proof_labels_10", 5000, 195),
     labels("proof_labels_100", 50000, 390),
