@@ -69,7 +69,7 @@ CLAIMS = (  # the most worth per hour first
     drloc(25, "t2t"),
     Claim(
         "proof_backbones",
-        "The backbones that the next claim starts from; it compares nothing.",
+        "The backbones that the claims on few labels start from; it compares nothing.",
         "8-pixel patches, CIFAR-10 without labels, 780 steps of 128, one seed",
         (),
     ),
