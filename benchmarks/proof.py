@@ -126,7 +126,11 @@ class Programs:
                 trials = range(study.open_trials())
                 self.waiting[claim.sweep] = [pool.submit(self._next, claim, study) for _ in trials]
                 begun += [(claim, future) for future in self.waiting[claim.sweep]]
-        self.failed += [f"{claim.sweep}: {error}" for claim, f in begun if (error := f.exception())]
+        for claim, future in begun:
+            if isinstance(error := future.exception(), UserError | OSError):
+                self.failed.append(f"{claim.sweep}: {error}")
+            elif error:
+                raise error  # a defect: its traceback is wanted
         return self.failed
 
     def _next(self, claim: Claim, study: Study) -> None:

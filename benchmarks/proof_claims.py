@@ -118,6 +118,19 @@ CLAIMS = (  # the most worth per hour first
         "longest one trial has run, on an H100",
     ),
     Claim(
+        "proof_neighbours",
+        "SelfPatch, table 5: over DINO at each patch size; large patches want fewer neighbours than small ones.",
+        "as proof_patches after 304 steps, with small crops of 48 pixels; patches of 16 and 8 pixels (4 x 4 and 8 x 8 "
+        "tokens); k is the number of neighbours",
+        tuple(
+            Pair(f"p{patch}_k{most}", f"p{patch}_{other}", metric)
+            for patch, most, others in ((16, 2, ("dino", "k1", "k8")), (8, 4, ("dino", "k1", "k8")))
+            for other in others
+            for metric in (DAVIS, CAMVID)
+        ),
+        ("davis", "segmentation"),
+    ),
+    Claim(
         "proof_spikes",
         "MoCo v3, figure 6, at higher rates: a patch projection that is not trained lowers gradient spikes.",
         "as proof_frozen, at two and a half and five times its rate",

@@ -115,6 +115,9 @@ def test_what_stops_a_trial_before_its_program_starts_is_named(
     monkeypatch.setitem(programs.run.__globals__, "recipe_of", refuse)
     [claim] = [c for c in proof["CLAIMS"] if c.sweep == "proof_backbones"]
     assert programs([claim], time.monotonic() + 600, []).run(2) == ["proof_backbones: a recipe is gone"] * 2
+    monkeypatch.setitem(programs.run.__globals__, "recipe_of", None)
+    with pytest.raises(TypeError):
+        programs([claim], time.monotonic() + 600, []).run(2)
 
 
 @pytest.mark.slow
