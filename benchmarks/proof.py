@@ -230,14 +230,26 @@ def words(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f}{deviation} ({len(values)})"
 
 
+def chance(a: Sequence[float], b: Sequence[float]) -> str:
+    """Return the p-value of Welch's t-test, or a dash where there are too few seeds for a verdict."""
+    from scipy.stats import ttest_ind  # a machine that only trains may have none
+
+    if min(len(a), len(b)) < LEAST:
+        return "-"
+    p = ttest_ind(a, b, equal_var=False).pvalue
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 HEAD = """# Proof on real images
 
 Written by `python benchmarks/proof.py`. For each claim of a paper this page says what we saw at a size that fits two
 CPU cores. "Seen" means that the means differ by more than both standard deviations together, with at least three
 seeds of each; "reversed" that they do so the other way round; "not seen" that they do not with five seeds; all else
-is "undecided". Fewer than three seeds decide nothing. The machine was shared with other programs, so times say
-little; a trial's other numbers do not depend on them. Numbers are means ± standard deviations over seeds (number of
-seeds), in percent unless said otherwise. Each number of each trial is in
+is "undecided". Fewer than three seeds decide nothing. Beside the verdict stands the p-value of Welch's t-test, how
+likely so large a difference is by chance: with three seeds some differences that are "seen" are likelier than 0.05, and
+with five some below it are "not seen"; of fifty comparisons, two or three fall below 0.05 by chance. The machine was
+shared with other programs, so times say little; a trial's other numbers do not depend on them. Numbers are means ±
+standard deviations over seeds (number of seeds), in percent unless said otherwise. Each number of each trial is in
 [proof.jsonl](../benchmarks/results/proof.jsonl), with its device where that is a GPU.
 
 `python benchmarks/proof_set.py SOURCE` prepares the images below `data/proof`, and this continues all sweeps for an
@@ -290,11 +302,11 @@ def section(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> str:
     if not ran(claim, lines):
         return text + "Not run yet.\n"
     if claim.pairs:
-        text += "| said to be better | number | than | number | measure | verdict |\n" + 6 * "| --- " + "|\n"
+        text += "| said to be better | number | than | number | measure | p | verdict |\n" + 7 * "| --- " + "|\n"
     for pair in claim.pairs:
         a, b = both(claim, pair, lines)
         text += f"| `{pair.better}` | {words(a)} | `{pair.worse}` | {words(b)} | `{pair.metric}` "
-        text += f"| {verdict(a, b, lower=pair.lower)} |\n"
+        text += f"| {chance(a, b)} | {verdict(a, b, lower=pair.lower)} |\n"
     return text + f"\n![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
 
 

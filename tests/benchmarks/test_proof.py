@@ -61,7 +61,10 @@ def test_the_page_begins_with_the_verdicts_of_all_claims_and_shows_shares_in_per
     table, _, sections = proof["page"](kept).partition("\n## proof_frozen")
     [row] = [r for r in table.splitlines() if "](#proof_regions)" in r]
     assert row.endswith("| 1 seen, 1 undecided |")
-    assert "`regions` | 41.00 ± 1.00 (3) | `views` | 21.00 ± 1.00 (3)" in sections
+    assert (
+        "`regions` | 41.00 ± 1.00 (3) | `views` | 21.00 ± 1.00 (3) | `correspondence/accuracy` | < 0.001 |" in sections
+    )
+    assert "| `views` | 21.00 ± 1.00 (3) | `correspondence/accuracy` | - |" in sections, "two seeds have no p"
     [row] = [r for r in table.splitlines() if "](#proof_frozen)" in r]
     assert row.endswith("| not run yet |")
 
@@ -73,6 +76,8 @@ def test_a_verdict_needs_seeds_and_a_difference(proof: dict[str, Any]):
     assert verdict([9, 10, 11], [1, 2, 3], lower=True) == "reversed"
     assert verdict([1, 5, 9], [2, 5, 9], lower=False) == "undecided"
     assert verdict([1, 5, 9, 3, 4], [2, 5, 9, 3, 4], lower=False) == "not seen"
+    assert proof["chance"]([1, 2, 3], [3, 4, 5]) == "0.070"  # t = 2.449 with 4 degrees of freedom
+    assert proof["chance"]([1, 2], [3, 4, 5]) == "-"
 
 
 def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
