@@ -40,9 +40,11 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Exit with 2 and one line where what was given is wrong."""
+    """Exit with 2 and one line where what was given is wrong, and with 130 at Ctrl-C."""
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)

@@ -10,7 +10,6 @@ the rank correlations (Spearman) of kNN accuracy with the negative loss, and wit
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import common
 import proof
 from proof_claims import Claim
 
+from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.sweeps.sweep import count_trials, load
@@ -40,8 +40,9 @@ def main() -> None:
     if not images.is_dir():
         raise UserError(f"--data {args.data}: expected a folder with cifar10/, as proof_set.py prepares it")
     keys = [f"data.train={images}/train-{{000000..000019}}.tar", f"data.test={images}/test-{{000000..000003}}.tar"]
-    claim, end = Claim(SWEEP, "", "", ()), time.monotonic() + 3600 * args.hours
-    failed = proof.Programs([claim], end, [*keys, "workers=0", *args.keys], Path()).run(args.programs)
+    claim, clock = Claim(SWEEP, "", "", ()), proof.Clock(3600 * args.hours)
+    with stop_on_signal(clock.stop, "stopping: every trial saves a checkpoint"):
+        failed = proof.Programs([claim], clock, [*keys, "workers=0", *args.keys]).run(args.programs)
     if failed:
         raise UserError(f"ended early: {', '.join(failed)}; their own lines above say why")
     trials = [trial(folder, row["values"]) for folder, row in proof.finished(claim)]

@@ -6,7 +6,8 @@
 `--hours H` trains for so long, the claims that decide most per hour first, one trial at a time on one thread, by
 `eagleray tune`. With `--programs N` trials of all claims run side by side instead, N at a time, each as a program of
 its own with `--keys` over its recipe, so that Ray is not needed and one GPU is shared. Every trial that has ended is a
-line of benchmarks/results/proof.jsonl. `--page` writes the page and its plots alone.
+line of benchmarks/results/proof.jsonl. Ctrl-C or SIGTERM ends all trials with a checkpoint, stores those that have
+ended and exits with 130; the same command continues. `--page` writes the page and its plots alone.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from proof_claims import CLAIMS, FRACTIONS, JUMP, KNN, PROTOCOLS, TOP1, Claim, P
 
 from eagleray import config
 from eagleray.base import devices
+from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.sweeps.study import Study, begin
@@ -53,18 +55,37 @@ def main() -> None:
     chosen = choose(args.only)
     if not args.page and (args.hours is None or args.hours <= 0):
         raise UserError(f"--hours {args.hours}: expected a time above 0, or --page")
-    end, failed = time.monotonic() + 3600 * (args.hours or 0), list[str]()
-    if args.programs and not args.page:
-        failed += Programs(chosen, end, args.keys).run(args.programs)
+    clock, failed = Clock(3600 * (args.hours or 0)), list[str]()
+    with stop_on_signal(clock.stop, "stopping: every trial saves a checkpoint"):
+        if args.programs and not args.page:
+            failed += Programs(chosen, clock, args.keys).run(args.programs)
+        elif not args.page:
+            for claim in chosen:
+                failed += train(claim, clock)
+                for trial, _ in finished(claim):
+                    failed += evaluate(claim, trial, clock)
     for claim in chosen:
-        if not (args.page or args.programs):
-            failed += train(claim, (end - time.monotonic()) / 3600)
-            for trial, _ in finished(claim):
-                failed += evaluate(claim, trial)
         store(claim)
     write(read_lines(RESULTS))
+    if clock.stopped:
+        sys.exit(130)
     if failed:
         raise UserError(f"ended early: {', '.join(failed)}; their own lines above say why")
+
+
+class Clock:
+    """The time that is left to train, which a signal ends."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return 0.0 if self.stopped else max(0.0, self.end - time.monotonic())
 
 
 def choose(names: Sequence[str] | None) -> list[Claim]:
@@ -81,31 +102,34 @@ def command(claim: Claim) -> str:
     return f"eagleray tune {claim.sweep} out={RUNS}/{claim.sweep} --max-concurrent 1 --resume"
 
 
-def train(claim: Claim, hours: float) -> list[str]:
-    """Run or continue the sweep of a claim for at most so many hours. Returns what failed, in words."""
-    if hours <= 0:
+def train(claim: Claim, clock: Clock) -> list[str]:
+    """Run or continue the sweep of a claim in the time that is left. Returns what failed, in words."""
+    if not clock.left():
         return []
     common.note(command(claim))
-    status = eagleray(*command(claim).split()[1:], f"sweep.hours={hours:.4f}")
-    return [f"{claim.sweep} with status {status}"] if status else []
+    words = [*command(claim).split()[1:], f"sweep.hours={clock.left() / 3600:.4f}"]
+    status = eagleray(*words, until=lambda: clock.stopped)
+    return [f"{claim.sweep} with status {status}"] if status and not clock.stopped else []
 
 
-def eagleray(*words: str, seconds: float | None = None) -> int:
-    """Run a command on one thread, and return its exit status. It is asked to end after so many seconds."""
+def eagleray(*words: str, until: Callable[[], bool]) -> int:
+    """Run a command on one thread, ask it to end once `until` holds, and return its exit status."""
     environment = os.environ | {"PYTHONPATH": str(common.ROOT / "platform"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-m", "eagleray.cli", *words], env=environment) as process:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # it saves a checkpoint
-            return process.wait()
+        while not until():
+            try:
+                return process.wait(1)
+            except subprocess.TimeoutExpired:
+                pass
+        process.terminate()  # it saves a checkpoint
+        return process.wait()
 
 
 class Programs:
     """Runs trials of claims side by side, each as a program of its own, in the folders of `eagleray tune`."""
 
-    def __init__(self, claims: Sequence[Claim], end: float, keys: Sequence[str]) -> None:
-        self.claims, self.end, self.keys = claims, end, keys
+    def __init__(self, claims: Sequence[Claim], clock: Clock, keys: Sequence[str]) -> None:
+        self.claims, self.clock, self.keys = claims, clock, keys
         self.waiting: dict[str, list[Future[None]]] = {}  # the trials of a claim
         self.failed: list[str] = []
 
@@ -136,33 +160,36 @@ class Programs:
     def _next(self, claim: Claim, study: Study) -> None:
         """Run the next trial of a sweep, once those that it starts from have ended, and apply the claim's protocols."""
         wait(self.waiting.get(claim.after, ()))
-        if (left := self.end - time.monotonic()) <= 0 or not (row := study.next()):
+        if not self.clock.left() or not (row := study.next()):
             return
         recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
         file, out = study.folder / f"{row['id']}.yaml", study.trial(row["id"])
         file.write_text(config.dump(recipe))
-        status = eagleray("pretrain", str(file), f"out={out}", *self.keys, seconds=left)
+        status = eagleray("pretrain", str(file), f"out={out}", *self.keys, until=lambda: not self.clock.left())
         ended = status == 0 and Path(out, "summary.json").exists()
         study.set(row["id"], state="finished" if ended else "waiting")
         if ended:
             self._evaluate(claim, Path(out))
-        elif time.monotonic() < self.end:
+        elif self.clock.left():
             self.failed.append(f"{claim.sweep} {row['id']} with status {status}")
 
     def _evaluate(self, claim: Claim, trial: Path) -> None:
         """Apply the claim's protocols to a trial that has ended, unless no time is left."""
-        if time.monotonic() < self.end:
-            self.failed += evaluate(claim, trial)
+        if self.clock.left():
+            self.failed += evaluate(claim, trial, self.clock)
 
 
-def evaluate(claim: Claim, trial: Path) -> list[str]:
-    """Apply the protocols of a claim to a trial that has ended, where it has no such numbers yet. Returns what failed,
-    in words."""
+def evaluate(claim: Claim, trial: Path, clock: Clock) -> list[str]:
+    """Apply the protocols of a claim to a trial that has ended, where it has no such numbers yet, unless a signal
+    ends it. Returns what failed, in words."""
     results, failed = trial / "results.json", list[str]()
     for protocol in claim.protocols:
         if results.exists() and any(r["protocol"] == protocol for r in json.loads(results.read_text())):
             continue
-        if status := eagleray("evaluate", str(trial), "--protocol", protocol, *PROTOCOLS[protocol].split()):
+        words = ["evaluate", str(trial), "--protocol", protocol, *PROTOCOLS[protocol].split()]
+        if clock.stopped:
+            break
+        if (status := eagleray(*words, until=lambda: clock.stopped)) and not clock.stopped:
             failed.append(f"{protocol} of {claim.sweep} {trial.name} with status {status}")
     return failed
 

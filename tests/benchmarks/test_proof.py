@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,10 @@ def test_what_stops_a_trial_before_its_program_starts_is_named(
 
     monkeypatch.setitem(programs.run.__globals__, "recipe_of", refuse)
     [claim] = [c for c in proof["CLAIMS"] if c.sweep == "proof_backbones"]
-    assert programs([claim], time.monotonic() + 600, []).run(2) == ["proof_backbones: a recipe is gone"] * 2
+    assert programs([claim], proof["Clock"](600), []).run(2) == ["proof_backbones: a recipe is gone"] * 2
     monkeypatch.setitem(programs.run.__globals__, "recipe_of", None)
     with pytest.raises(TypeError):
-        programs([claim], time.monotonic() + 600, []).run(2)
+        programs([claim], proof["Clock"](600), []).run(2)
 
 
 @pytest.mark.slow
@@ -143,7 +144,7 @@ def test_programs_take_the_trials_of_claims_side_by_side(
     monkeypatch.setitem(programs.run.__globals__, "load", lambda name, keys: load(f"{tmp_path / name}.yaml", keys))
     claims = [proof["Claim"](name, "", "", (), after="early" * (name == "late")) for name in space]
     keys = [f"data.train={shards / 'train'}", "workers=0", "max_steps=4", "evaluate.probe_epochs=0"]
-    failed = programs(claims, time.monotonic() + 600, keys).run(2)
+    failed = programs(claims, proof["Clock"](600), keys).run(2)
     assert failed == ["bad 001 with status 2"]
     rows = {name: [r["state"] for r in read_lines(tmp_path / name / "trials.jsonl")] for name in space}
     assert rows == {"early": ["finished"] * 2, "late": ["finished"] * 2, "bad": ["finished", "waiting"]}
@@ -152,13 +153,41 @@ def test_programs_take_the_trials_of_claims_side_by_side(
     assert max(ends) <= min(starts)
     assert [trial.name for trial, _ in proof["finished"](claims[2])] == ["000"]
     evaluated = []
-    monkeypatch.setitem(
-        programs.run.__globals__, "evaluate", lambda claim, trial: evaluated.append((claim.sweep, trial.name)) or []
-    )
-    assert programs(claims[:2], time.monotonic() + 600, keys).run(2) == [], "all are done"
+
+    def evaluate(claim: Any, trial: Path, clock: Any) -> list[str]:
+        evaluated.append((claim.sweep, trial.name))
+        return []
+
+    monkeypatch.setitem(programs.run.__globals__, "evaluate", evaluate)
+    assert programs(claims[:2], proof["Clock"](600), keys).run(2) == [], "all are done"
     assert sorted(evaluated) == [(name, number) for name in ("early", "late") for number in ("000", "001")]
-    assert programs(claims[2:], time.monotonic() - 1, keys).run(2) == [], "no time is left"
+    assert programs(claims[2:], proof["Clock"](0), keys).run(2) == [], "no time is left"
     assert len(evaluated) == 4
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_trial_with_a_checkpoint_and_no_other_begins(
+    proof: dict[str, Any], shards: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = f"recipe: {small}\nspace: {{seed: {{grid: [0, 1]}}}}\nobjective: {{key: loss, mode: min}}\nsearch: grid\n"
+    (tmp_path / "long.yaml").write_text(f"{text}scheduler: none\n")
+    programs, clock = proof["Programs"], proof["Clock"](600)
+    monkeypatch.setitem(programs.run.__globals__, "RUNS", tmp_path)
+    monkeypatch.setitem(programs.run.__globals__, "load", lambda name, keys: load(f"{tmp_path / name}.yaml", keys))
+    trials = tmp_path / "long" / "trials"
+
+    def stop() -> None:
+        while not read_lines(trials / "000" / "steps.jsonl"):
+            time.sleep(0.05)
+        clock.stop()
+
+    threading.Thread(target=stop, daemon=True).start()
+    keys = [f"data.train={shards / 'train'}", "workers=0", "optim.epochs=300", "evaluate.probe_epochs=0"]
+    assert programs([proof["Claim"]("long", "", "", ())], clock, keys).run(1) == [], "what was stopped has not failed"
+    assert 0 < len(read_lines(trials / "000" / "steps.jsonl")) < 3000
+    assert list((trials / "000" / "checkpoints").iterdir())
+    assert [folder.name for folder in trials.glob("0*")] == ["000"]
+    assert {r["state"] for r in read_lines(tmp_path / "long" / "trials.jsonl")} == {"waiting"}
 
 
 @pytest.mark.parametrize(
