@@ -213,7 +213,7 @@ def jump(trial: Path) -> float:
 
 
 def store(claim: Claim) -> None:
-    """Put the trials of a claim that have ended into the results, each once."""
+    """Put the trials of a claim that have ended into the results, each once, as soon as they have a number."""
     lines = {(r["claim"], r["setting"], r["seed"]): r for r in read_lines(RESULTS)}
     wanted, gpu = {p.metric for p in claim.pairs} | {KNN, TOP1}, next(iter(devices.names()), None)
     for trial, row in finished(claim):
@@ -226,7 +226,8 @@ def store(claim: Claim) -> None:
         kept = {k: round(numbers[k], 4) for k in sorted(wanted) if k in numbers}
         name, seed = setting(row), row["values"]["seed"]
         line = {"claim": claim.sweep, "setting": name, "seed": seed, "numbers": kept}
-        lines[claim.sweep, name, seed] = line | ({"device": gpu} if gpu else {})
+        if kept:
+            lines[claim.sweep, name, seed] = line | ({"device": gpu} if gpu else {})
     RESULTS.write_text("".join(json.dumps(r) + "\n" for r in lines.values()))
 
 

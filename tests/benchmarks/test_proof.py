@@ -104,6 +104,14 @@ def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
     kept = [json.loads(x) for x in (tmp_path / "proof.jsonl").read_text().splitlines()]
     assert [(r["setting"], r["seed"]) for r in kept] == [("freeze_patch=True", 0), ("freeze_patch=True", 1)]
     assert kept[0]["numbers"] == {"jump": 7.0, "knn/top1": 30.0}
+    [patches] = [c for c in proof["CLAIMS"] if c.sweep == "proof_patches"]
+    folder.rename(tmp_path / "proof_patches")
+    for number in ("000", "001"):
+        (tmp_path / "proof_patches" / "trials" / number / "summary.json").write_text(json.dumps({"loss": 1.0}))
+    proof["store"](patches)  # no protocol of its claim has been applied to them but to the first
+    assert [json.loads(x) for x in (tmp_path / "proof.jsonl").read_text().splitlines()][2:] == [
+        {"claim": "proof_patches", "setting": "freeze_patch=True", "seed": 0, "numbers": {"knn/top1": 30.0}}
+    ]
     proof["write"](kept)
     assert (tmp_path / "proof_frozen.png").exists()
     assert "30.50 ± 0.71 (2)" in (tmp_path / "proof.md").read_text()
