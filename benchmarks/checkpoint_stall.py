@@ -91,8 +91,12 @@ def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace)
     feed, precision = step.Feed(recipe, world.device, synthetic=True), Precision.of(recipe.precision, world.device)
     steps = optimizer_steps(recipe, method, optimizer, feed, precision)
 
+    def take() -> None:
+        next(steps)
+        common.wait(world.device)
+
     def one() -> Pair:
-        return timed(lambda: (next(steps), common.wait(world.device)))
+        return timed(take)
 
     for _ in range(3):
         one()

@@ -59,7 +59,11 @@ def main() -> None:
     for size in args.megapixels:
         files = [photograph(tiles, size, seed) for seed in range(args.images)]
         for name, views in VIEWS.items():
-            ways = {"full": partial(ours, False), "scaled": partial(ours, True), "pil_draft": pil_draft}
+            ways: dict[str, Callable[..., object]] = {
+                "full": partial(ours, False),
+                "scaled": partial(ours, True),
+                "pil_draft": pil_draft,
+            }
             candidates = {w: partial(all_of, files, views, way) for w, way in ways.items()}
             times = common.alternate(candidates, range(args.rounds + 1))
             key = f"{size:g} MP {name}"

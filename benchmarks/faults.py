@@ -58,20 +58,6 @@ class Fault:
     patched: Callable[[], Any] | None = None
 
 
-FAULTS = {
-    "lr x 30": Fault("mocov3", ("too large steps", "spike", "non-finite"), factor=("optim.lr.value", 30)),
-    "momentum 0": Fault("byol", ("no momentum",), ("method.momentum={value: 0.0, end: null}",)),
-    "no stop-gradient": Fault("simsiam", ("collapse",), patched=lambda: patch.object(simsiam, "D", with_gradient)),
-    "no centring": Fault("dino", ("collapse",), ("method.center_momentum=1.0",)),
-    "wrong normalisation": Fault("simclr", ("inputs",), spoil="wrong normalisation"),
-    "duplicated views": Fault("moco", ("same views",), spoil="same views"),
-    "fp16-like overflow": Fault("mocov3", ("non-finite",), patched=lambda: half_gradients(2.0**16)),
-    "temperature x 20": Fault(
-        "dino", ("uniform output",), ("method.teacher_temp={value: 0.8}", "method.student_temp=2.0")
-    ),
-}
-
-
 def with_gradient(p: Tensor, z: Tensor) -> Tensor:
     return -torch.nn.functional.cosine_similarity(p, z, dim=1).mean()
 
@@ -89,6 +75,20 @@ def half_gradients(scale: float) -> Iterator[None]:
 
     with patch.object(pretrain, "build_method", overflowing):
         yield
+
+
+FAULTS = {
+    "lr x 30": Fault("mocov3", ("too large steps", "spike", "non-finite"), factor=("optim.lr.value", 30)),
+    "momentum 0": Fault("byol", ("no momentum",), ("method.momentum={value: 0.0, end: null}",)),
+    "no stop-gradient": Fault("simsiam", ("collapse",), patched=lambda: patch.object(simsiam, "D", with_gradient)),
+    "no centring": Fault("dino", ("collapse",), ("method.center_momentum=1.0",)),
+    "wrong normalisation": Fault("simclr", ("inputs",), spoil="wrong normalisation"),
+    "duplicated views": Fault("moco", ("same views",), spoil="same views"),
+    "fp16-like overflow": Fault("mocov3", ("non-finite",), patched=lambda: half_gradients(2.0**16)),
+    "temperature x 20": Fault(
+        "dino", ("uniform output",), ("method.teacher_temp={value: 0.8}", "method.student_temp=2.0")
+    ),
+}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import common
@@ -60,7 +61,7 @@ def measure(stream: Stream, rounds: int) -> dict[str, object]:
     views, everything, crops = stream.views.views, official(), official_crops()
     candidates: dict[str, Callable[[Round], object]] = {
         "decode": lambda r: drain(map(decode, r.data)),
-        "crop": lambda r: drain(crop(i, b, views, r.out) for i, b in zip(r.images, r.boxes, strict=True)),
+        "crop": lambda r: drain(map(partial(crop, views=views, out=r.out), r.images, r.boxes)),
         "ours": lambda _: read(parts),
         "photometric": photometrics(part, device),
         "photometric_cpu": photometrics_of_readers(part),

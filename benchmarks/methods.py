@@ -134,8 +134,8 @@ def run_method(name: str, keys: Sequence[str], folder: Path, world: World) -> di
     ]
     for steps in (STEPS // 2, STEPS):
         chosen = resolve_paths(recipe.load(str(file), [*shards, *every, "optim.epochs=8", f"max_steps={steps}", *keys]))
-        summary = pretrain.pretrain(chosen, world, tracking=tracking_of(folder / name))
-        assert summary is not None, f"{name} stopped before step {steps}"
+        summary = pretrain.pretrain(chosen, world, tracking=tracking_of(folder / name)) or {}
+        assert summary, f"{name} stopped before step {steps}"
     if world.rank != 0:
         return {}
     assert list((folder / name / "export").iterdir()), f"{name} exported nothing"

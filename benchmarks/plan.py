@@ -56,8 +56,15 @@ CASES = {
 
 
 # The papers' main rows, for `--table`.
-HEADLINES = ("mocov3_vits16_in1k_ep300", "mocov3_vitb16_in1k_ep300", "dino_vits16_in1k_ep100", "dino_vits16_in1k_ep800")
-HEADLINES += ("esvit_swint_in1k_ep300", "selfpatch_vits16_in1k_ep200", "drloc_swint_in100_ep300")
+HEADLINES = (
+    "mocov3_vits16_in1k_ep300",
+    "mocov3_vitb16_in1k_ep300",
+    "dino_vits16_in1k_ep100",
+    "dino_vits16_in1k_ep800",
+    "esvit_swint_in1k_ep300",
+    "selfpatch_vits16_in1k_ep200",
+    "drloc_swint_in100_ep300",
+)
 GPUS = 8, 16, 64
 
 

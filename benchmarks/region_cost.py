@@ -183,7 +183,7 @@ class Side(NamedTuple):
 
     features: list[Tensor]  # V x (B, N_v, D)
     z: Tensor  # (n, d) unit bottleneck vectors
-    last: nn.Module
+    last: nn.Linear
 
 
 class Nets(nn.Module):
@@ -210,7 +210,7 @@ class Nets(nn.Module):
         return total
 
 
-def side(features: list[Tensor], head: nn.Module) -> Side:
+def side(features: list[Tensor], head: Any) -> Side:  # a PrototypeHead, out of a list of modules of any type
     rows = torch.cat([x.flatten(0, 1) for x in features])
     return Side(features, F.normalize(head.mlp(rows), dim=-1), head.last)
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
@@ -93,8 +94,8 @@ class Ours:
         from eagleray.data.reader import Stream
         from eagleray.storage.block_cache import Cache
 
-        cache = {"cache": Cache(Path(folder), ENOUGH)} if folder else {}
-        return Stream(self.index, VIEWS, seed=0, lanes=lanes, batch=self.task.batch, **cache)
+        stream = partial(Stream, self.index, VIEWS, seed=0, lanes=lanes, batch=self.task.batch)
+        return stream(cache=Cache(Path(folder), ENOUGH)) if folder else stream()
 
     def samples(self, turn: Turn) -> Iterable[Bytes]:
         stream = self.stream(turn.folder, FIRST_LANES if turn.middle else self.task.lanes)
@@ -112,7 +113,8 @@ class Ours:
         order = Epoch.of(self.index.block_sizes, seed=0, epoch=epoch)
         lanes = [order.lane(n, lanes=self.task.lanes, batch=self.task.batch) for n in range(self.task.lanes)]
         starts = self.index.starts.tolist()
-        return [[Run(starts[r.block] + r.first, starts[r.block] + r.last) for r in lane] for lane in lanes]
+        runs = [[lane[i] for i in range(len(lane))] for lane in lanes]
+        return [[Run(starts[r.block] + r.first, starts[r.block] + r.last) for r in lane] for lane in runs]
 
     def range(self, run: Run) -> Range:
         index = self.index
@@ -199,7 +201,6 @@ class MosaicStreaming:
         import streaming  # noqa: F401
 
         self.task = task
-        self.spare: tempfile.TemporaryDirectory[str] | None = None
 
     def samples(self, turn: Turn) -> Iterable[Bytes]:
         dataset = self.dataset(turn)
@@ -210,12 +211,11 @@ class MosaicStreaming:
         return Cropped(lambda: (sample["image"] for sample in dataset), turn)
 
     def dataset(self, turn: Turn) -> Any:
-        from streaming import StreamingDataset
+        from streaming import StreamingDataset  # type: ignore[attr-defined]
         from streaming.base.util import clean_stale_shared_memory
 
         clean_stale_shared_memory()  # of the data set before this one
-        if not turn.folder:
-            self.spare = tempfile.TemporaryDirectory()  # it has to put its shards somewhere
+        self.spare = tempfile.TemporaryDirectory()  # it has to put its shards somewhere
         dataset = StreamingDataset(
             remote=self.task.mds,
             local=turn.folder or self.spare.name,
@@ -229,7 +229,7 @@ class MosaicStreaming:
 
     def write(self, source: str, destination: str) -> int:
         """The images of a folder of tars in MDS. Returns their number."""
-        from streaming import MDSWriter
+        from streaming import MDSWriter  # type: ignore[attr-defined]
 
         images = 0
         with MDSWriter(out=destination, columns={"image": "bytes"}) as out:

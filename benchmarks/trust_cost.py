@@ -74,7 +74,8 @@ def unpack(commit: str, folder: Path) -> None:
 
 def measured(part: str, tree: Path, folder: Path, name: str, images: int) -> tuple[float, float]:
     """Return the CPU and wall seconds of a part in a process that imports eagleray from a tree."""
-    command = [sys.executable, Path(__file__).with_name("trust_cost_parts.py"), part, folder, name, str(images)]
+    script = str(Path(__file__).with_name("trust_cost_parts.py"))
+    command = [sys.executable, script, part, str(folder), name, str(images)]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / name)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
