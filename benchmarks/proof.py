@@ -166,17 +166,26 @@ class Programs:
         file, out = study.folder / f"{row['id']}.yaml", study.trial(row["id"])
         file.write_text(config.dump(recipe))
         status = eagleray("pretrain", str(file), f"out={out}", *self.keys, until=lambda: not self.clock.left())
-        ended = status == 0 and Path(out, "summary.json").exists()
-        study.set(row["id"], state="finished" if ended else "waiting")
-        if ended:
+        if status == 0 and Path(out, "summary.json").exists():
+            study.set(row["id"], state="finished", **reached(Path(out), study.sweep.objective.key))
             self._evaluate(claim, Path(out))
-        elif self.clock.left():
+            return
+        study.set(row["id"], state="waiting")
+        if self.clock.left():
             self.failed.append(f"{claim.sweep} {row['id']} with status {status}")
 
     def _evaluate(self, claim: Claim, trial: Path) -> None:
         """Apply the claim's protocols to a trial that has ended, unless no time is left."""
         if self.clock.left():
             self.failed += evaluate(claim, trial, self.clock)
+
+
+def reached(trial: Path, objective: str) -> dict[str, Any]:
+    """Return what the row of a trial that has ended says of it."""
+    summary = json.loads((trial / "summary.json").read_text())
+    last = read_lines(trial / "metrics.jsonl")[-1]
+    steps, metric = summary["steps"], (last | summary).get(objective)
+    return {"step": steps, "steps": steps, "metric": metric, "seconds": summary["wall_seconds"]}
 
 
 def evaluate(claim: Claim, trial: Path, clock: Clock) -> list[str]:

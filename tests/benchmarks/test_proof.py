@@ -156,6 +156,10 @@ def test_programs_take_the_trials_of_claims_side_by_side(
     assert failed == ["bad 001 with status 2"]
     rows = {name: [r["state"] for r in read_lines(tmp_path / name / "trials.jsonl")] for name in space}
     assert rows == {"early": ["finished"] * 2, "late": ["finished"] * 2, "bad": ["finished", "waiting"]}
+    [row, _] = read_lines(tmp_path / "early" / "trials.jsonl")
+    assert (row["step"], row["steps"]) == (4, 4)
+    assert row["metric"] == read_lines(tmp_path / "early" / "trials" / "000" / "metrics.jsonl")[-1]["loss"]
+    assert row["seconds"] > 0
     ends = [(tmp_path / "early" / "trials" / n / "summary.json").stat().st_mtime for n in ("000", "001")]
     starts = [read_lines(tmp_path / "late" / "trials" / n / "starts.jsonl")[0]["time"] for n in ("000", "001")]
     assert max(ends) <= min(starts)
