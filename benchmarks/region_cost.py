@@ -212,7 +212,7 @@ class Nets(nn.Module):
 
 def side(features: list[Tensor], head: Any) -> Side:  # a PrototypeHead, out of a list of modules of any type
     rows = torch.cat([x.flatten(0, 1) for x in features])
-    return Side(features, F.normalize(head.mlp(rows), dim=-1), head.last)
+    return Side(features, head(rows), head.last)
 
 
 def chunked(t: Side, s: Side, center: Tensor) -> tuple[Tensor, Tensor]:
