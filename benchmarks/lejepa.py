@@ -6,10 +6,12 @@ DATA has CIFAR-10 as benchmarks/proof_set.py prepares it. Runs or continues the 
 `cifar10_lejepa` for H hours (3), N side by side (2), each as a program of its own, so that Ray is not needed. Prints
 the rank correlations (Spearman) of kNN accuracy with the negative loss, and with the negative loss over lambda^0.4
 (arXiv:2511.08544, equation 8), and draws docs/images/lejepa_loss.png. It takes about 40 minutes of two CPU cores.
+Ctrl-C or SIGTERM ends all trials with a checkpoint; the same command continues.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ import common
 import proof
 from proof_claims import Claim
 
-from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.sweeps.sweep import count_trials, load
@@ -41,8 +42,10 @@ def main() -> None:
         raise UserError(f"--data {args.data}: expected a folder with cifar10/, as proof_set.py prepares it")
     keys = [f"data.train={images}/train-{{000000..000019}}.tar", f"data.test={images}/test-{{000000..000003}}.tar"]
     claim, clock = Claim(SWEEP, "", "", ()), proof.Clock(3600 * args.hours)
-    with stop_on_signal(clock.stop, "stopping: every trial saves a checkpoint"):
+    with clock.ended_by_signals():
         failed = proof.Programs([claim], clock, [*keys, "workers=0", *args.keys]).run(args.programs)
+    if clock.stopped:
+        sys.exit(130)
     if failed:
         raise UserError(f"ended early: {', '.join(failed)}; their own lines above say why")
     trials = [trial(folder, row["values"]) for folder, row in proof.finished(claim)]

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def main() -> None:
     if not args.page and (args.hours is None or args.hours <= 0):
         raise UserError(f"--hours {args.hours}: expected a time above 0, or --page")
     clock, failed = Clock(3600 * (args.hours or 0)), list[str]()
-    with stop_on_signal(clock.stop, "stopping: every trial saves a checkpoint"):
+    with clock.ended_by_signals():
         if args.programs and not args.page:
             failed += Programs(chosen, clock, args.keys).run(args.programs)
         elif not args.page:
@@ -80,7 +81,11 @@ class Clock:
         self.end = time.monotonic() + seconds
         self.stopped = False
 
-    def stop(self) -> None:
+    def ended_by_signals(self) -> AbstractContextManager[None]:
+        """Return a context in which SIGTERM and Ctrl-C end the time."""
+        return stop_on_signal(self._stop, "stopping: every trial saves a checkpoint")
+
+    def _stop(self) -> None:
         self.stopped = True
 
     def left(self) -> float:

@@ -215,10 +215,12 @@ class MosaicStreaming:
         from streaming.base.util import clean_stale_shared_memory
 
         clean_stale_shared_memory()  # of the data set before this one
-        self.spare = tempfile.TemporaryDirectory()  # it has to put its shards somewhere
+        if not (local := turn.folder):
+            self.spare = tempfile.TemporaryDirectory()  # it has to put its shards somewhere
+            local = self.spare.name
         dataset = StreamingDataset(
             remote=self.task.mds,
-            local=turn.folder or self.spare.name,
+            local=local,
             batch_size=self.task.batch,
             predownload=1024,  # more than a shard, or it would wait for each
         )

@@ -1,7 +1,9 @@
 """docs/proof.md, its results and its sweeps agree; a verdict needs enough seeds."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -191,11 +193,14 @@ def test_a_signal_ends_a_trial_with_a_checkpoint_and_no_other_begins(
     def stop() -> None:
         while not read_lines(trials / "000" / "steps.jsonl"):
             time.sleep(0.05)
-        clock.stop()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
     keys = [f"data.train={shards / 'train'}", "workers=0", "optim.epochs=300", "evaluate.probe_epochs=0"]
-    assert programs([proof["Claim"]("long", "", "", ())], clock, keys).run(1) == [], "what was stopped has not failed"
+    with clock.ended_by_signals():
+        failed = programs([proof["Claim"]("long", "", "", ())], clock, keys).run(1)
+    assert clock.stopped
+    assert failed == [], "what was stopped has not failed"
     assert 0 < len(read_lines(trials / "000" / "steps.jsonl")) < 3000
     assert list((trials / "000" / "checkpoints").iterdir())
     assert [folder.name for folder in trials.glob("0*")] == ["000"]
