@@ -1,8 +1,13 @@
 """What tests share: one thread, a quiet environment, and small labelled shards."""
 
+import contextlib
+import io
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +93,47 @@ def quick_runs() -> Iterator[None]:
         patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
         patch.setattr(pretrain, "to_timm", lambda *_: None)
         yield
+
+
+NEW_PROCESS = {"exports", "methods", "models"}  # folders of tests whose exports are checked as those of users are
+
+
+def check_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run what an export is checked with in this process: to start Python and to import timm takes four seconds."""
+    from eagleray.engine import export
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        patch.setattr(sys, "argv", ["-c", *arguments])
+        try:
+            exec(export.CHECK, {})
+        except Exception:
+            return subprocess.CompletedProcess(arguments, 1, out.getvalue(), traceback.format_exc())
+    return subprocess.CompletedProcess(arguments, 0, out.getvalue(), "")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exports_are_checked_here(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Runs of this process check their exports in it; commands, and tests in NEW_PROCESS, in a new one. Yields what
+    starts that one."""
+    from eagleray.engine import export
+
+    theirs = export.run_check
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(Path(__file__).parent).parts[0] not in NEW_PROCESS:
+            patch.setattr(export, "run_check", check_here)
+        yield theirs
+
+
+@pytest.fixture
+def new_process(exports_are_checked_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are checked in a new process all the same."""
+    from eagleray.engine import export
+
+    monkeypatch.setattr(export, "run_check", exports_are_checked_here)
 
 
 TABLE = Table()

@@ -66,6 +66,7 @@ def test_the_bare_machine_is_bare(environment: dict[str, str]) -> None:
         assert f"No module named {name!r}" in done.stderr
 
 
+@pytest.mark.slow
 def test_loader(environment: dict[str, str], photographs: Path) -> None:
     out = result(environment, "loader.py", "--data", photographs, "--images", "4", "--rounds", "1")
     parts = ("decode", "crop", "ours", "photometric_cpu", "official", "official_cpu_part")
@@ -119,6 +120,7 @@ def test_backbones(environment: dict[str, str]) -> None:
     assert out["pvt_s"]["published_speed"] == pytest.approx(851 / 1007, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_drloc_cost(environment: dict[str, str]) -> None:
     small = ("--backbone", "toy", "--size", "16", "--batch", "4", "--rounds", "2")
     out = result(environment, "drloc_cost.py", *small)
@@ -127,6 +129,7 @@ def test_drloc_cost(environment: dict[str, str]) -> None:
     assert min(out["cpu_ratio"], out["seconds_ratio"]) > 1
 
 
+@pytest.mark.slow
 def test_resume(environment: dict[str, str]) -> None:
     out = result(environment, "resume.py", *RESUME, "--workers", "2")
     assert all(out[f"first_batch_s_{place}"] > 0 for place in (0, 50, 99))
@@ -231,6 +234,7 @@ def test_evaluate_scale(environment: dict[str, str], photographs: Path) -> None:
     assert "imagenet-22k on 64" in out["extrapolated"]
 
 
+@pytest.mark.slow
 def test_embed(photographs: Path) -> None:
     out = result(dict(os.environ), "embed.py", "--data", photographs, "--size", "16", "--dim", "6", "--rounds", "1")
     assert out["images"] == 48

@@ -62,7 +62,15 @@ def test_a_momentum_copy_never_drops():
     assert not any(p.requires_grad for p in copy.parameters())
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet50", "vil_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "swin_tiny_patch4_window7_224",
+        pytest.param("resnet50", marks=pytest.mark.slow),
+        "vil_tiny",
+    ],
+)
 def test_exports_load_in_timm(name: str, tmp_path: Path):
     backbone = Backbone(name)
     with torch.no_grad():

@@ -226,7 +226,13 @@ def shaken(network: Network) -> Backbone:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"norm": "batch", "stem": "conv"}, {"patch_norm": "batch"}, {"patch_norm": "weight"}], ids=str
+    "keys",
+    [
+        {"norm": "batch", "stem": "conv"},
+        pytest.param({"patch_norm": "batch"}, marks=pytest.mark.slow),
+        {"patch_norm": "weight"},
+    ],
+    ids=str,
 )
 def test_a_network_without_a_timm_name_is_loaded_by_ours(keys: dict[str, Any], tmp_path: Path):
     options = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3}

@@ -103,6 +103,7 @@ def test_callbacks_of_all_ranks_see_the_checkpoints_of_rank_0(decision: bool):
     assert same_on_all(run, not decision) is decision
 
 
+@pytest.mark.usefixtures("new_process")
 def test_a_backbone_that_is_registered_with_timm(shards: Path, tmp_path: Path):
     write_plugin(Path())
     pretrain(*arguments(write_recipe(Path(), backbone="vit_of_a_plugin"), shards, tmp_path / "out", *SHORT))

@@ -118,7 +118,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingBucket:
     return bucket
 
 
-@pytest.mark.parametrize("steps", [4, 20])
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_that_was_deleted_in_its_store_begins_anew(
     steps: int, bucket: CountingBucket, small: Path, shards: Path, tmp_path: Path
 ):

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,15 +178,16 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
         for sources in plugins.pack([plugin] if plugin else []).values():
             plugins.write(Path(scratch), sources)
         of_plugin = [plugin.name, scratch] if plugin else []
-        done = subprocess.run(
-            [sys.executable, "-c", CHECK, json.dumps(call), str(probe), *of_plugin],
-            capture_output=True,
-            text=True,
-        )
+        done = run_check([json.dumps(call), str(probe), *of_plugin])
     if done.returncode:
         said = done.stderr.strip() or f"the process that loads it ended with status {done.returncode}"
         raise UserError(f"{weights}: cannot be loaded: {said.splitlines()[-1]}")
     return float(done.stdout.split()[-1])
+
+
+def run_check(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run CHECK in a new process, so that the export needs nothing that is only in this one."""
+    return subprocess.run([sys.executable, "-c", CHECK, *arguments], capture_output=True, text=True)
 
 
 def snippet(folder: Path) -> str:
