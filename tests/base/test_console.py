@@ -1,11 +1,12 @@
 """Names from archives and recipes are shown on a terminal, and never obeyed by it."""
 
 import io
+import signal
 
 import pytest
 from rich.table import Table
 
-from eagleray.base.console import SafeConsole, print_error
+from eagleray.base.console import SafeConsole, print_error, stop_on_signal
 
 NAME = "\x1b]0;PWNED\x07 \x9b31m \u202egnp.exe"
 SHOWN = r"\x1b]0;PWNED\x07 \x9b31m \u202egnp.exe"
@@ -25,3 +26,14 @@ def test_escapes_are_shown_and_not_obeyed(within_a_table: bool) -> None:
 def test_an_error_shows_neither_escapes_nor_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(f"https://me:secret@host/{NAME}: no such file")
     assert capsys.readouterr().err == f"error: https://host/{SHOWN}: no such file\n"
+
+
+def test_a_stop_is_asked_and_told_once_and_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[bool] = []
+    with stop_on_signal(lambda: asked.append(True), "stopping"):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert asked == [True]
+    assert capsys.readouterr().out.count("stopping") == 1

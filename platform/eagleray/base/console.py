@@ -53,9 +53,10 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
 
     def stop(number: int, frame: Any) -> None:
         nonlocal asked
-        if not asked:
-            ask()
+        if asked:  # a terminal's Ctrl-C and a parent's SIGTERM ask the same
+            return
         asked = True
+        ask()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         out.print(f"{message}; once more ends at once")
 
