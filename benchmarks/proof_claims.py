@@ -1,7 +1,9 @@
 """The claims of the papers that docs/proof.md decides, and the sweeps that decide them."""
 
+from pathlib import Path
 from typing import NamedTuple
 
+RUNS = Path("runs/proof")
 KNN, TOP1, SECONDS, JUMP = "knn/top1", "classifier/top1", "wall_seconds", "jump"
 CORRESPONDENCE = "correspondence/accuracy"
 DAVIS, CAMVID = "davis/J&F", "segmentation/miou"
@@ -33,6 +35,11 @@ class Claim(NamedTuple):
     protocols: tuple[str, ...] = ()  # of `eagleray evaluate`, after the training of each trial
     after: str = ""  # the sweep whose trials this one starts from
     tried: str = "nothing else yet"
+
+
+def command(claim: Claim) -> str:
+    """Return the command that repeats a claim's sweep, or continues it."""
+    return f"eagleray tune {claim.sweep} out={RUNS}/{claim.sweep} --max-concurrent 1 --resume"
 
 
 CIFAR = "ViT of 4 blocks on CIFAR-10, 4-pixel patches (8 x 8 tokens)"

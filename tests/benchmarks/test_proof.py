@@ -26,7 +26,7 @@ SWEEPS = [name for name in bundled.names("sweep") if name.startswith("proof_")]
 
 @pytest.fixture(scope="module")
 def proof() -> dict[str, Any]:
-    return load_benchmark("proof.py")
+    return load_benchmark("proof_page.py") | load_benchmark("proof.py")
 
 
 def lines() -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def test_the_page_is_that_of_the_results(proof: dict[str, Any]):
     assert text == proof["page"](lines()), "run `python benchmarks/proof.py --page`"
     assert sorted(c.sweep for c in proof["CLAIMS"]) == sorted(SWEEPS)
     shown = re.findall(r"\(images/proof/(\w+)\.png\)", text)
-    assert set(shown) == {r["claim"] for r in lines()}
+    assert set(shown) == {r["claim"] for r in lines()} | {"claims"}
     assert all((ROOT / "docs" / "images" / "proof" / f"{name}.png").exists() for name in shown)
 
 
@@ -79,17 +79,34 @@ def test_a_verdict_needs_seeds_and_a_difference(proof: dict[str, Any]):
     assert verdict([9, 10, 11], [1, 2, 3], lower=True) == "reversed"
     assert verdict([1, 5, 9], [2, 5, 9], lower=False) == "undecided"
     assert verdict([1, 5, 9, 3, 4], [2, 5, 9, 3, 4], lower=False) == "not seen"
+    assert proof["lead"]([9, 10, 11], [1, 2, 3], lower=False) == 4
+    assert proof["lead"]([9, 10, 11], [1, 2, 3], lower=True) == -4
+    assert proof["lead"]([3, 3, 3], [3, 3, 3], lower=False) == 0
     assert proof["chance"]([1, 2, 3], [3, 4, 5]) == "0.070"  # t = 2.449 with 4 degrees of freedom
     assert proof["chance"]([1, 2], [3, 4, 5]) == "-"
+
+
+def test_the_plot_of_all_claims_has_what_three_seeds_decide_and_keeps_within_its_edge(proof: dict[str, Any]):
+    arms = {"lr=0.004": (30, 31, 32), "lr=0.016": (20, 20.01, 20.02), "lr=0.001": (31, 32)}
+    kept = [
+        {"claim": "proof_rate", "setting": arm, "seed": seed, "numbers": {"knn/top1": value}}
+        for arm, values in arms.items()
+        for seed, value in enumerate(values)
+    ]
+    claims = [c for c in proof["CLAIMS"] if c.sweep in ("proof_frozen", "proof_rate")]
+    [(found, ahead, row)] = proof["leads"](claims, kept)
+    assert (found, ahead) == ("seen", 6)
+    assert 0.5 < row < 1, "in the second claim's row, above the comparison that has two seeds"
 
 
 def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
     proof: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "proof_frozen"
-    names = {"RUNS": tmp_path, "RESULTS": tmp_path / "proof.jsonl", "IMAGES": tmp_path, "PAGE": tmp_path / "proof.md"}
-    for name, value in names.items():
+    for name, value in {"RUNS": tmp_path, "RESULTS": tmp_path / "proof.jsonl"}.items():
         monkeypatch.setitem(proof["store"].__globals__, name, value)
+    for name, value in {"IMAGES": tmp_path, "PAGE": tmp_path / "proof.md"}.items():
+        monkeypatch.setitem(proof["write"].__globals__, name, value)
     rows = []
     for number, state in enumerate(("finished", "finished", "running")):
         values = {"seed": number, "backbone.freeze_patch": True}
@@ -116,6 +133,7 @@ def test_a_trial_that_took_all_its_steps_is_one_line_with_its_numbers(
     ]
     proof["write"](kept)
     assert (tmp_path / "proof_frozen.png").exists()
+    assert (tmp_path / "claims.png").exists()
     assert "30.50 ± 0.71 (2)" in (tmp_path / "proof.md").read_text()
 
 
