@@ -103,6 +103,28 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
     assert "expected keys to vary" in wrong(tmp_path, "optim.lr.value=0.5", "method.momentum.value=0.5")
 
 
+def test_the_values_of_a_key_are_replaced_on_the_command_line(tmp_path: Path):
+    """In every alternative or in one, also by values of another kind, and where a sweep's folder has its own file."""
+    own = {"a": {"space": {"optim.lr.value": {"choice": [0.1]}}}, "b": {"space": {"method.dim": {"integer": [8, 9]}}}}
+    rate, dim = "sweep.space.optim.lr.value={choice: [0.3, 0.4]}", "sweep.alternatives.b.space.method.dim={choice: [16]}"
+    spaces = {name: branch.space for name, branch in load(write(tmp_path, alternatives=own)).alternatives.items()}
+    assert spaces["a"]["optim.lr.value"] == Values("choice", (0.1,))
+    changed = {"optim.lr.value": Values("choice", (0.3, 0.4))}
+    sweep = load(write(tmp_path, alternatives=own), [rate, dim])
+    assert {n: b.space for n, b in sweep.alternatives.items()} == {
+        "a": spaces["a"] | changed,
+        "b": spaces["b"] | changed | {"method.dim": Values("choice", (16,))},
+    }
+    [alone] = load(write(tmp_path), [rate, "sweep.space.method.dim={integer: [8, 9]}"]).alternatives.values()
+    assert alone.space == spaces["b"] | changed
+    (tmp_path / "out").mkdir()
+    begin(study := Study(load(write(tmp_path)), tmp_path / "out"))
+    [again] = load(str(study.folder / "sweep.yaml"), [rate]).alternatives.values()
+    assert again.space["optim.lr.value"] == changed["optim.lr.value"]
+    assert "space.optim.lr.value: expected one of choice, grid" in wrong(tmp_path, "sweep.space.optim.lr.value=0.5")
+    assert "unknown key" in wrong(tmp_path, "sweep.space.optim.rate={choice: [0.5]}")
+
+
 def test_a_sweeps_own_file_goes_on_as_it_is_or_with_other_keys(tmp_path: Path):
     own = {n: {"space": {"method.temperature": {"choice": [0.1, 0.2]}}} for n in "ab"}
     (tmp_path / "out").mkdir()

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -23,6 +24,7 @@ from eagleray.runs.recipe import Recipe
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
+VARIED = re.compile(r"((?:alternatives\.[^.]+\.)?space)\.(.+)")  # a key of a sweep, the rest of which is a recipe's
 # A checkpoint belongs to one network, one optimiser and one order of the samples.
 KEPT_BY_PBT = ("backbone.", "data.", "optim.batch", "optim.epochs", "optim.name", "seed")
 
@@ -153,7 +155,7 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
     for item in overrides:
         key, _, text = item.partition("=")
         if key == "out" or key.startswith("sweep."):
-            tree = config.merge(tree, config.override(f"{key.removeprefix('sweep.')}={text}"))
+            tree = _change(tree, key.removeprefix("sweep."), text)
         else:
             pinned |= config.flatten(config.override(item))
     own = config.check(Sweep, tree, path.name)
@@ -164,6 +166,23 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
     sweep = Sweep(**fields)
     check(sweep, path.name)
     return sweep
+
+
+def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
+    """Return the tree of a sweep with another value of one of its keys. `space.KEY` gives a recipe's key these values
+    in every alternative, `alternatives.NAME.space.KEY` in one. Raises UserError."""
+    if not (found := VARIED.fullmatch(key)):
+        return config.merge(tree, config.override(f"{key}={text}"))
+    place, varied = found.groups()
+    values, alternatives = config.override(f"values={text}")["values"], tree.get("alternatives")
+    places = [place]
+    if place == "space" and isinstance(alternatives, dict):
+        own = {name: branch["space"] for name, branch in alternatives.items() if "space" in (branch or ())}
+        places += [f"alternatives.{name}.space" for name, space in own.items() if varied in (space or ())]
+    for place in places:
+        for given in ({}, values):  # first without those of another kind
+            tree = put(tree, {place: {varied: given}})
+    return tree
 
 
 def _join(
