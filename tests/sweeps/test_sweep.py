@@ -106,7 +106,7 @@ def test_what_is_given_on_the_command_line_is_not_varied(tmp_path: Path):
 def test_the_values_of_a_key_are_replaced_on_the_command_line(tmp_path: Path):
     """In every alternative or in one, also by values of another kind, and where a sweep's folder has its own file."""
     own = {"a": {"space": {"optim.lr.value": {"choice": [0.1]}}}, "b": {"space": {"method.dim": {"integer": [8, 9]}}}}
-    rate, dim = "sweep.space.optim.lr.value={choice: [0.3, 0.4]}", "sweep.alternatives.b.space.method.dim={choice: [16]}"
+    rate, dim = "sweep.space.optim.lr.value={choice: [0.3, 0.4]}", "sweep.alternatives.b.space.method.dim.choice=[16]"
     spaces = {name: branch.space for name, branch in load(write(tmp_path, alternatives=own)).alternatives.items()}
     assert spaces["a"]["optim.lr.value"] == Values("choice", (0.1,))
     changed = {"optim.lr.value": Values("choice", (0.3, 0.4))}
@@ -123,6 +123,8 @@ def test_the_values_of_a_key_are_replaced_on_the_command_line(tmp_path: Path):
     assert again.space["optim.lr.value"] == changed["optim.lr.value"]
     assert "space.optim.lr.value: expected one of choice, grid" in wrong(tmp_path, "sweep.space.optim.lr.value=0.5")
     assert "unknown key" in wrong(tmp_path, "sweep.space.optim.rate={choice: [0.5]}")
+    line = wrong(tmp_path, "sweep.alternatives.c.space.seed.choice=[1]", alternatives=own)
+    assert line == "sweep.alternatives.c: no such alternative; known are a, b"
 
 
 def test_a_sweeps_own_file_goes_on_as_it_is_or_with_other_keys(tmp_path: Path):

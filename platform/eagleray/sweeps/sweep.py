@@ -174,14 +174,20 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
     if not (found := VARIED.fullmatch(key)):
         return config.merge(tree, config.override(f"{key}={text}"))
     place, varied = found.groups()
-    values, alternatives = config.override(f"values={text}")["values"], tree.get("alternatives")
+    values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
+    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # as `optim.lr.value.log=[1.0e-4, 1.0e-2]`
+        varied, _, kind = varied.rpartition(".")
+        values = {kind: values}
+    alternatives = {name: branch or {} for name, branch in listed.items()} if isinstance(listed, dict) else {}
     places = [place]
-    if place == "space" and isinstance(alternatives, dict):
-        own = {name: branch["space"] for name, branch in alternatives.items() if "space" in (branch or ())}
-        places += [f"alternatives.{name}.space" for name, space in own.items() if varied in (space or ())]
+    if place == "space":
+        own = [name for name, branch in alternatives.items() if varied in (branch.get("space") or ())]
+        places += [f"alternatives.{name}.space" for name in own]
+    elif (name := place.split(".")[1]) not in alternatives:
+        raise UserError(f"sweep.alternatives.{name}: no such alternative{config.nearest(name, [*alternatives])}")
     for place in places:
-        for given in ({}, values):  # first without those of another kind
-            tree = put(tree, {place: {varied: given}})
+        tree = put(tree, {place: {varied: {}}})  # those of another kind go
+        tree = put(tree, {place: {varied: values}})
     return tree
 
 
