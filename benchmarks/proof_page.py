@@ -176,8 +176,9 @@ def draw_claims(lines: Sequence[Mapping[str, Any]]) -> None:
     figure, ax = plt.subplots(figsize=(8, 1 + 0.36 * len(claims)))
     ax.axvspan(-1, 1, color=LIGHT, lw=0, zorder=0)
     colors = {"seen": (BLUE, BLUE), "reversed": (RED, RED), "not seen": (GREY, GREY), "undecided": (INK, "white")}
+    points = list(leads(claims, lines))
     for name, (edge, face) in colors.items():
-        found = [(x, y) for shown, x, y in leads(claims, lines) if shown == name]
+        found = [(x, y) for shown, x, y in points if shown == name]
         ax.scatter([x for x, _ in found], [y for _, y in found], 30, face, edgecolors=edge, label=name)
     ticks = range(-EDGE, EDGE + 1, 2)
     ax.set_xticks(ticks, [f"{x} or less" if x == -EDGE else f"{x} or more" if x == EDGE else str(x) for x in ticks])

@@ -1,4 +1,4 @@
-"""Names from archives and recipes are shown on a terminal, and never obeyed by it."""
+"""Names from archives and recipes are shown on a terminal, and never obeyed by it; a stop is told once."""
 
 import io
 import signal

@@ -115,6 +115,8 @@ def test_the_values_of_a_key_are_replaced_on_the_command_line(tmp_path: Path):
         "a": spaces["a"] | changed,
         "b": spaces["b"] | changed | {"method.dim": Values("choice", (16,))},
     }
+    dotted = load(write(tmp_path, alternatives={"v1.5": own["a"]}), [rate]).alternatives
+    assert dotted["v1.5"].space == spaces["a"] | changed
     [alone] = load(write(tmp_path), [rate, "sweep.space.method.dim={integer: [8, 9]}"]).alternatives.values()
     assert alone.space == spaces["b"] | changed
     (tmp_path / "out").mkdir()

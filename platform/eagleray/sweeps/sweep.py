@@ -24,7 +24,7 @@ from eagleray.runs.recipe import Recipe
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
-VARIED = re.compile(r"((?:alternatives\.[^.]+\.)?space)\.(.+)")  # a key of a sweep, the rest of which is a recipe's
+VARIED = re.compile(r"(?:alternatives\.([^.]+)\.)?space\.(.+)")  # a key of a sweep, the rest of which is a recipe's
 # A checkpoint belongs to one network, one optimiser and one order of the samples.
 KEPT_BY_PBT = ("backbone.", "data.", "optim.batch", "optim.epochs", "optim.name", "seed")
 
@@ -173,21 +173,21 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
     in every alternative, `alternatives.NAME.space.KEY` in one. Raises UserError."""
     if not (found := VARIED.fullmatch(key)):
         return config.merge(tree, config.override(f"{key}={text}"))
-    place, varied = found.groups()
+    name, varied = found.groups()
     values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
     if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # as `optim.lr.value.log=[1.0e-4, 1.0e-2]`
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
-    alternatives = {name: branch or {} for name, branch in listed.items()} if isinstance(listed, dict) else {}
-    places = [place]
-    if place == "space":
-        own = [name for name, branch in alternatives.items() if varied in (branch.get("space") or ())]
-        places += [f"alternatives.{name}.space" for name in own]
-    elif (name := place.split(".")[1]) not in alternatives:
+    alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}
+    if name and name not in alternatives:
         raise UserError(f"sweep.alternatives.{name}: no such alternative{config.nearest(name, [*alternatives])}")
-    for place in places:
-        tree = put(tree, {place: {varied: {}}})  # those of another kind go
-        tree = put(tree, {place: {varied: values}})
+    names = [name] if name else [n for n, branch in alternatives.items() if varied in (branch.get("space") or ())]
+    for given in (dict[str, Any](), values):  # first without those of another kind
+        space = {"space": {varied: given}}
+        if names:
+            tree = config.merge(tree, {"alternatives": dict.fromkeys(names, space)})
+        if not name:
+            tree = config.merge(tree, space)
     return tree
 
 
