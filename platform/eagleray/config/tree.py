@@ -337,4 +337,4 @@ def nearest(word: str, words: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, words, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known are {', '.join(words)}" if len(words) <= 20 else ""
+    return f"; known are {', '.join(words)}" if 0 < len(words) <= 20 else ""
