@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,10 @@ def test_credentials_are_nowhere_in_a_run(small: Path, shards: Path, tmp_path: P
 
 
 @pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Make the store stay away from some read of a shard on; until then, it is there."""
     honest, seen = LocalStore.read, [0]
+    over = threading.Event()
 
     def leave(after: int) -> None:
         def read(self: LocalStore, url: str, start: int, length: int, *, patience: float, tag: str = "") -> memoryview:
@@ -151,12 +152,15 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             return honest(self, url, start, length)
 
         def missing() -> Exception:
+            if over.is_set():  # a run that was stopped leaves its thread, whose pauses later tests would count
+                raise OSError("the test is over")
             raise Transient("SlowDown: reduce your request rate")
 
         seen[0] = 0
         monkeypatch.setattr(LocalStore, "read", read if after >= 0 else honest)
 
-    return leave
+    yield leave
+    over.set()
 
 
 def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
