@@ -35,10 +35,11 @@ def test_measures(case: Case) -> None:
 @cases("davis_label_propagation")
 def test_propagation(case: Case) -> None:
     h = case.hyper
-    near = neighbourhood((h["h"], h["w"]), h["size_mask_neighborhood"])
-    case.check(near.float(), "neighbourhood")
+    whole = slice(0, h["h"]), slice(0, h["w"])
+    reach = h["size_mask_neighborhood"]
+    case.check(neighbourhood(whole, whole, reach).float(), "neighbourhood")
     inputs = (case["feat_target"], case["feat_context"], case["seg_context"])
-    soft = propagate(*inputs, near, topk=h["topk"], temperature=h["temperature"])
+    soft = propagate(*inputs, reach=reach, topk=h["topk"], temperature=h["temperature"])
     case.check(soft, "seg_target")
     case.check(min_max(soft), "seg_target_normalised")
 
@@ -84,10 +85,9 @@ def alone(*frames: int, patches: int = 12) -> Tensor:
 
 
 def test_labels_go_where_the_patches_went():
-    everywhere = torch.ones(12, 12, dtype=torch.bool)
     labels = torch.rand(1, 3, 3, 4, generator=torch.Generator().manual_seed(0))
     target, context = alone(5)[0], alone(0)
-    soft = propagate(target, context, labels, everywhere, topk=1)
+    soft = propagate(target, context, labels, reach=0, topk=1)
     torch.testing.assert_close(soft.flatten(1), labels[0].flatten(1).roll(5, 1))
 
 
@@ -95,17 +95,19 @@ def test_labels_are_means_of_labels():
     draw = torch.Generator().manual_seed(0)
     target, context = torch.randn(12, 8, generator=draw), torch.randn(4, 12, 8, generator=draw)
     labels = torch.randn(4, 3, 12, generator=draw).softmax(1).unflatten(2, (3, 4))
-    soft = propagate(target, context, labels, neighbourhood((3, 4), 1), topk=5)
+    soft = propagate(target, context, labels, reach=1, topk=5)
     torch.testing.assert_close(soft.sum(0), torch.ones(3, 4))
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("reach", [0, 1, 2, 9])
+@pytest.mark.parametrize("tile", [1, 2, 3])
+def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: int, reach: int):
     draw = torch.Generator().manual_seed(0)
-    target, context = torch.randn(12, 8, generator=draw), torch.randn(2, 12, 8, generator=draw)
-    arguments = target, context, torch.rand(2, 3, 3, 4, generator=draw), neighbourhood((3, 4), 2)
-    whole = propagate(*arguments, topk=5)
-    monkeypatch.setattr(module, "CHUNK", 5)
-    torch.testing.assert_close(propagate(*arguments, topk=5), whole)
+    target, context = torch.randn(35, 8, generator=draw), torch.randn(2, 35, 8, generator=draw)
+    arguments = target, context, torch.rand(2, 3, 5, 7, generator=draw)
+    whole = propagate(*arguments, reach=reach, topk=5)
+    monkeypatch.setattr(module, "TILE", tile)
+    torch.testing.assert_close(propagate(*arguments, reach=reach, topk=5), whole)
 
 
 def test_only_neighbours_count():
@@ -113,8 +115,8 @@ def test_only_neighbours_count():
     labels = torch.zeros(1, 2, 1, 4)
     labels[0, 1, 0, 2] = 1
     target, context = alone(2, patches=4)[0], alone(0, patches=4)
-    assert propagate(target, context, labels, neighbourhood((1, 4), 0), topk=1)[1, 0].tolist() == [1, 0, 0, 0]
-    assert propagate(target, context, labels, neighbourhood((1, 4), 1), topk=1)[1, 0, 0] == 0
+    assert propagate(target, context, labels, reach=0, topk=1)[1, 0].tolist() == [1, 0, 0, 0]
+    assert propagate(target, context, labels, reach=1, topk=1)[1, 0, 0] == 0
 
 
 def test_frames_are_resized_as_the_protocol_says():

@@ -5,6 +5,7 @@ The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.
 of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
 
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,11 +34,12 @@ from eagleray.views.photometric import normalise_
 LISTS = ("2017", "2016", "480p")  # folders of ImageSets; all but 2017 have one object, the foreground
 MULTIPLE = 64  # pixels; the long side is rounded down to a multiple of so many
 TEMPERATURE = 0.1
-CHUNK = 512  # patches whose cosines with all others are in memory at a time
+TILE = 12  # rows and columns of patches that are compared at a time with those in their reach
 ROWS, BINS = 30, 4  # colour histograms: cells from top to bottom, as many as patches of a ViT/16; bins of each colour
 COLUMNS = 5  # frames in a picture
 
 Masks = NDArray[np.uint8]  # (H, W) numbers of objects, 0 for the background
+Area = tuple[slice, slice]  # rows and columns of a grid of patches
 # From a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid.
 Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 
@@ -226,7 +228,6 @@ def propagate_masks(
     Raises UserError when the frames differ in size."""
     numbers = np.concatenate([[0], objects]).astype(np.uint8)
     x, grid = describe(read_frame(video.frames[0]))
-    near = neighbourhood(grid, size_mask_neighborhood).to(x.device)
     small = np.array(Image.fromarray(first).resize(grid[::-1], Image.Resampling.NEAREST))
     start = x, torch.from_numpy(small == numbers[:, None, None]).float().to(x.device)  # (C, h, w)
     last: deque[tuple[Tensor, Tensor]] = deque(maxlen=n_last_frames)
@@ -237,7 +238,7 @@ def propagate_masks(
         if now != grid:
             raise UserError(f"{path}: differs in size from the first frame of {video.name}")
         context, labels = (torch.stack(part) for part in zip(start, *last, strict=True))
-        soft = propagate(x, context, labels, near, topk=topk)
+        soft = propagate(x, context, labels, reach=size_mask_neighborhood, topk=topk)
         last.append((x, soft))
         # The protocol enlarges to the resized frame, then to the frame by the nearest pixel: less than a pixel apart.
         large = F.interpolate(soft[None], image.shape[1:], mode="bilinear")[0]
@@ -245,34 +246,49 @@ def propagate_masks(
 
 
 def propagate(
-    target: Tensor, context: Tensor, labels: Tensor, near: Tensor, *, topk: int, temperature: float = TEMPERATURE
+    target: Tensor, context: Tensor, labels: Tensor, *, reach: int, topk: int, temperature: float = TEMPERATURE
 ) -> Tensor:
     """Return the soft labels (C, h, w) of a frame, from its tokens (N, D) and the tokens (T, N, D) and soft labels (T,
     C, h, w) of T other frames.
 
     The label of a patch is a mean over the `topk` most similar patches of all T frames together, weighted by exp(cosine
-    / temperature). Only patches that `near` (N, N) allows are compared. Patches that tie with the last of the `topk`
-    are included."""
-    frames, classes, h, w = labels.shape
-    known = labels.transpose(0, 1).reshape(classes, -1)  # (C, T * N)
-    bank = F.normalize(context, dim=-1).flatten(0, 1)  # (T * N, D)
-    parts = []
-    for rows in torch.arange(len(target), device=target.device).split(CHUNK):
-        cosine = F.normalize(target[rows], dim=-1) @ bank.T  # (n, T * N)
-        cosine.masked_fill_(~near[rows].repeat(1, frames), -torch.inf)
+    / temperature). Only patches that are at most `reach` rows and columns apart are compared, or all if it is 0.
+    Patches that tie with the last of the `topk` are included."""
+    frames, classes, *grid = labels.shape
+    reach = reach or max(grid)
+    ours = F.normalize(target, dim=-1).unflatten(0, grid)  # (h, w, D)
+    theirs = F.normalize(context, dim=-1).unflatten(1, grid)  # (T, h, w, D)
+    soft = labels.new_empty(classes, *grid)
+    for (rows, columns), (high, wide) in tiles(grid, reach):
+        near = neighbourhood((rows, columns), (high, wide), reach, target.device)
+        cosine = ours[rows, columns].flatten(0, 1) @ theirs[:, high, wide].flatten(0, 2).T  # (n, T * m)
+        cosine.unflatten(1, (frames, -1)).masked_fill_(~near[:, None], -torch.inf)
         least = cosine.topk(min(topk, cosine.shape[1]), dim=1).values[:, -1:]
         weight = (cosine.masked_fill_(cosine < least, -torch.inf) / temperature).softmax(1)
-        parts.append(weight @ known.T)  # (n, C)
-    return torch.cat(parts).T.reshape(classes, h, w)
+        known = labels[:, :, high, wide].transpose(0, 1).flatten(1)  # (C, T * m)
+        soft[:, rows, columns] = (known @ weight.T).unflatten(1, ours[rows, columns].shape[:2])
+    return soft
 
 
-def neighbourhood(grid: tuple[int, int], reach: int) -> Tensor:
-    """Return a mask (N, N) of the pairs of patches that are at most `reach` rows and columns apart.
+def tiles(grid: Sequence[int], reach: int) -> Iterator[tuple[Area, Area]]:
+    """Yield the tiles of a grid of patches, and around each the area of all patches within `reach` rows and columns."""
+    spans = [
+        [(slice(a, min(a + TILE, n)), slice(max(a - reach, 0), min(a + TILE + reach, n))) for a in range(0, n, TILE)]
+        for n in grid
+    ]
+    for (rows, high), (columns, wide) in itertools.product(*spans):
+        yield (rows, columns), (high, wide)
 
-    If `reach` is 0, all pairs are included."""
-    rows, columns = (x.flatten() for x in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
-    apart = torch.maximum((rows[:, None] - rows).abs(), (columns[:, None] - columns).abs())
-    return apart <= reach if reach else torch.ones_like(apart, dtype=torch.bool)
+
+def neighbourhood(tile: Area, area: Area, reach: int, device: torch.device | None = None) -> Tensor:
+    """Return a mask (n, m) of the pairs of a tile's and an area's patches at most `reach` rows and columns apart."""
+
+    def close(one: slice, other: slice) -> Tensor:
+        ours, theirs = (torch.arange(s.start, s.stop, device=device) for s in (one, other))
+        return (ours[:, None] - theirs).abs() <= reach
+
+    rows, columns = map(close, tile, area)
+    return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
 def min_max(soft: Tensor) -> Tensor:
