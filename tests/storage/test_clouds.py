@@ -7,14 +7,13 @@ import json
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.clouds import Cloud, point_at, running
+from helpers.naps import pass_at_once
 from helpers.s3.proxy import Faults, Proxy
 
 from eagleray.base.errors import Outage, UserError
@@ -81,11 +80,7 @@ def new_folder(cloud: Cloud, scheme: str) -> str:
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that would have been slept between attempts; they pass at once."""
-    out: list[float] = []
-    clock = SimpleNamespace(sleep=out.append, monotonic=lambda: time.monotonic() + sum(out))
-    monkeypatch.setattr(retry, "time", clock)
-    return out
+    return pass_at_once(monkeypatch)
 
 
 def one_line(attempt: Callable[[], Any]) -> str:

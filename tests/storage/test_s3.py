@@ -2,17 +2,16 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from botocore.exceptions import ClientError
+from helpers.naps import pass_at_once
 from helpers.pictures import jpeg, write_shards
 from helpers.s3.server import Swift, free_block, point_at, running
 
@@ -62,11 +61,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that would have been slept between attempts; they pass at once."""
-    out: list[float] = []
-    clock = SimpleNamespace(sleep=out.append, monotonic=lambda: time.monotonic() + sum(out))
-    monkeypatch.setattr(retry, "time", clock)
-    return out
+    return pass_at_once(monkeypatch)
 
 
 def opened(url: str | list[str]) -> Index:

@@ -2,13 +2,13 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.naps import of_this_test
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import error_classes, retry, store
@@ -75,12 +75,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def of_this_thread(nap: Callable[[float], None]) -> Callable[[float], None]:
-    """Return a sleep that calls `nap` here; a thread that an earlier test has left sleeps in earnest."""
-    own = threading.get_ident()
-    return lambda seconds: nap(seconds) if threading.get_ident() == own else time.sleep(seconds)
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name in [n for n in os.environ if n.startswith("AWS_")]:
@@ -94,7 +88,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             monkeypatch.setenv(name, value)
         monkeypatch.setitem(store.STORES, "s3", S3Store())
         naps: list[float] = []
-        clock = SimpleNamespace(sleep=of_this_thread(naps.append), monotonic=lambda: sum(naps))
+        clock = SimpleNamespace(sleep=of_this_test(naps.append), monotonic=lambda: sum(naps))
         monkeypatch.setattr(retry, "time", clock)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
@@ -127,7 +121,7 @@ def test_an_expired_token_is_renewed(
 ) -> None:
     assert read() == b"234"
     server.answers = [(status, code), (status, code)]
-    monkeypatch.setattr(retry.time, "sleep", of_this_thread(lambda _: keys("second")))
+    monkeypatch.setattr(retry.time, "sleep", of_this_test(lambda _: keys("second")))
     assert read() == b"234"
     assert server.keys == ["first", "first", "second", "second"]
 
@@ -143,7 +137,7 @@ def test_keys_that_are_just_being_written_anew_do_not_make_anyone_anonymous(
     def write(_: float) -> None:
         file.write_text("") if next(states) == "half" else keys("second")
 
-    monkeypatch.setattr(retry.time, "sleep", of_this_thread(write))
+    monkeypatch.setattr(retry.time, "sleep", of_this_test(write))
     assert read() == b"234"
     assert server.keys == ["first", "first", "second"]
 
