@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import common
-from proof_claims import CLAIMS, FRACTIONS, Claim, Pair, command
+from proof_claims import CLAIMS, FRACTIONS, SECONDS, Claim, Pair, command
 
 PAGE = common.ROOT / "docs" / "proof.md"
 IMAGES = common.ROOT / "docs" / "images" / "proof"
@@ -48,11 +48,12 @@ def words(values: Sequence[float]) -> str:
 
 def chance(a: Sequence[float], b: Sequence[float]) -> str:
     """Return the p-value of Welch's t-test, or a dash where there are too few seeds for a verdict."""
-    from scipy.stats import ttest_ind  # a machine that only trains may have none
+    from scipy.stats import ttest_ind_from_stats  # a machine that only trains may have none
 
     if min(len(a), len(b)) < LEAST:
         return "-"
-    p = ttest_ind(a, b, equal_var=False).pvalue
+    described = [x for part in (a, b) for x in (statistics.mean(part), statistics.stdev(part), len(part))]
+    p = ttest_ind_from_stats(*described, equal_var=False).pvalue
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -64,8 +65,9 @@ seeds of each; "reversed" that they do so the other way round; "not seen" that t
 is "undecided". Fewer than three seeds decide nothing. Beside the verdict stands the p-value of Welch's t-test, how
 likely so large a difference is by chance: with three seeds some differences that are "seen" are likelier than 0.05, and
 with five some below it are "not seen"; of fifty comparisons, two or three fall below 0.05 by chance. The machine was
-shared with other programs, so times say little; a trial's other numbers do not depend on them. Numbers are means ±
-standard deviations over seeds (number of seeds), in percent unless said otherwise. Each number of each trial is in
+shared with other programs, so the time of a trial is compared with that of the other setting's trial of the same seed,
+which ran in the same hour; other numbers do not depend on it. Numbers are means ± standard deviations over seeds
+(number of seeds), in percent unless said otherwise. Each number of each trial is in
 [proof.jsonl](../benchmarks/results/proof.jsonl), with its device where that is a GPU.
 
 `python benchmarks/proof_set.py SOURCE` prepares the images below `data/proof`, and this continues all sweeps for an
@@ -96,8 +98,14 @@ def ran(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def both(claim: Claim, pair: Pair, lines: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    """Return the numbers of the setting that should be better, and of the other one."""
-    return [list(of(lines, claim.sweep, name, pair.metric).values()) for name in (pair.better, pair.worse)]
+    """Return the numbers of the setting that should be better, and of the other one.
+
+    Seeds may have run on other days, at other speeds: each is timed in percent of what the other setting took."""
+    better, worse = (of(lines, claim.sweep, name, pair.metric) for name in (pair.better, pair.worse))
+    if pair.metric == SECONDS:
+        seeds = [seed for seed in better if seed in worse]
+        better, worse = ({seed: 100 * part[seed] / worse[seed] for seed in seeds} for part in (better, worse))
+    return [list(better.values()), list(worse.values())]
 
 
 def overview(lines: Sequence[Mapping[str, Any]]) -> str:

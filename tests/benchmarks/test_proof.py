@@ -86,6 +86,20 @@ def test_a_verdict_needs_seeds_and_a_difference(proof: dict[str, Any]):
     assert proof["chance"]([1, 2], [3, 4, 5]) == "-"
 
 
+def test_a_time_is_compared_with_that_of_the_same_seed(proof: dict[str, Any]):
+    """The machine takes twice as long on the day of seed 1 and of seed 3, which one setting lacks."""
+    times = {"full": {0: 400, 1: 820, 2: 400, 3: 800}, "curriculum": {0: 200, 1: 410, 2: 204}, "keep": {}}
+    kept = [
+        {"claim": "proof_curriculum", "setting": arm, "seed": seed, "numbers": {"wall_seconds": seconds}}
+        for arm, by_seed in times.items()
+        for seed, seconds in by_seed.items()
+    ]
+    section = proof["page"](kept).partition("\n## proof_curriculum")[2]
+    row = "| `curriculum` | 50.33 ± 0.58 (3) | `full` | 100.00 ± 0.00 (3) | `wall_seconds` | < 0.001 | seen |"
+    assert row in section
+    assert "| `keep` | - | `full` | - | `wall_seconds` | - | undecided |" in section
+
+
 def test_the_plot_of_all_claims_has_what_three_seeds_decide_and_keeps_within_its_edge(proof: dict[str, Any]):
     arms = {"lr=0.004": (30, 31, 32), "lr=0.016": (20, 20.01, 20.02), "lr=0.001": (31, 32)}
     kept = [
