@@ -12,8 +12,8 @@ from eagleray.storage import retry
 
 def of_this_test(nap: Callable[[float], None]) -> Callable[[float], None]:
     """Return a sleep that calls `nap`; a thread that an earlier test has left sleeps in earnest."""
-    earlier = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-    return lambda seconds: time.sleep(seconds) if threading.get_ident() in earlier else nap(seconds)
+    earlier = set(threading.enumerate()) - {threading.current_thread()}
+    return lambda seconds: time.sleep(seconds) if threading.current_thread() in earlier else nap(seconds)
 
 
 def pass_at_once(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -3,9 +3,11 @@
 import itertools
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.naps import of_this_test
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import retry
@@ -30,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=of_this_test(clock.sleep), monotonic=clock.monotonic))
     return clock
 
 

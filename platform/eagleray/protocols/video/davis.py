@@ -259,14 +259,14 @@ def propagate(
     ours = F.normalize(target, dim=-1).unflatten(0, grid)  # (h, w, D)
     theirs = F.normalize(context, dim=-1).unflatten(1, grid)  # (T, h, w, D)
     soft = labels.new_empty(classes, *grid)
-    for (rows, columns), (high, wide) in tiles(grid, reach):
-        near = neighbourhood((rows, columns), (high, wide), reach, target.device)
-        cosine = ours[rows, columns].flatten(0, 1) @ theirs[:, high, wide].flatten(0, 2).T  # (n, T * m)
+    for tile, area in tiles(grid, reach):
+        near = neighbourhood(tile, area, reach, target.device)
+        cosine = ours[tile].flatten(0, 1) @ theirs[:, *area].flatten(0, 2).T  # (n, T * m)
         cosine.unflatten(1, (frames, -1)).masked_fill_(~near[:, None], -torch.inf)
         least = cosine.topk(min(topk, cosine.shape[1]), dim=1).values[:, -1:]
         weight = (cosine.masked_fill_(cosine < least, -torch.inf) / temperature).softmax(1)
-        known = labels[:, :, high, wide].transpose(0, 1).flatten(1)  # (C, T * m)
-        soft[:, rows, columns] = (known @ weight.T).unflatten(1, ours[rows, columns].shape[:2])
+        known = labels[:, :, *area].transpose(0, 1).flatten(1)  # (C, T * m)
+        soft[:, *tile] = (known @ weight.T).view_as(soft[:, *tile])
     return soft
 
 
