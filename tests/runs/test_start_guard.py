@@ -39,6 +39,8 @@ def test_likeness_is_that_of_the_shape_of_a_cloud_of_features():
     assert cka(x, 3 * turned + 5) == pytest.approx(1, abs=1e-5)
     assert cka(x, noise) < 0.1
     assert cka(x, noise) < cka(x, x + noise) < cka(x, x + 0.1 * noise) < 1
+    for small in 1e-3, 1e-4, 1e-5:
+        assert cka(x, x + small * noise) < 1
 
 
 def test_neighbours_are_other_images():

@@ -195,8 +195,9 @@ def embed(backbone: Backbone, images: list[tuple[Tensor, Tensor]], count: int, p
 
 def cka(x: Tensor, y: Tensor) -> float:
     """Return the linear centred kernel alignment of two sets of features (n, D) of the same images, from 0 to 1
-    (Kornblith et al. 2019, arXiv:1905.00414, equation 5)."""
-    x, y = x - x.mean(0), y - y.mean(0)
+    (Kornblith et al. 2019, arXiv:1905.00414, equation 5). It is computed in float64: in float32, the number of features
+    that have hardly changed may be above 1."""
+    x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
     both, own, other = ((a.T @ b).square().sum() for a, b in ((x, y), (x, x), (y, y)))
     return float(both / (own * other).sqrt().clamp(min=1e-12))
 
