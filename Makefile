@@ -11,7 +11,7 @@ setup: .venv/.done
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "error: Python 3.11 or newer is needed"; exit 2; }
 	@echo "setup: packages come into .venv, some minutes and 8 GB; its log is .venv/setup.log"
 	@$(PYTHON) -m venv .venv
-	@$(RUN)/python -m pip install -c constraints.txt -e ".[dev]" > .venv/setup.log 2>&1 || \
+	@$(RUN)/python -m pip install --no-compile -c constraints.txt -e ".[dev]" > .venv/setup.log 2>&1 || \
 		{ tail -n 20 .venv/setup.log; echo "error: setup failed; the whole log is .venv/setup.log"; exit 2; }
 	@touch $@
 
