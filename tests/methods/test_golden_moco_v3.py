@@ -94,14 +94,14 @@ def test_vit_forward(case: Case) -> None:
     case.check(backbone.model.pos_embed, "w.pos_embed")
     backbone.model.load_state_dict(case.under("w."))
 
-    out = backbone(case["x"])
+    out = backbone.double()(case["x"].double())
     (out.pooled * case["cotangent"]).sum().backward()
     case.check(out.pooled, "out")
     case.check(torch.cat([out.pooled.unsqueeze(1), out.patches], 1), "tokens")
     params = dict(backbone.model.named_parameters())
+    case.tolerance["atol"] = 4e-6  # three of the vector's 6,912 gradients, made in float32, are off by up to 3.6e-6
     for name in case.under("g."):
-        # as a whole: in float64, three of the 6,912 numbers of a vector that was made in float32 are further off
-        case.near(params[name].grad, f"g.{name}")
+        case.check(params[name].grad, f"g.{name}")
     assert params["pos_embed"].grad is None
     assert (params["patch_embed.proj.weight"].grad is None) == h["stop_grad_conv1"]
     assert (params["patch_embed.proj.bias"].grad is None) == h["stop_grad_conv1"]

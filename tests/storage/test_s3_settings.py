@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ConnectionClosedError
-from helpers.naps import of_this_test
+from helpers.naps import pass_at_once
 
 from eagleray.base.errors import UserError
-from eagleray.storage import retry, s3, store
+from eagleray.storage import s3, store
 from eagleray.storage.s3 import S3Store
 
 LISTING = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated>
@@ -149,9 +149,7 @@ class LongListing:
 
 
 def test_one_page_of_a_long_listing_is_repeated_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[float] = []
-    client = LongListing(naps)
-    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=of_this_test(naps.append), monotonic=lambda: sum(naps)))
+    client = LongListing(pass_at_once(monkeypatch))
     monkeypatch.setattr(s3, "make_client", lambda: client)
     assert [b.url for b in S3Store().list("s3://b/train/")] == [f"s3://b/train/{n}.tar" for n in range(4)]
     assert client.asked == ["0", "1", "2", "3", "3"]

@@ -176,7 +176,7 @@ class StartGuard:
     @torch.no_grad()
     def _numbers(self, features: Tensor) -> dict[str, float]:
         assert self.first is not None
-        numbers = {START_RANK: float(effective_rank(features)), START_CKA: cka(features, self.first.float())}
+        numbers = {START_RANK: float(effective_rank(features)), START_CKA: cka(features, self.first)}
         return numbers | ({START_KNN: top1(features, self.labels)} if self.labelled else {})
 
 
@@ -197,7 +197,7 @@ def cka(x: Tensor, y: Tensor) -> float:
     """Return the linear centred kernel alignment of two sets of features (n, D) of the same images, from 0 to 1
     (Kornblith et al. 2019, arXiv:1905.00414, equation 5). It is computed in float64: in float32, the number of features
     that have hardly changed may be above 1."""
-    x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
+    x, y = (a - a.mean(0) for a in (x.double(), y.double()))
     both, own, other = ((a.T @ b).square().sum() for a, b in ((x, y), (x, x), (y, y)))
     return float(both / (own * other).sqrt().clamp(min=1e-12))
 
