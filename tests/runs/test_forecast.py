@@ -163,6 +163,18 @@ def test_the_precision_is_one_that_the_device_has(small: Recipe):
         precision_of(replace(small, precision="fp16"), cpu)
 
 
+def test_a_run_in_fp32_is_planned_without_tf32(small: Recipe):
+    flops = int(H100.full * 1e12)
+    trace = replace(traced(), work={Work(MATMUL, True, flops, 0): 1.0}, flops=flops)
+    full, half = (
+        forecast(replace(small, precision=form), target_of("h100", H100, 1), replace(DATA, core_rate=None), trace)
+        for form in ("fp32", "bf16")
+    )
+    assert full.step_seconds == pytest.approx(1 / accelerators.REACHED[MATMUL], rel=1e-3)
+    assert half.step_seconds == pytest.approx(H100.full / H100.wide / accelerators.REACHED[MATMUL], rel=1e-3)
+    assert full.mfu == pytest.approx(accelerators.REACHED[MATMUL], rel=1e-3)
+
+
 def test_an_unknown_gpu_is_named_with_a_close_one():
     with pytest.raises(UserError, match="--gpu h10: unknown; did you mean 'h100'"):
         accelerators.find("h10")

@@ -17,6 +17,7 @@ class Accelerator(NamedTuple):
     half: float  # TFLOP/s of matrix products in bfloat16, or in float16 where there is no bfloat16
     bfloat16: bool
     wide: float  # TFLOP/s of float32 products, in TF32 where there is TF32
+    full: float  # TFLOP/s of float32 products without TF32
     memory: float  # GiB that the driver reports
     bandwidth: float  # GB/s of its memory
     link: float  # GB/s to the others of its machine, in one direction
@@ -26,21 +27,23 @@ class Accelerator(NamedTuple):
 
 NVIDIA = "nvidia.com/en-us/data-center"
 ACCELERATORS = {
-    "t4": Accelerator("NVIDIA T4", 65, False, 8.1, 15.0, 320, 12, 1.5, f"{NVIDIA}/tesla-t4; AWS g4dn.12xlarge"),
-    "v100": Accelerator("NVIDIA V100 SXM2 32 GB", 125, False, 15.7, 31.7, 900, 150, 1.5,
+    "t4": Accelerator("NVIDIA T4", 65, False, 8.1, 8.1, 15.0, 320, 12, 1.5, f"{NVIDIA}/tesla-t4; AWS g4dn.12xlarge"),
+    "v100": Accelerator("NVIDIA V100 SXM2 32 GB", 125, False, 15.7, 15.7, 31.7, 900, 150, 1.5,
                         f"{NVIDIA}/v100; AWS p3dn.24xlarge"),
-    "a10g": Accelerator("NVIDIA A10G", 70, True, 35, 22.5, 600, 25, 1.5, "NVIDIA A10G data sheet; AWS g5.48xlarge"),
-    "l4": Accelerator("NVIDIA L4", 121, True, 60, 22.5, 300, 25, 1.5, f"{NVIDIA}/l4; AWS g6.48xlarge"),
-    "l40s": Accelerator("NVIDIA L40S", 362, True, 183, 45.0, 864, 25, 6, f"{NVIDIA}/l40s; AWS g6e.48xlarge"),
-    "a100-40": Accelerator("NVIDIA A100 SXM 40 GB", 312, True, 156, 39.6, 1555, 300, 6,
+    "a10g": Accelerator("NVIDIA A10G", 70, True, 35, 31.2, 22.5, 600, 25, 1.5,
+                        "NVIDIA A10G data sheet; AWS g5.48xlarge"),
+    "l4": Accelerator("NVIDIA L4", 121, True, 60, 30.3, 22.5, 300, 25, 1.5, f"{NVIDIA}/l4; AWS g6.48xlarge"),
+    "l40s": Accelerator("NVIDIA L40S", 362, True, 183, 91.6, 45.0, 864, 25, 6, f"{NVIDIA}/l40s; AWS g6e.48xlarge"),
+    "a100-40": Accelerator("NVIDIA A100 SXM 40 GB", 312, True, 156, 19.5, 39.6, 1555, 300, 6,
                            f"{NVIDIA}/a100; AWS p4d.24xlarge"),
-    "a100-80": Accelerator("NVIDIA A100 SXM 80 GB", 312, True, 156, 79.3, 2039, 300, 6,
+    "a100-80": Accelerator("NVIDIA A100 SXM 80 GB", 312, True, 156, 19.5, 79.3, 2039, 300, 6,
                            f"{NVIDIA}/a100; AWS p4de.24xlarge"),
-    "h100": Accelerator("NVIDIA H100 SXM", 989, True, 494, 79.6, 3350, 450, 50, f"{NVIDIA}/h100; AWS p5.48xlarge"),
-    "h200": Accelerator("NVIDIA H200 SXM", 989, True, 494, 140.4, 4800, 450, 50, f"{NVIDIA}/h200; AWS p5en.48xlarge"),
-    "b200": Accelerator("NVIDIA B200", 2250, True, 1125, 179.0, 8000, 900, 50,
+    "h100": Accelerator("NVIDIA H100 SXM", 989, True, 494, 67, 79.6, 3350, 450, 50, f"{NVIDIA}/h100; AWS p5.48xlarge"),
+    "h200": Accelerator("NVIDIA H200 SXM", 989, True, 494, 67, 140.4, 4800, 450, 50,
+                        f"{NVIDIA}/h200; AWS p5en.48xlarge"),
+    "b200": Accelerator("NVIDIA B200", 2250, True, 1125, 75, 179.0, 8000, 900, 50,
                         f"{NVIDIA}/dgx-b200; AWS p6-b200.48xlarge"),
-    "mi300x": Accelerator("AMD Instinct MI300X", 1307, True, 653, 191.7, 5300, 448, 50,
+    "mi300x": Accelerator("AMD Instinct MI300X", 1307, True, 653, 163, 191.7, 5300, 448, 50,
                           "amd.com/en/products/accelerators/instinct/mi300/mi300x; Azure ND MI300X v5"),
 }  # fmt: skip
 
@@ -122,10 +125,11 @@ def recognise(reported: str, memory: float) -> Accelerator | None:
     )
 
 
-def stated_rates(device: Accelerator) -> Rates:
-    """Return the rates to expect of an accelerator: the stated shares of its peaks."""
+def stated_rates(device: Accelerator, *, tf32: bool = True) -> Rates:
+    """Return the rates to expect of an accelerator: the stated shares of its peaks. A run in fp32 has no TF32."""
+    products = device.wide if tf32 else device.full
     flops = {
-        (kind, wide): share * 1e12 * (device.wide if wide else device.half)
+        (kind, wide): share * 1e12 * (products if wide else device.half)
         for kind, share in REACHED.items()
         for wide in (False, True)
     }

@@ -39,6 +39,10 @@ class Target:
     def is_cpu(self) -> bool:
         return self.name == "cpu"
 
+    def rates_in(self, form: str) -> Rates | None:
+        """Return the rates in a number format: a run in fp32 does without TF32 (`engine.numerics`)."""
+        return stated_rates(self.accelerator, tf32=False) if self.accelerator and form == "fp32" else self.rates
+
 
 @dataclass(frozen=True)
 class Data:
@@ -148,19 +152,19 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
     steps = min(steps, recipe.max_steps or steps)
     rates: dict[str, float] = {}
     seconds = mfu = None
-    if target.rates:
-        seconds = target.rates.seconds(trace)
+    if speeds := target.rates_in(form):
+        seconds = speeds.seconds(trace)
         exchange = reduce_seconds(target.accelerator, target.ranks, trace.gradients) if target.accelerator else 0.0
         rates[MODEL] = batch / seconds
-        if target.rates.dispatch:
-            rates[HOST] = batch / (trace.operations * target.rates.dispatch)
+        if speeds.dispatch:
+            rates[HOST] = batch / (trace.operations * speeds.dispatch)
         if target.ranks > 1:
             rates[EXCHANGE] = batch / (seconds + max(exchange - HIDDEN * seconds, 0.0))
     if data.core_rate and recipe.data.workers != "auto":  # what suits the CPUs of machines that are not known here
         rates[INPUT] = data.core_rate * target.ranks * max(recipe.data.workers, 1)
     if data.store_rate:
         rates[STORE] = data.store_rate / data.image_bytes
-    top = target.accelerator and 1e12 * (target.accelerator.wide if form == "fp32" else target.accelerator.half)
+    top = target.accelerator and 1e12 * (target.accelerator.full if form == "fp32" else target.accelerator.half)
     if top and seconds:
         mfu = trace.flops / (batch / min(rates.values()) * top)
     return Forecast(
