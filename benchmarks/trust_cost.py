@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
-import tarfile
+import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,12 +64,12 @@ def main() -> None:
 
 def unpack(commit: str, folder: Path) -> None:
     """Write the package of a commit into a folder."""
-    command = ["git", "-C", str(common.ROOT), "archive", commit, "platform"]
+    command = ["git", "-C", str(common.ROOT), "archive", "--format=zip", commit, "platform"]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         raise UserError(f"--before {commit}: {done.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
-        tar.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder)
 
 
 def measured(part: str, tree: Path, folder: Path, name: str, images: int) -> tuple[float, float]:
