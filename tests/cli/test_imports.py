@@ -40,7 +40,7 @@ MAY: dict[str, set[str]] = {
     "data stats SHARDS --out FOLDER": {"PIL", "matplotlib", "numpy", "pyarrow", "pandas"},
     "report RUN --out FOLDER/report.html": {"PIL", "jinja2", "matplotlib", "numpy"},
 }
-# CPU time that a command may take, over that of importing matplotlib, which takes 0.7 to 2.3 s, as fast as the machine is.
+# CPU time that a command may take, over that of importing matplotlib, which takes 0.7 to 2.3 s on different machines.
 # Measured: up to 1.0, but 2.2 for data stats and 1.8 for a report.
 TIMES = {"data": 3.5, "report": 3.5}
 USUAL = 1.5
