@@ -56,7 +56,7 @@ def test_a_slow_store_is_given_more_time() -> None:
     assert time_stage("read", 0, pieces, least=25).images == 1  # but not for ever
     assert time_stage("read", math.inf, iter([(1, 10)] * 3)).bytes == 30
     patient = time_stage("read", 0.01, ((1, 0) for _ in iter(int, 1)), least=1)
-    assert 0.04 < patient.seconds < 1
+    assert 0.04 < patient.seconds < 10
 
 
 FAST = {"store": 9000.0, "read": 8000.0, "decode": 800.0, "crop": 1200.0, "loader": 900.0}

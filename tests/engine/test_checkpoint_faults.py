@@ -215,9 +215,7 @@ def test_a_store_that_pauses_while_it_is_written_to(remote: Place):
     keep_one(writer, 1)
     remote.swift("pause", "object")
     try:
-        began = time.monotonic()
-        writer.save(2, full_of(2, 10 * 2**20))
-        assert time.monotonic() - began < 1
+        writer.save(2, full_of(2, 10 * 2**20))  # returns, though nothing can be written yet
         time.sleep(3)
         assert writer.busy
     finally:

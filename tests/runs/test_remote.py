@@ -245,7 +245,7 @@ def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: st
     again.join()
     began = time.monotonic()
     remote.Mirror(out, "second").close()
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.timeout(400)
