@@ -133,8 +133,8 @@ class Run:
         return self.step()
 
     def wait(self) -> None:
-        if self.process.wait():
-            raise RuntimeError(self.out.with_suffix(".log").read_text()[-2000:])
+        if status := self.process.wait():
+            raise RuntimeError(f"it ended with status {status}: {self.out.with_suffix('.log').read_text()[-2000:]}")
 
 
 def same(a: Path, b: Path) -> bool:
