@@ -96,7 +96,7 @@ class Run:
         """The first step that a start writes a line about; starts are counted from 1."""
         while self.starts() < start or self.step() <= read_lines(self.out / "starts.jsonl")[start - 1]["step"]:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the run ended by itself: {self.out.with_suffix('.log').read_text()[-2000:]}")
+                raise RuntimeError(f"the run ended by itself: {self.said()}")
             time.sleep(0.05)
         return self.step()
 
@@ -134,7 +134,11 @@ class Run:
 
     def wait(self) -> None:
         if status := self.process.wait():
-            raise RuntimeError(f"it ended with status {status}: {self.out.with_suffix('.log').read_text()[-2000:]}")
+            raise RuntimeError(f"the run ended with status {status}: {self.said()}")
+
+    def said(self) -> str:
+        """The end of its log."""
+        return self.out.with_suffix(".log").read_text()[-2000:]
 
 
 def same(a: Path, b: Path) -> bool:
