@@ -106,6 +106,11 @@ def test_a_note_is_shown_or_refused_in_one_line(name: str, count: int | None, fo
         ("plan.json", '{"x": 1}', "line: missing"),
         ("choice.json", "[1]", "expected a JSON object, got a list"),
         ("choice.json", '{"digest": "0", "x": 1}', "tables: missing"),
+        (
+            "choice.json",
+            '{"digest": "0", "tables": [["Kept", ["A"], [["x", 1]]]], "sheets": [], "text": []}',
+            "tables: 'Kept': expected columns, and as many cells in each row",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_named(name: str, text: str, line: str, folder: Path):
@@ -113,6 +118,11 @@ def test_what_cannot_be_shown_is_named(name: str, text: str, line: str, folder: 
     with pytest.raises(UserError) as said:
         page(folder)
     assert str(said.value).startswith(f"{folder / name}: {line}")
+
+
+def test_half_a_surrogate_pair_is_shown_as_its_code(folder: Path):
+    (folder / ".failure").write_text(json.dumps({"user": True, "why": "s3://b/\ud800.tar: gone"}))
+    assert "s3://b/\\ud800.tar: gone" in render(page(folder)).encode().decode()
 
 
 def test_the_short_form_of_a_method_is_a_name(folder: Path):

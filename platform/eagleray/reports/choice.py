@@ -15,6 +15,11 @@ class Choice:
     sheets: list[tuple[str, str]]  # a name and a data: URI
     text: list[str]
 
+    def __post_init__(self) -> None:
+        for caption, columns, rows in self.tables:
+            if not columns or any(len(row) != len(columns) for row in rows):
+                raise ValueError(f"tables: {caption!r}: expected columns, and as many cells in each row")
+
     def section(self, title: str) -> Section:
         """Return a section of a page."""
         pictures = [Picture(source, f"{name} images", f"{name}, at random") for name, source in self.sheets]

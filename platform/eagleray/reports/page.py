@@ -98,13 +98,14 @@ def footer_text(of: str) -> str:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. Every text is escaped."""
+    """Return the page as HTML. Every text is escaped; half a surrogate pair, which UTF-8 cannot hold, is its code."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     template = environment.from_string(Path(__file__).with_name("page.html").read_text())
-    return template.render(page=page).strip() + "\n"
+    text = template.render(page=page).strip() + "\n"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value: Any) -> str:
