@@ -2,6 +2,8 @@ PYTHON ?= python3
 RUN := .venv/bin
 DATA ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Where no bytecode is written, each process compiles PyTorch for half a minute before it begins.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all soak faults fuzz lint audit docs
 
@@ -13,6 +15,7 @@ setup: .venv/.done
 	@$(PYTHON) -m venv .venv
 	@$(RUN)/python -m pip install --no-compile -c constraints.txt -e ".[dev]" > .venv/setup.log 2>&1 || \
 		{ tail -n 20 .venv/setup.log; echo "error: setup failed; the whole log is .venv/setup.log"; exit 2; }
+	@$(RUN)/python -c "import eagleray.runs.pretrain, mlflow, ray.train, ray.tune"
 	@touch $@
 
 demo: setup

@@ -245,9 +245,9 @@ def test_several_ranks_are_replayed_on_as_many(made: Made, tmp_path: Path, monke
     """Also one that was continued on fewer."""
     name, *overrides = made.arguments(8)
     out = tmp_path / "run"
-    on_ranks(2, train_rank, tmp_path, str(out), name, overrides, start="spawn")
+    on_ranks(2, train_rank, tmp_path, str(out), name, overrides, start="forkserver")
     train_rank(str(out), name, [*overrides, "max_steps=12"])
-    on = functools.partial(on_ranks, start="spawn")
+    on = functools.partial(on_ranks, start="forkserver")
     monkeypatch.setattr(api, "take_on_ranks", lambda task, ranks: on(ranks, take, tmp_path, task, print)[0])
     again = eagleray.replay(out, 7)
     assert again.exact, str(again)

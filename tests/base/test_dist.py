@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from helpers.forked import start_ranks
 from helpers.processes import free_port
 from helpers.recipes import METHODS, small_recipe
 from helpers.table import Table
@@ -108,7 +108,7 @@ def _gather(rank: int, port: int, out: Path) -> None:
 
 
 def test_collectives(tmp_path: Path):
-    mp.spawn(_gather, (free_port(), tmp_path), nprocs=2)
+    start_ranks(_gather, (free_port(), tmp_path))
     for rank in range(2):
         whole, offset, total, grad, rows = torch.load(tmp_path / f"{rank}.pt")
         assert whole[:, 0].tolist() == [1, 1, 1, 2]

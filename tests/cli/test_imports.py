@@ -152,6 +152,12 @@ def test_the_check_notices_pytorch():
     assert set(json.loads(done.stdout.splitlines()[-1])["packages"]) & NEVER
 
 
+def test_training_imports_the_compiler_only_to_compile():
+    """It takes seconds in each process: every rank, trial and evaluation."""
+    code = 'import sys, eagleray.runs.pretrain; sys.exit("torch._inductor.compile_fx" in sys.modules)'
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_version_is_that_of_the_package():
     from typer.testing import CliRunner
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from helpers.annotated import coco, masks
 from helpers.features import clusters
+from helpers.forked import start_ranks
 from helpers.processes import free_port
 from helpers.simulated_device import DEVICE, simulated
 from helpers.simulated_ranks import simulated_group
@@ -67,7 +67,7 @@ def _rank(rank: int, port: int, work: Callable[[torch.device, Path], Measured], 
 
 def on_two_ranks(work: Callable[[torch.device, Path], Measured], folder: Path) -> list[Measured]:
     """Return what each rank measures."""
-    mp.spawn(_rank, (free_port(), work, folder), nprocs=2)
+    start_ranks(_rank, (free_port(), work, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as td
-import torch.multiprocessing as mp
+from helpers.forked import start_ranks
 from helpers.processes import free_port
 from helpers.recipes import METHODS
 from helpers.runs import weights
@@ -42,7 +42,7 @@ def test_two_ranks_pretrain_as_one_and_never_wait_in_a_step(
     method: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_run(method, shards, tmp_path / "two", *STEPS)
-    mp.spawn(_pretrain, (free_port(), recipe, tmp_path), nprocs=2)
+    start_ranks(_pretrain, (free_port(), recipe, tmp_path))
     scores = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert scores[0][1] == scores[1][1] == {}
     recipe = small_run(method, shards, tmp_path / "one", *STEPS)
@@ -80,7 +80,7 @@ def _collectives(rank: int, port: int, out: Path) -> None:
 
 
 def test_collectives_take_tensors_of_the_device_alone(tmp_path: Path) -> None:
-    mp.spawn(_collectives, (free_port(), tmp_path), nprocs=2)
+    start_ranks(_collectives, (free_port(), tmp_path))
     for rank in range(2):
         whole, total, agreed, objects, said = torch.load(tmp_path / f"{rank}.pt")
         assert whole[:, 0].tolist() == [1, 1, 1, 2]

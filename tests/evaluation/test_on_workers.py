@@ -138,7 +138,7 @@ def test_classifiers_of_random_crops_are_trained_by_ranks(
 
     def ranks(function: Any, task: Any, *, workers: int, gpus: bool, note: Any) -> Any:
         (tmp_path / "stores").mkdir(exist_ok=True)
-        return on_ranks(workers, function, tmp_path / "stores", task, print, start="spawn")[0]
+        return on_ranks(workers, function, tmp_path / "stores", task, print, start="forkserver")[0]
 
     monkeypatch.setattr(on_workers, "ray_ranks", ranks)
     names = ("linear_augmented", "semi_supervised")

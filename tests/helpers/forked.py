@@ -1,4 +1,4 @@
-"""Commands of a user as processes that begin at once: copies of a process that has imported PyTorch and done no more.
+"""Commands and ranks as processes that begin at once: copies of a process that has imported PyTorch and done no more.
 
 A copy of the tests' own process could not train: PyTorch refuses gradients in a copy of a process that has had them
 computed while an accelerator was there, such as the simulated one."""
@@ -6,17 +6,30 @@ computed while an accelerator was there, such as the simulated one."""
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 
 import eagleray
 from eagleray.base.errors import Outage, UserError
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["eagleray.api.pretrain", "eagleray.runs.pretrain"])
+
+
+def start_ranks(function: Callable[..., None], args: Sequence[Any], ranks: int = 2) -> None:
+    """Call a function with the number of its rank and these arguments in a process for each rank, and wait for all.
+
+    Raises the error of the first rank that fails, after the others are killed."""
+    mp.start_processes(_rank, (dict(os.environ), function, *args), ranks, start_method="forkserver")
+
+
+def _rank(rank: int, environment: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
+    os.environ |= environment  # the copied process has what was set when it began
+    function(rank, *args)
 
 
 class Command:

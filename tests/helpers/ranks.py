@@ -1,15 +1,16 @@
 """Runs on several gloo ranks without Ray."""
 
 import multiprocessing
+import os
 import pickle
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as mp
+from helpers import forked
 
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
@@ -34,8 +35,8 @@ class Run(NamedTuple):
 def train(recipe: Path, runs: Sequence[Run]) -> None:
     """Pretrain a recipe in float64 several times, in the same processes, which spares their start."""
     most = max(run.ranks for run in runs)
-    barrier = mp.get_context("spawn").Barrier(most)
-    mp.spawn(_process, (barrier, str(recipe), list(runs)), nprocs=most)
+    barrier = forked.CONTEXT.Barrier(most)
+    forked.start_ranks(_process, (barrier, str(recipe), list(runs)), most)
 
 
 def in_float64(*args: Any, **kwargs: Any) -> Method:
@@ -77,12 +78,13 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any,
     """Return what a function returns on each rank of a process group of copies of this process. Raises the first
     error of a rank.
 
-    A function that computes gradients needs new processes, `start="spawn"`: PyTorch refuses them in a copy of a process
-    that has had them computed while an accelerator was there, such as the simulated one."""
+    A function that computes gradients needs processes that have computed none, `start="forkserver"`: PyTorch refuses
+    them in a copy of a process that has had them computed while an accelerator was there, such as the simulated one."""
     context: Any = multiprocessing.get_context(start)
     queue: Any = context.SimpleQueue()
     store = folder / f"store-{ranks}-{len(list(folder.glob('store-*')))}"
-    processes = [context.Process(target=_one, args=(r, ranks, store, queue, function, args)) for r in range(ranks)]
+    given = (ranks, store, dict(os.environ), queue, function, args)
+    processes = [context.Process(target=_one, args=(rank, *given)) for rank in range(ranks)]
     for process in processes:
         process.start()
     out = dict(pickle.loads(queue.get()) for _ in processes)
@@ -94,7 +96,16 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any,
     return [out[rank] for rank in range(ranks)]
 
 
-def _one(rank: int, ranks: int, store: Path, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _one(
+    rank: int,
+    ranks: int,
+    store: Path,
+    environment: Mapping[str, str],
+    queue: Any,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    os.environ |= environment
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     try:

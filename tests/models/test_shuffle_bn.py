@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from helpers.forked import start_ranks
 from helpers.processes import free_port
 from torch import Tensor, nn
 
@@ -226,7 +226,7 @@ def _rank(rank: int, port: int, out: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Return the results of two processes, by method and rows."""
     out = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank, (free_port(), out), nprocs=2)
+    start_ranks(_rank, (free_port(), out))
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

@@ -149,7 +149,7 @@ def test_ranks_learn_what_one_process_learns(folder: Path, tmp_path: Path):
     """Batches that do not divide evenly; of several rates one is picked. A stop in the middle of the second epoch
     changes nothing either, nor another number of ranks after it."""
     one = probe(folder, tmp_path / "1", SHORT)
-    first, second = on_ranks(2, probe, tmp_path, folder, tmp_path / "2", SHORT, start="spawn")
+    first, second = on_ranks(2, probe, tmp_path, folder, tmp_path / "2", SHORT, start="forkserver")
     assert first.numbers == second.numbers == pytest.approx(one.numbers, abs=0.2)
     same_heads(tmp_path / "1", tmp_path / "2")
     assert probe(folder, tmp_path / "3", SHORT, stop=7).numbers == {}

@@ -64,7 +64,7 @@ def test_the_whole_network_learns_the_same_on_ranks_and_after_a_stop(folder: Pat
     assert numbers.keys() == {"semi_supervised/top1", "semi_supervised/top5"}
     after, [name, stem] = weights(tmp_path / "1"), next(frozen_resnet().named_parameters())
     assert not torch.equal(stem, after[f"backbone.{name}"])
-    first, second = on_ranks(2, tune, tmp_path, folder, tmp_path / "2", start="spawn")
+    first, second = on_ranks(2, tune, tmp_path, folder, tmp_path / "2", start="forkserver")
     assert first[0] == second[0] == pytest.approx(numbers, abs=3.5)  # an image or two of 60
     for name, x in weights(tmp_path / "2").items():
         torch.testing.assert_close(x, after[name], rtol=1e-2, atol=1e-4, msg=name)

@@ -3,9 +3,9 @@
 import difflib
 import keyword
 import types
-from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import timm
 import torch
@@ -23,6 +23,8 @@ from eagleray.models.wide_stem import widen_stem
 from eagleray.models.zoo import cvt13, cvt_esvit, pvt, sk_resnet, swin, t2t, vil  # noqa: F401  each registers with timm
 
 Head = TypeVar("Head", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The arguments that let the models of a timm module take any crop size.
 ANY_SIZE = {"vision_transformer": {"dynamic_img_size": True}, "deit": {"dynamic_img_size": True}}
@@ -154,7 +156,7 @@ class Backbone(nn.Module):
         return pooled, tokens
 
     def _visible(self, images: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        run = compiled_visible_tokens if self.compiled and self.training else visible_tokens
+        run = compile_once(visible_tokens) if self.compiled and self.training else visible_tokens
         tokens = run(self.model, images, kept)
         return self.model.forward_head(tokens, pre_logits=True), tokens
 
@@ -180,7 +182,7 @@ class Backbone(nn.Module):
         """Return the output of the model's `forward_features` for images of one size or, where it packs, of several.
 
         With `pooled` the output may be the class token alone. Evaluations take whole outputs, as timm computes them."""
-        run = compiled_outputs if self.compiled and self.training else outputs
+        run = compile_once(outputs) if self.compiled and self.training else outputs
         class_token = pooled and self.training and class_token_pooled(self.model)
         return run(self.model, list(images), class_token, hidden)
 
@@ -259,9 +261,12 @@ def outputs(model: Any, images: list[Tensor], class_token: bool, hidden: Hidden 
     return [model.forward_features(images[0]) if hidden is None else masked_features(model, images[0], hidden)]
 
 
-# One function of each kind for all backbones, compiled for each model and each list of sizes.
-compiled_outputs = torch.compile(outputs, dynamic=False)
-compiled_visible_tokens = torch.compile(visible_tokens, dynamic=False)
+@cache
+def compile_once(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function compiled, the same one for all backbones; it is compiled for each model and each list of sizes.
+
+    Only a backbone that trains compiled asks for it, as the compiler takes seconds to import."""
+    return torch.compile(function, dynamic=False)
 
 
 class Encoder(nn.Module, Generic[Head]):
