@@ -2,7 +2,8 @@ PYTHON ?= python3
 RUN := .venv/bin
 DATA ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Where no bytecode is written, each process compiles PyTorch for half a minute before it begins.
+# Where no bytecode is written, each process compiles PyTorch for half a minute before it begins. Setup has it written for
+# what commands import.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all soak faults fuzz lint audit docs

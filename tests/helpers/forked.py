@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ def start_ranks(function: Callable[..., None], args: Sequence[Any], ranks: int =
     """Call a function with the number of its rank and these arguments in a process for each rank, and wait for all.
 
     Raises the error of the first rank that fails, after the others are killed."""
-    mp.start_processes(_rank, (dict(os.environ), function, *args), ranks, start_method="forkserver")
+    mp.start_processes(partial(in_environment, dict(os.environ), function), args, ranks, start_method="forkserver")
 
 
-def _rank(rank: int, environment: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
-    os.environ |= environment  # the copied process has what was set when it began
-    function(rank, *args)
+def in_environment(environment: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
+    """Call a function with the environment of the tests' process: the copied one has what was set when it began."""
+    os.environ.clear()
+    os.environ |= environment
+    function(*args)
 
 
 class Command:

@@ -5,7 +5,8 @@ import os
 import pickle
 import shutil
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,8 +84,9 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any,
     context: Any = multiprocessing.get_context(start)
     queue: Any = context.SimpleQueue()
     store = folder / f"store-{ranks}-{len(list(folder.glob('store-*')))}"
-    given = (ranks, store, dict(os.environ), queue, function, args)
-    processes = [context.Process(target=_one, args=(rank, *given)) for rank in range(ranks)]
+    given = (ranks, store, queue, function, args)
+    one = partial(forked.in_environment, dict(os.environ), _one)
+    processes = [context.Process(target=one, args=(rank, *given)) for rank in range(ranks)]
     for process in processes:
         process.start()
     out = dict(pickle.loads(queue.get()) for _ in processes)
@@ -96,16 +98,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any,
     return [out[rank] for rank in range(ranks)]
 
 
-def _one(
-    rank: int,
-    ranks: int,
-    store: Path,
-    environment: Mapping[str, str],
-    queue: Any,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-) -> None:
-    os.environ |= environment
+def _one(rank: int, ranks: int, store: Path, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     try:
