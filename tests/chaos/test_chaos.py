@@ -27,7 +27,7 @@ KILLS = 20
 SHORTLY = f"max_steps={SHORT}"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_twenty_kills(site: Site, whole: Whole, run: Run) -> None:
     rng, readers = random.Random(3), iter(READERS)
     step, job = 0, run.start(*next(readers), f"max_steps={LONG}")

@@ -171,16 +171,17 @@ def test_a_head_that_is_killed_and_comes_back(run: Run, cluster: Any, monkeypatc
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["RayTrainWorker", NAME, "eagleray-spare"])
 def test_a_process_that_hangs_is_replaced_within_a_minute(run: Run, part: str):
+    asked = time.monotonic()
     job = run.start(2, 0, *KEYS)
     job.wait_for(25)
+    start = time.monotonic() - asked
     spare = part == "eagleray-spare"
     stopped = below(job.process, NAME if spare else part)[-1]
     for process in [psutil.Process(stopped).ppid()] * spare + [stopped]:  # it waits, and is missed with its rank alone
         os.kill(process, signal.SIGSTOP)
     hung = time.monotonic()
     wait_for("a second start", job, lambda: len(read_lines(run.out / "starts.jsonl")) > 1)
-    # One minute until the process counts as dead, and the time that a start takes.
-    assert time.monotonic() - hung < 90
+    assert time.monotonic() - hung < 60 + start, "a minute until the process counts as dead, and a start as the first"
     began = read_lines(run.out / "starts.jsonl")[-1]["step"]
     wait_for("progress", job, lambda: read_lines(run.out / "metrics.jsonl")[-1]["step"] >= began + 15)
     verify_up_to(stop(run, job), run)

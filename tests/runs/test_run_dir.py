@@ -48,3 +48,13 @@ def test_a_full_disk_is_said_before_that_mlflow_is_away(
     assert said[0] == "ends: x.pt: No space left on device"
     assert any(line.startswith("MLflow at ") for line in said[1:])
     assert said[0] in (out / layout.LOG).read_text()
+
+
+def test_the_log_of_a_run_says_in_one_line_what_failed(small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    out = tmp_path / "run"
+    run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, Tracking("file:" + str(tmp_path / "mlruns")), command="c")
+    with pytest.raises(RuntimeError), run:
+        raise RuntimeError("connection reset\nby a peer")
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert said == ["the run failed: RuntimeError: connection reset by a peer"]
+    assert "Traceback" in (out / layout.LOG).read_text(), "with where it failed"

@@ -121,7 +121,7 @@ class RunDir:
         if isinstance(error, Preempted):
             log.info("%s; the run has saved and starts again", error)
         elif isinstance(error, Exception) and not isinstance(error, UserError | Outage) and not is_full(error):
-            log.error("failed", exc_info=error)
+            log.error("the run failed: %s: %s", type(error).__name__, one_line(error), exc_info=error)
         elif isinstance(error, OSError) and self.mlflow:  # before a line says that MLflow, on the same disk, is away
             log.error("ends: %s", _of_disk(error))
         if self.starts and (error is None or isinstance(error, UserError | Outage)):
