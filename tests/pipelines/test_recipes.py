@@ -1,5 +1,6 @@
 """The recipes of pipelines/ as a collection: no two alike, none longer than it need be, all of them in the docs."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -13,6 +14,8 @@ import pytest
 import timm
 import torch
 import yaml
+from helpers.blank import blank
+from helpers.walks import check_all
 
 from eagleray import config
 from eagleray.config import bundled, tables
@@ -30,6 +33,7 @@ from eagleray.views.sampling import order_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = bundled.names()
+load = functools.cache(recipe.load)
 FILES = sorted({r.file for r in bundled.recipes().values()})
 DATA = ("in1k", "coco", "in22k", "openimages", "webvision", "shapes", *(d.short for d in DATASETS.values()))
 NAME = (
@@ -265,7 +269,7 @@ def docs() -> ModuleType:
 def test_no_two_recipes_are_the_same_experiment():
     seen: dict[tuple[str, int | None], str] = {}
     for name in NAMES:
-        r = recipe.load(name)
+        r = load(name)
         experiment = recipe.digest(r), r.max_steps  # a run that ends early is another experiment with the same identity
         assert experiment not in seen, f"{name} and {seen[experiment]}"
         seen[experiment] = name
@@ -277,23 +281,23 @@ def repeated(over: dict[str, Any], under: dict[str, Any]) -> list[str]:
     return [k for k, value in config.flatten(tables.own_keys(over)).items() if k in flat and flat[k] == value]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_recipe_repeats_nothing_of_its_base_and_a_row_nothing_of_its_file(path: Path):
-    tree = yaml.safe_load(path.read_text())
-    shared = {k: v for k, v in tree.items() if k not in tables.LAYOUT}
-    if "base" in tree:
-        assert not repeated(shared, bundled.tree(tree["base"]))
-        shared = config.merge(bundled.tree(tree["base"]), shared)
-    for name, row in tree.get("recipes", {}).items():
-        assert not repeated(row, shared), name
-    for axis, values in tree.get("axes", {}).items():
-        for value, over in values.items():
-            assert not repeated(over, shared), f"{axis}: {value}"
+def test_a_recipe_repeats_nothing_of_its_base_and_a_row_nothing_of_its_file():
+    def check(path: Path) -> None:
+        tree = yaml.safe_load(path.read_text())
+        shared = {k: v for k, v in tree.items() if k not in tables.LAYOUT}
+        if "base" in tree:
+            assert not repeated(shared, bundled.tree(tree["base"]))
+            shared = config.merge(bundled.tree(tree["base"]), shared)
+        rows = {name: repeated(row, shared) for name, row in tree.get("recipes", {}).items()}
+        for axis, values in tree.get("axes", {}).items():
+            rows |= {f"{axis}: {value}": repeated(over, shared) for value, over in values.items()}
+        assert not {name: keys for name, keys in rows.items() if keys}
+
+    check_all(check, FILES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_file_of_recipes_begins_with_what_it_holds(path: Path):
-    assert re.match(r"# .+\.\n[^#]", path.read_text())
+def test_a_file_of_recipes_begins_with_what_it_holds():
+    assert not [path for path in FILES if not re.match(r"# .+\.\n[^#]", path.read_text())]
 
 
 def test_no_recipe_lies_loose_and_no_base_has_a_base():
@@ -303,9 +307,12 @@ def test_no_recipe_lies_loose_and_no_base_has_a_base():
     assert not [name for name in bases if bundled.recipe(name).base]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_says_what_is_in_the_recipe(name: str):
-    r, said = recipe.load(name), re.fullmatch(NAME, name)
+def test_a_name_says_what_is_in_the_recipe():
+    check_all(name_fits, NAMES)
+
+
+def name_fits(name: str) -> None:
+    r, said = load(name), re.fullmatch(NAME, name)
     assert said, "<method>_<backbone>_<data>_<length>[_<variant>]"
     assert r.method.name == said["method"]
     assert said["epochs"] in (str(r.optim.epochs), None)
@@ -323,15 +330,15 @@ def test_a_name_says_what_is_in_the_recipe(name: str):
 def test_the_study_of_moco_v3_freezes_the_patch_projection_unless_the_name_says_learned():
     for name in NAMES:
         if re.match(r"(mocov3|simclr|byol|swav)_vit[sblh]\d+(bn)?_in1k", name):
-            assert recipe.load(name).backbone.freeze_patch != ("_learned" in name), name
+            assert load(name).backbone.freeze_patch != ("_learned" in name), name
 
 
 @pytest.mark.parametrize("method", ["mocov3", "simclr", "byol", "swav"])
 def test_projectors_of_the_study_of_moco_v3_are_those_of_its_section_5(method: str):
     """A projector has three layers with 4096 channels between them and 256 at the end, in all four frameworks."""
     for name in (f"{method}_vits16_in1k_ep300", f"{method}_vitb16_in1k_ep300"):
-        r = recipe.load(name)
-        with torch.device("meta"):
+        r = load(name)
+        with blank():
             encoders = [m for m in r.method.build(build_backbone(r)).modules() if isinstance(m, Encoder)]
         for encoder in encoders:
             widths = [m.out_features for m in encoder.head if isinstance(m, torch.nn.Linear)]
@@ -350,7 +357,7 @@ def test_projectors_of_the_study_of_moco_v3_are_those_of_its_section_5(method: s
 )
 def test_swav_is_as_in_its_authors_scripts(name: str, smallest: float, first: float, last: float):
     """The first warm-up step has `start_warmup`, the last one the whole rate; no residual branch begins as zero."""
-    r = recipe.load(name)
+    r = load(name)
     assert r.views[0].scale == (smallest, 1.0)
     assert r.backbone.options["zero_init_last"] is False
     steps = 1281167 // r.optim.batch
@@ -359,7 +366,7 @@ def test_swav_is_as_in_its_authors_scripts(name: str, smallest: float, first: fl
 
 
 def test_the_rate_of_vicreg_ends_at_a_thousandth_of_the_highest():
-    r = recipe.load("vicreg_resnet50_in1k_ep1000")
+    r = load("vicreg_resnet50_in1k_ep1000")
     highest, last = (scaled_lr(r)(Progress(epoch, 1, r.optim.epochs)) for epoch in (10, 1000))
     assert (highest, last) == pytest.approx((1.6, 0.0016))
 
@@ -369,11 +376,11 @@ def test_views_of_instdisc_are_grey_before_their_colours_are_jittered():
     names = [name for name in NAMES if name.startswith("instdisc_resnet50")] + ["moco_resnet50_in1k_ep200_v1"]
     assert len(names) == 4
     for name in names:
-        assert [APPLIED[i] for i in order_of(recipe.load(name).views[0])[:3]] == ["gray", "jitter", "flip"], name
+        assert [APPLIED[i] for i in order_of(load(name).views[0])[:3]] == ["gray", "jitter", "flip"], name
 
 
 def test_every_method_has_a_recipe_for_two_cores():
-    small = {recipe.load(name).method.name for name in NAMES if name.endswith("_cifar10_ep2")}
+    small = {load(name).method.name for name in NAMES if name.endswith("_cifar10_ep2")}
     assert small == set(config.parts("eagleray.methods"))
 
 
@@ -393,15 +400,19 @@ def test_the_page_of_recipes_names_every_key():
     assert not [key for key in sorted(keys) if f"| `{key}`" not in page and f"`, `{key}`" not in page]
 
 
-LABELLED = [name for name in NAMES if recipe.load(name).method.name in ("supervised", "drloc")]
+def labelled(*methods: str) -> list[str]:
+    return [name for name in NAMES if load(name).method.name in methods]
 
 
-@pytest.mark.parametrize("name", LABELLED)
-def test_recipes_with_labels_fit_their_sets(name: str):
+def test_recipes_with_labels_fit_their_sets():
+    check_all(fits_its_set, labelled("supervised", "drloc"))
+
+
+def fits_its_set(name: str) -> None:
     """Classes and places are those of the set in the name; what is fine-tuned says from what."""
     said = re.fullmatch(NAME, name)
     assert said
-    r = recipe.load(name)
+    r = load(name)
     dataset, short = next((n, d) for n, d in DATASETS.items() if d.short == said["data"])
     assert r.method.args["classes"] == short.classes
     train, test = list(short.splits)[:2]
@@ -410,18 +421,28 @@ def test_recipes_with_labels_fit_their_sets(name: str):
     assert (r.data.train[0].url, r.data.test[0].url) == (f"data/{dataset}/{train}", f"data/{dataset}/{test}")
     assert (r.backbone.weights is not None) == (said["length"] == "ft")
     if r.backbone.weights and r.backbone.weights.startswith("runs/"):  # where such a run is left
-        source = recipe.load(r.backbone.weights.removeprefix("runs/"))
+        source = load(r.backbone.weights.removeprefix("runs/"))
         assert structure(source) == structure(r)
     if r.backbone.weights and r.backbone.weights.startswith("timm:"):
-        with torch.device("meta"):
-            theirs = timm.create_model(r.backbone.weights.removeprefix("timm:"), num_classes=0)
-        assert shapes_and_heads(theirs) == structure(r)
+        assert structure_in_timm(r.backbone.weights.removeprefix("timm:")) == structure(r)
+
+
+STRUCTURES: dict[str, Any] = {}  # of what many recipes have in common
 
 
 def structure(r: recipe.Recipe) -> tuple[dict[str, torch.Size], list[int]]:
     """Of its backbone: shapes of tensors, and attention heads, which they do not tell."""
-    with torch.device("meta"):
-        return shapes_and_heads(build_backbone(r).model)
+    what = repr((r.backbone.arguments, r.optim.micro_batch, r.optim.checkpointing, r.curriculum))
+    if what not in STRUCTURES:
+        with blank():
+            STRUCTURES[what] = shapes_and_heads(build_backbone(r).model)
+    return STRUCTURES[what]
+
+
+@functools.cache
+def structure_in_timm(name: str) -> tuple[dict[str, torch.Size], list[int]]:
+    with blank():
+        return shapes_and_heads(timm.create_model(name, num_classes=0))
 
 
 def shapes_and_heads(model: torch.nn.Module) -> tuple[dict[str, torch.Size], list[int]]:
@@ -430,27 +451,33 @@ def shapes_and_heads(model: torch.nn.Module) -> tuple[dict[str, torch.Size], lis
     return {k: v.shape for k, v in model.state_dict().items()}, heads
 
 
-@pytest.mark.parametrize("name", [name for name in LABELLED if name.startswith("drloc_")])
-def test_drloc_differs_from_its_twin_in_the_method_alone(name: str):
+def test_drloc_differs_from_its_twin_in_the_method_alone():
+    check_all(is_its_twin_but_for_the_method, [name for name in labelled("drloc") if name.startswith("drloc_")])
+
+
+def is_its_twin_but_for_the_method(name: str) -> None:
     said = re.fullmatch(NAME, name)
     assert said
     twin = name.replace("drloc_", "supervised_")
     twin = twin if twin in NAMES else twin.removesuffix(said["variant"] or "")
-    here, there = (recipe.identity(recipe.load(n)) for n in (name, twin))
+    here, there = (recipe.identity(load(n)) for n in (name, twin))
     differ = {k for k in here.keys() | there.keys() if here.get(k) != there.get(k)}
-    shared = {f"method.{key}" for key in recipe.load(twin).method.args}
+    shared = {f"method.{key}" for key in load(twin).method.args}
     assert all(k.startswith("method.") for k in differ)
     assert not differ & shared
 
 
-@pytest.mark.parametrize(("paper", "table", "row"), ROWS, ids=lambda of: getattr(of, "recipe", str(of)))
-def test_a_recipe_says_what_a_table_prints_of_it(paper: str, table: int, row: Row):
+def test_a_recipe_says_what_a_table_prints_of_it():
+    check_all(says_what_is_printed, ROWS)
+
+
+def says_what_is_printed(paper: str, table: int, row: Row) -> None:
     """Its numbers beside that table's, and the paper's name unless the method is its own."""
     published = published_words(bundled.recipe(row.recipe).published)
     said = {float(number) for number in re.findall(r"\d+\.\d+|\d+", published)}
     assert not [number for number in row.printed.split() if float(number) not in said], published
     assert re.search(rf"\btables? [\d, and]*\b{table}\b", published), published
-    own = recipe.load(row.recipe).method.name == paper
+    own = load(row.recipe).method.name == paper
     assert own or paper in published.lower(), published
 
 
@@ -459,11 +486,11 @@ def test_backbones_have_the_sizes_that_tables_print():
     printed: dict[str, set[int]] = {}
     for _, _, row in ROWS:
         if row.params:
-            b = recipe.load(row.recipe).backbone
+            b = load(row.recipe).backbone
             printed.setdefault(json.dumps([b.name, b.norm, b.stem, b.options]), set()).add(row.params)
     for key, sizes in printed.items():
         name, norm, stem, options = json.loads(key)
-        with torch.device("meta"):
+        with blank():
             backbone = Backbone(name, norm=norm, stem=stem, options=options)
         millions = sum(p.numel() for p in backbone.parameters()) / 1e6
         assert [millions] * len(sizes) == pytest.approx(sorted(sizes), abs=1, rel=0.01), key
@@ -473,15 +500,15 @@ def test_backbones_take_the_images_of_their_recipes():
     """As every start checks first, without memory for weights."""
     last_of = {bundled.recipe(n).keys.get("backbone", {}).get("name"): n for n in NAMES}
     for name in last_of.values():
-        check_method(recipe.load(name))
+        check_method(load(name))
 
 
 @pytest.mark.parametrize("drawn", TABLE_6)
 @pytest.mark.parametrize("method", ["dino", "esvit"])
 def test_backbones_of_esvit_are_those_of_its_table_6(method: str, drawn: str):
     name = next(n for n in NAMES if re.fullmatch(rf"{method}_{drawn}_in1k_ep300(_bs1024)?", n))
-    with torch.device("meta"):
-        model = Backbone(recipe.load(name).backbone.name).model
+    with blank():
+        model = Backbone(load(name).backbone.name).model
     blocks = [attention(m) for m in model.modules() if type(m).__name__.endswith("Attention")]
     assert [(*block, len([*same])) for block, same in itertools.groupby(blocks)] == TABLE_6[drawn]
 
@@ -497,12 +524,15 @@ def attention(layer: Any) -> tuple[int, int | None]:
 @pytest.mark.parametrize("method", ["dino", "esvit"])
 def test_runs_of_esvit_on_other_data_are_as_long_as_in_its_table_13(method: str, data: str):
     name = next(n for n in NAMES if re.fullmatch(rf"{method}_swint_{data}_ep\d+(_bs1024)?", n))
-    optim = recipe.load(name).optim
+    optim = load(name).optim
     assert (optim.epochs, optim.lr.warmup) == TABLE_13[data]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_said_of_a_recipe_is_a_sentence_and_known_keys(name: str):
+def test_what_is_said_of_a_recipe_is_a_sentence_and_known_keys():
+    check_all(is_a_sentence_and_known_keys, NAMES)
+
+
+def is_a_sentence_and_known_keys(name: str) -> None:
     """`eagleray list recipes` shows the sentence; a key with a spelling mistake would be lost silently."""
     said = bundled.recipe(name)
     assert re.fullmatch(r"(iBOT|[A-Z]).+\.", said.about), said.about
