@@ -19,7 +19,7 @@ from chaos.site import READERS, Site, outage, uninterrupted
 from helpers.s3.proxy import Faults, Proxy
 
 HOURS = float(os.environ.get("HOURS") or 1 / 30)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200 * HOURS + 900)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(7200 * HOURS + 900)]
 KEYS = ["optim.epochs=1000000", "checkpoint.steps=25", "log_steps=50", "monitor.every=500"]
 WARM = 15.0  # seconds after its first step in which a process allocates and opens what it needs
 MORE = {"megabytes": 150, "descriptors": 24, "threads": 12}  # a process may have after that, at most

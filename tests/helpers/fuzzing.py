@@ -1,4 +1,4 @@
-"""Draw inputs with hypothesis until a check fails: few in the fast suite, many in the slow, new ones by `make fuzz`."""
+"""Draw inputs with hypothesis until a check fails: few in the fast suite, many new ones by `make fuzz`."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ MEMORY = 2**20  # KiB that a process may take more than before, however many inp
 
 def counts(few: int) -> list[Any]:
     """The values of a test's parameter `count`: few inputs, and None, which stands for many."""
-    return [few, pytest.param(None, marks=pytest.mark.slow, id="fuzz")]
+    return [few, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.campaign], id="fuzz")]
 
 
 def generators(count: int | None) -> strategies.SearchStrategy[Random]:

@@ -1,5 +1,5 @@
 """A short run whose k-th call to its disk or store fails, or at which the power fails: for every k by `make faults`,
-for every tenth by `make test-all`.
+for one of each kind by `make test`.
 
 The run ends as if nothing had been, or with one line; the same command then ends it with equal bits and no step lost.
 """
@@ -159,6 +159,7 @@ def test_a_store_that_fails_for_a_request(short: Short, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
 def test_a_disk_that_fails_at_any_call(short: Short, tmp_path: Path):
     calls = full_disk(short, tmp_path / "none", 10**9, errno.ENOSPC)
@@ -168,6 +169,7 @@ def test_a_disk_that_fails_at_any_call(short: Short, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
 def test_power_that_fails_at_any_call(short: Short, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     calls = power_loss(short, tmp_path / "none", 10**9, caplog)
@@ -177,6 +179,7 @@ def test_power_that_fails_at_any_call(short: Short, tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
 def test_a_store_that_fails_at_any_request(short: Short, tmp_path: Path):
     calls = outage(short, tmp_path / "none", 10**9, None)
