@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.commands import refused
 from helpers.processes import below
 from helpers.runs import arguments, assert_same, start, wait_for_start, wait_for_step, weights
 
@@ -63,13 +64,12 @@ def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path
     assert_same(weights(killed), weights(whole))
 
 
-def test_what_the_user_must_know_comes_back(small: Path, shards: Path, tmp_path: Path):
+def test_what_the_user_must_know_comes_back(
+    small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     from eagleray.datasets.shards import Sample, write_shards
 
     write_shards((Sample(f"{i}", "jpg", b"no image", 0) for i in range(40)), str(tmp_path / "bad"))
     data = f"data.train=[{shards / 'train'}, {tmp_path / 'bad'}]"
-    process = start([str(small), data, f"out={tmp_path / 'out'}", "workers=1"])
-    text = process.communicate(timeout=200)[0]
-    assert process.returncode == 2, text
-    assert text.splitlines()[-1].startswith("error: ")
-    assert "more than data.bad_limit=0.01 allows" in text.splitlines()[-1]
+    line = refused(capsys, "pretrain", str(small), data, f"out={tmp_path / 'out'}", "workers=1")
+    assert "more than data.bad_limit=0.01 allows" in line
