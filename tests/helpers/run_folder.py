@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from eagleray import config
+from eagleray.reports import page, plots
 from eagleray.runs import recipe
+from eagleray.runs.plots import Panel
 from eagleray.sweeps import sweep
 
 SUMMARY = {"knn/top1": 32.82, "knn/top1_untrained": 27.94, "linear/top1": 38.77000045776367, "linear/lr": 0.1}
@@ -54,3 +58,12 @@ def sweep_of(folder: Path) -> None:
     lines(folder / "trials.jsonl", rows)
     reports = [{"id": r["id"], "step": 8, "percent": 100.0, "value": r["metric"], "time": 1.0} for r in rows]
     lines(folder / "reports.jsonl", reports)
+
+
+def describe_curves(patch: pytest.MonkeyPatch) -> None:
+    """Have curves described, but not drawn, which is most of what a page takes time for."""
+
+    def described(panel: Panel, found: Any, caption: str, folder: Path, *, findings: Any = (), x: str = "step") -> Any:
+        return page.Picture("data:image/png;base64,", plots.in_words(panel, found, x), caption)
+
+    patch.setattr(plots, "draw_panel", described)

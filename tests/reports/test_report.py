@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.run_folder import SUMMARY, lines, records, sweep_of, write_run
+from helpers.bucket import CountingBucket
+from helpers.run_folder import SUMMARY, describe_curves, lines, records, sweep_of, write_run
 from helpers.s3.server import store_of
 from PIL import Image
 from typer.testing import CliRunner
@@ -22,7 +23,6 @@ from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.reports import page, plots, sections, write
 from eagleray.reports.read import names, read
-from eagleray.runs.plots import Panel
 from eagleray.storage import store
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -97,15 +97,11 @@ def drawn() -> None:
 
 @pytest.fixture(autouse=True)
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves take most of the time, so they are described, but not drawn where nobody looks at them."""
-
-    def described(panel: Panel, found: Any, caption: str, folder: Path, *, findings: Any = (), x: str = "step") -> Any:
-        return page.Picture("data:image/png;base64,", plots.in_words(panel, found, x), caption)
-
+    """Curves are drawn only where somebody looks at them."""
     if "drawn" in request.fixturenames:
         monkeypatch.setattr(plots, "DPI", 40)
     else:
-        monkeypatch.setattr(plots, "draw_panel", described)
+        describe_curves(monkeypatch)
 
 
 def reported(*given: Path, out: Path | None = None) -> Read:
@@ -296,7 +292,7 @@ def test_a_long_run_with_many_pictures_stays_small(make: Make, drawn: None):
     (folder / "pictures").mkdir()
     for i in range(8):
         noise = rng.integers(0, 255, (600, 900, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(folder / "pictures" / f"{i}.png")
+        Image.fromarray(noise).save(folder / "pictures" / f"{i}.png", compress_level=0)
     (folder / "pictures" / "torn.png").write_bytes(b"\x89PNG no")
     (folder / "pictures" / "half.png").write_bytes((folder / "pictures" / "0.png").read_bytes()[:33])  # its first part
     found = reported(folder)
@@ -432,8 +428,13 @@ def test_a_sweep_has_its_page_when_its_pictures_fail(tmp_path: Path, monkeypatch
     assert "The pictures could not be drawn: unhashable type" in (folder / "report.html").read_text()
 
 
-def test_the_trials_of_a_sweep_are_named_as_a_shell_expands_them(tmp_path: Path, url: str, make: Make):
+def test_the_trials_of_a_sweep_are_named_as_a_shell_expands_them(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path / "bucket"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sweep_of(folder := tmp_path / "sweep")
+    url = "s3://runs/kept"
     for path in folder.iterdir():
         store.put_bytes(f"{url}/{path.name}", path.read_bytes())
     there = "s3://runs/kept/trials/{000..002}"

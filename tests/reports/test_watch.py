@@ -17,7 +17,7 @@ import pytest
 from helpers.browser import browsing
 from helpers.commands import refused
 from helpers.processes import wait_for
-from helpers.run_folder import SUMMARY, lines, records, sweep_of, write_run
+from helpers.run_folder import SUMMARY, describe_curves, lines, records, sweep_of, write_run
 
 import eagleray
 from eagleray.reports import watch
@@ -37,6 +37,11 @@ def get(watch: Watch, path: str = "", **headers: str) -> tuple[int, str, str | N
 def steps(page: str) -> str:
     [found] = re.findall(r'<dt>steps</dt><dd><span class="number"><data value="(\d+)"', page)
     return str(found)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe_curves(monkeypatch)  # the page of the command, in a process of its own, has its pictures
 
 
 @pytest.fixture
