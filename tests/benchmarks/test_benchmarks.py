@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,64 +12,58 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from helpers.benchmarks import ABSENT, BENCHMARKS, LACKS, ROOT, Bare
 from helpers.recipes import METHODS
 from PIL import Image
 
 from eagleray.datasets.shards import Sample, encode, write_shards
 
-ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-ABSENT = ("ray", "mlflow", "boto3", "webdataset", "typer", "rich")
-# A machine with a copy of the repository and little else: some packages cannot be imported, and ours is not installed.
-BARE = f"""
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {ABSENT}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Absent())
-sys.path[:] = [p for p in sys.path if not p.endswith("/platform")]
-"""
 TINY = "backbone.options={img_size: 16, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 3}"
 RESUME = ("--images", "400", "--batch", "4", "--lanes", "4", "--rounds", "1")
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a process on a bare machine without a GPU."""
-    (tmp_path / "sitecustomize.py").write_text(BARE)
-    return os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
+    machine = Bare(tmp_path_factory.mktemp("bare"))
+    yield machine
+    machine.close()
 
 
-def run(environment: dict[str, str], *command: str | Path, rc: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+def run(where: Bare | dict[str, str], *command: str | Path, rc: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark on a bare machine, or here with an environment."""
+    if isinstance(where, Bare):
+        done = where.run(*command)
+    else:
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=where, capture_output=True, text=True)
     assert done.returncode == rc, done.stderr
     return done
 
 
-def result(environment: dict[str, str], script: str, *arguments: str | Path) -> dict[str, Any]:
-    out = json.loads(run(environment, BENCHMARKS / script, *arguments, "--json").stdout.splitlines()[-1])
+def result(where: Bare | dict[str, str], script: str, *arguments: str | Path) -> dict[str, Any]:
+    out = json.loads(run(where, BENCHMARKS / script, *arguments, "--json").stdout.splitlines()[-1])
     assert {"cpu", "cores", "gpu", "torch", "commit"} <= out["machine"].keys()
     return out
 
 
 @pytest.fixture
-def photographs(tmp_path: Path, environment: dict[str, str]) -> Path:
+def photographs(tmp_path: Path, bare: Bare) -> Path:
     """Shards of 48 images of 64 x 48 pixels."""
     folder = tmp_path / "photographs"
-    run(environment, BENCHMARKS / "synthetic.py", folder, "--images", "48", "--width", "64", "--height", "48")
+    run(bare, BENCHMARKS / "synthetic.py", folder, "--images", "48", "--width", "64", "--height", "48")
     return folder
 
 
-def test_the_bare_machine_is_bare(environment: dict[str, str]) -> None:
+def test_the_bare_machine_is_bare(bare: Bare) -> None:
     for name in (*ABSENT, "eagleray.config"):  # an editable install leaves an empty `eagleray` with its recipes
-        done = subprocess.run([sys.executable, "-c", f"import {name}"], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], env=bare.environment, capture_output=True, text=True
+        )
         assert f"No module named {name!r}" in done.stderr
 
 
 @pytest.mark.slow
-def test_loader(environment: dict[str, str], photographs: Path) -> None:
-    out = result(environment, "loader.py", "--data", photographs, "--images", "4", "--rounds", "1")
+def test_loader(bare: Bare, photographs: Path) -> None:
+    out = result(bare, "loader.py", "--data", photographs, "--images", "4", "--rounds", "1")
     parts = ("decode", "crop", "ours", "photometric_cpu", "official", "official_cpu_part")
     assert all(out[f"{part}_per_core"] > 0 and out[f"{part}_images_per_s"] > 0 for part in parts)
     assert out["photometric_images_per_s"] > 0
@@ -87,13 +82,11 @@ def test_loader(environment: dict[str, str], photographs: Path) -> None:
     ],
 )
 @pytest.mark.slow
-def test_step(
-    environment: dict[str, str], photographs: Path, recipe: str, views: str, small: list[str], real: bool
-) -> None:
+def test_step(bare: Bare, photographs: Path, recipe: str, views: str, small: list[str], real: bool) -> None:
     path = BENCHMARKS / "recipes" / f"{recipe}.yaml"
     source = [f"data.train={photographs}", "data.workers=2"] if real else ["--synthetic"]
     sizes = ["--steps", "3", "--warmup", "1", "--batch", "8"]
-    out = result(environment, "step.py", path, TINY, views, *small, *source, *sizes)
+    out = result(bare, "step.py", path, TINY, views, *small, *source, *sizes)
     parts = [out[f"{part}_ms"] for part in ("forward", "backward", "clip", "optimizer", "ema", "rest")]
     assert all(part > 0 for part in parts)
     assert sum(parts) == pytest.approx(out["step_ms"], rel=1e-2)
@@ -104,16 +97,16 @@ def test_step(
     assert (out["input"], out["batch"], out["steps"], out["device"]) == ("data" if real else "synthetic", 8, 3, "cpu")
 
 
-def test_step_names_the_wrong_key(environment: dict[str, str]) -> None:
+def test_step_names_the_wrong_key(bare: Bare) -> None:
     path = BENCHMARKS / "recipes" / "mocov3_vits16.yaml"
-    done = run(environment, BENCHMARKS / "step.py", path, "optim.epoch=1", "--synthetic", rc=2)
+    done = run(bare, BENCHMARKS / "step.py", path, "optim.epoch=1", "--synthetic", rc=2)
     assert done.stderr.startswith("error: ")
     assert "did you mean 'epochs'" in done.stderr
 
 
 @pytest.mark.slow
-def test_backbones(environment: dict[str, str]) -> None:
-    out = result(environment, "backbones.py", "deit_s", "pvt_s", "--batch", "1", "--rounds", "1")
+def test_backbones(bare: Bare) -> None:
+    out = result(bare, "backbones.py", "deit_s", "pvt_s", "--batch", "1", "--rounds", "1")
     assert out["deit_s"]["gmacs"] == pytest.approx(4.6, abs=0.01)
     assert out["pvt_s"]["params_m"] == pytest.approx(23.97)
     assert out["pvt_s"]["images_per_s"] > 0
@@ -121,38 +114,38 @@ def test_backbones(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_drloc_cost(environment: dict[str, str]) -> None:
+def test_drloc_cost(bare: Bare) -> None:
     small = ("--backbone", "toy", "--size", "16", "--batch", "4", "--rounds", "2")
-    out = result(environment, "drloc_cost.py", *small)
+    out = result(bare, "drloc_cost.py", *small)
     assert all(out[f"{what}_{of}"] > 0 for what in ("seconds", "memory") for of in ("supervised", "drloc"))
     assert out["memory_ratio"] == pytest.approx(out["memory_drloc"] / out["memory_supervised"], rel=1e-2)
     assert min(out["cpu_ratio"], out["seconds_ratio"]) > 1
 
 
 @pytest.mark.slow
-def test_resume(environment: dict[str, str]) -> None:
-    out = result(environment, "resume.py", *RESUME, "--workers", "2")
+def test_resume(bare: Bare) -> None:
+    out = result(bare, "resume.py", *RESUME, "--workers", "2")
     assert all(out[f"first_batch_s_{place}"] > 0 for place in (0, 50, 99))
     assert out["ratio_99_over_0"] == pytest.approx(out["first_batch_s_99"] / out["first_batch_s_0"], rel=1e-2)
     assert out["steps_per_epoch"] == 100
 
 
-def test_without_json_there_is_a_table(environment: dict[str, str]) -> None:
-    done = run(environment, BENCHMARKS / "resume.py", *RESUME)
+def test_without_json_there_is_a_table(bare: Bare) -> None:
+    done = run(bare, BENCHMARKS / "resume.py", *RESUME)
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert names[:4] == ["first_batch_s_0", "first_batch_s_50", "first_batch_s_99", "ratio_99_over_0"]
     assert names[-1] == "machine"
 
 
 @pytest.mark.slow
-def test_photometric(environment: dict[str, str]) -> None:
-    out = result(environment, "photometric.py", "--images", "2", "--rounds", "1")
+def test_photometric(bare: Bare) -> None:
+    out = result(bare, "photometric.py", "--images", "2", "--rounds", "1")
     names = ("plain", "flip", "jitter", "gray", "blur", "solarize", "first", "second", "small")
     assert all(out[f"{name}_images_per_s"] > 0 for name in names)
 
 
-def test_decode(environment: dict[str, str]) -> None:
-    out = result(environment, "decode.py", "--megapixels", "0.1", "1", "--images", "1", "--rounds", "1")
+def test_decode(bare: Bare) -> None:
+    out = result(bare, "decode.py", "--megapixels", "0.1", "1", "--images", "1", "--rounds", "1")
     assert set(out["speedup"]) == {"0.1 MP dino", "0.1 MP mocov3", "1 MP dino", "1 MP mocov3"}
     assert out["difference"]["0.1 MP dino"] == {"mean": 0, "largest": 0}  # nothing to reduce
     assert 0 < out["difference"]["1 MP dino"]["mean"] < 10
@@ -162,18 +155,18 @@ def test_gpu_script_is_bash() -> None:
     subprocess.run(["bash", "-n", BENCHMARKS / "gpu.sh"], check=True)
 
 
-def test_gpu_script_names_what_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
+def test_gpu_script_names_what_is_missing(bare: Bare, tmp_path: Path) -> None:
     """The bare machine of these tests lacks one package more."""
-    (tmp_path / "sitecustomize.py").write_text(BARE.replace("('ray'", "('platformdirs', 'ray'"))
-    given = environment | {"OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
+    (tmp_path / "sitecustomize.py").write_text(LACKS.replace("('ray'", "('platformdirs', 'ray'"))
+    given = bare.environment | {"PYTHONPATH": str(tmp_path), "OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
     done = subprocess.run(["bash", BENCHMARKS / "gpu.sh", "--cpu"], env=given, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.endswith("pytest; missing: platformdirs\n")
 
 
 @pytest.mark.slow
-def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> None:
-    given = environment | {"OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
+def test_gpu_script_on_a_cpu(bare: Bare, tmp_path: Path) -> None:
+    given = bare.environment | {"OUT": str(tmp_path / "results"), "PYTHON": sys.executable}
     done = subprocess.run(["bash", BENCHMARKS / "gpu.sh", "--cpu"], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results" / "gpu.jsonl").read_text().splitlines()]
@@ -192,11 +185,11 @@ def test_gpu_script_on_a_cpu(environment: dict[str, str], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_case_that_fails_leaves_the_others(environment: dict[str, str]) -> None:
+def test_a_case_that_fails_leaves_the_others(bare: Bare) -> None:
     path = BENCHMARKS / "recipes" / "mocov3_vits16.yaml"
     small = [TINY, "views=[{size: 16, count: 2}]", "method.hidden=16", "--synthetic", "--steps", "1", "--warmup", "1"]
     cases = ["--case", "wrong method.hidden=0", "--case", "right optim.batch=4 data.lanes=4"]
-    done = run(environment, BENCHMARKS / "step.py", path, *small, *cases, "--json")
+    done = run(bare, BENCHMARKS / "step.py", path, *small, *cases, "--json")
     wrong, right = map(json.loads, done.stdout.splitlines())
     assert wrong["case"] == "wrong"
     assert "method.hidden" in wrong["error"]
@@ -205,29 +198,29 @@ def test_a_case_that_fails_leaves_the_others(environment: dict[str, str]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_methods(environment: dict[str, str], ranks: str) -> None:
-    out = result(environment, "methods.py", "--methods", "mocov3", "--ranks", ranks)
+def test_methods(bare: Bare, ranks: str) -> None:
+    out = result(bare, "methods.py", "--methods", "mocov3", "--ranks", ranks)
     assert out["methods"]["mocov3"]["status"] == "ok"
     assert 0 <= out["methods"]["mocov3"]["knn"] <= 100
 
 
 @pytest.mark.slow
-def test_methods_names_the_error_of_each(environment: dict[str, str]) -> None:
-    done = run(environment, BENCHMARKS / "methods.py", "--methods", "mocov3", "--json", "optim.batch=5", rc=1)
+def test_methods_names_the_error_of_each(bare: Bare) -> None:
+    done = run(bare, BENCHMARKS / "methods.py", "--methods", "mocov3", "--json", "optim.batch=5", rc=1)
     assert "optim.batch" in json.loads(done.stdout.splitlines()[-1])["methods"]["mocov3"]["status"]
 
 
 @pytest.mark.slow
-def test_big_index(environment: dict[str, str]) -> None:
-    out = result(environment, "big_index.py", "--images", "8192", "--shards", "4", "--lanes", "8", "--batch", "64")
+def test_big_index(bare: Bare) -> None:
+    out = result(bare, "big_index.py", "--images", "8192", "--shards", "4", "--lanes", "8", "--batch", "64")
     assert all(out[name] > 0 for name in ("open_s", "open_rss_mib", "resume_s", "reader_rss_mib", "index_mib"))
     assert out["select_s"] > 0
 
 
 @pytest.mark.slow
-def test_evaluate_scale(environment: dict[str, str], photographs: Path) -> None:
+def test_evaluate_scale(bare: Bare, photographs: Path) -> None:
     sizes = ["--images", "900", "--queries", "300", "--dim", "16", "--classes", "5", "--ranks", "1", "2"]
-    out = result(environment, "evaluate_scale.py", *sizes, "--photographs", "8", "--rounds", "1", "--data", photographs)
+    out = result(bare, "evaluate_scale.py", *sizes, "--photographs", "8", "--rounds", "1", "--data", photographs)
     assert out["overhead_mb"].keys() == out["law_mb"].keys() == {"1", "2"}
     assert out["same_top1"] is True
     assert out["rate_of_loader"] > 0
@@ -245,9 +238,9 @@ def test_embed(photographs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
+def test_loader_memory(bare: Bare, tmp_path: Path) -> None:
     figure = tmp_path / "memory.png"
-    out = result(environment, "loader_memory.py", "--images", "64", "--batch", "8", "--figure", figure)
+    out = result(bare, "loader_memory.py", "--images", "64", "--batch", "8", "--figure", figure)
     assert 0 < out["peak_pss_mib"] < out["peak_rss_mib"] < out["bound_mib"]
     assert figure.exists()
 
@@ -258,9 +251,9 @@ def test_loader_memory(environment: dict[str, str], tmp_path: Path) -> None:
     [(["streaming.py"], "mosaicml-streaming==0.13.0"), (["decode.py", "--dali"], "nvidia-dali-cuda120==2.4.0")],
 )
 def test_a_rival_that_cannot_be_installed_is_one_line(
-    command: list[str], rival: str, environment: dict[str, str], tmp_path: Path
+    command: list[str], rival: str, bare: Bare, tmp_path: Path
 ) -> None:
-    alone = environment | {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
+    alone = bare.environment | {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
     done = run(alone, BENCHMARKS / command[0], *command[1:], rc=2)
     installing, error = done.stderr.strip().splitlines()
     assert installing.startswith(f"installing {rival}")
@@ -268,9 +261,9 @@ def test_a_rival_that_cannot_be_installed_is_one_line(
 
 
 @pytest.mark.slow
-def test_checkpoint_stall(environment: dict[str, str], tmp_path: Path) -> None:
+def test_checkpoint_stall(bare: Bare, tmp_path: Path) -> None:
     small = ("--batch", "4", "--saves", "1", "--every", "0.1", "--place", tmp_path / "checkpoints")
-    out = result(environment, "checkpoint_stall.py", TINY, "method.hidden=16", "method.dim=8", *small)
+    out = result(bare, "checkpoint_stall.py", TINY, "method.hidden=16", "method.dim=8", *small)
     assert all(out[name] > 0 for name in ("blocked_ms", "step_ms", "step_saving_ms", "save_s", "mib", "stall"))
     assert list((tmp_path / "checkpoints").glob("step-*.json"))
 
@@ -290,17 +283,17 @@ def test_survive(shards: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plan(environment: dict[str, str]) -> None:
+def test_plan(bare: Bare) -> None:
     small = ("method.hidden=16", "views=[{size: 16, count: 2}]", TINY)
-    out = result(environment, "plan.py", "--only", "vit_xs", "--keys", *small)
+    out = result(bare, "plan.py", "--only", "vit_xs", "--keys", *small)
     for row in (out["vit_xs"], out["vit_xs_checkpointing"], out["vit_xs_micro_batch"]):
         assert abs(row["memory_error"]) < 0.1
         assert row["seconds_predicted"] > 0
     assert out["worst_memory"] < 0.1
 
 
-def test_dispatch_counts_a_step_that_never_waits(environment: dict[str, str]) -> None:
-    lines = run(environment, BENCHMARKS / "dispatch.py", "--methods", "mocov3", "--json").stdout.splitlines()
+def test_dispatch_counts_a_step_that_never_waits(bare: Bare) -> None:
+    lines = run(bare, BENCHMARKS / "dispatch.py", "--methods", "mocov3", "--json").stdout.splitlines()
     [(name, counted)] = json.loads(lines[-1])["methods"].items()
     assert (name, counted["waits"]) == ("mocov3", 0)
     assert 1000 < counted["operations"] < 2280  # 3,257 before views shared a forward
@@ -312,7 +305,7 @@ def test_dispatch_leaves_no_method_out() -> None:
 
 
 @pytest.mark.slow
-def test_peers_measures_ours_beside_an_installed_rival(environment: dict[str, str], tmp_path: Path) -> None:
+def test_peers_measures_ours_beside_an_installed_rival(bare: Bare, tmp_path: Path) -> None:
     """A script takes the place of the rival: it answers every request with a second."""
     same = "-".join(f"{name}-{version(name).partition('+')[0]}" for name in ("torch", "torchvision", "timm"))
     folder = tmp_path / "eagleray" / "peers" / f"lightly-train-0.18.0-{same}"
@@ -322,7 +315,7 @@ def test_peers_measures_ours_beside_an_installed_rival(environment: dict[str, st
     python.write_text("""#!/bin/sh\nwhile read line; do echo '{"wall": 1, "cpu": 1}'; done\n""")
     python.chmod(0o755)
     sizes = ("--images", "8", "--batch", "4", "--rounds", "1", "--only", "input_two_view", "input_multi_crop")
-    out = result(environment | {"XDG_CACHE_HOME": str(tmp_path)}, "peers.py", *sizes)
+    out = result(bare.environment | {"XDG_CACHE_HOME": str(tmp_path)}, "peers.py", *sizes)
     for key in ("input_two_view", "input_multi_crop"):
         assert out[key] == pytest.approx(out[f"{key}_per_s"] / 4, rel=1e-2)
         assert out[f"{key}_theirs_per_s"] == 4
@@ -330,9 +323,9 @@ def test_peers_measures_ours_beside_an_installed_rival(environment: dict[str, st
 
 
 @pytest.mark.slow
-def test_peers_says_in_a_line_that_its_rival_cannot_be_had(environment: dict[str, str], tmp_path: Path) -> None:
+def test_peers_says_in_a_line_that_its_rival_cannot_be_had(bare: Bare, tmp_path: Path) -> None:
     offline = {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": ""}
-    done = run(environment | offline, BENCHMARKS / "peers.py", rc=2)
+    done = run(bare.environment | offline, BENCHMARKS / "peers.py", rc=2)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: lightly-train==0.18.0 cannot be installed: ERROR: No matching")
 
