@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from helpers import ray_auth
+from helpers import forked, ray_auth
 from helpers.recipes import SMALL
 from helpers.table import Table
 from hypothesis.internal.conjecture import providers
@@ -95,7 +95,7 @@ def quick_runs() -> Iterator[None]:
         yield
 
 
-NEW_PROCESS = {"exports", "methods", "models"}  # folders of tests whose exports are checked as those of users are
+NEW_PROCESS = {"exports", "methods", "models"}  # folders of tests whose exports are checked in another process
 
 
 def check_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -117,20 +117,20 @@ def check_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def exports_are_checked_here(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Runs of this process check their exports in it; commands, and tests in NEW_PROCESS, in a new one. Yields what
-    starts that one."""
+    """Runs of this process check their exports in it; those of NEW_PROCESS do it in a copy of one that has imported
+    what that needs, as commands do. Yields what starts the one of users."""
     from eagleray.engine import export
 
     theirs = export.run_check
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.relative_to(Path(__file__).parent).parts[0] not in NEW_PROCESS:
-            patch.setattr(export, "run_check", check_here)
+        there = request.path.relative_to(Path(__file__).parent).parts[0] in NEW_PROCESS
+        patch.setattr(export, "run_check", forked.check_export if there else check_here)
         yield theirs
 
 
 @pytest.fixture
 def new_process(exports_are_checked_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports are checked in a new process all the same."""
+    """Exports are checked as those of users are, in a process that starts cold."""
     from eagleray.engine import export
 
     monkeypatch.setattr(export, "run_check", exports_are_checked_here)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from helpers import forked
 
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
@@ -34,11 +35,14 @@ def split(args: list[str]) -> tuple[str, list[str]]:
     return args[0], args[1:]
 
 
-def start(args: list[str], *, group: int | None = None, **environment: str) -> subprocess.Popen[str]:
-    """`eagleray pretrain`, in the process group of the tests, or with `group=0` in its own."""
+def start(
+    args: list[str], *, group: int | None = None, cold: bool = False, **environment: str
+) -> subprocess.Popen[str]:
+    """`eagleray pretrain`, in the process group of the tests, or with `group=0` in its own. `cold`: as users start it,
+    not as a copy of a process that has imported everything."""
     command = [sys.executable, "-m", "eagleray.cli", "pretrain", *args]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(
+    return (subprocess.Popen if cold else forked.Popen)(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, process_group=group
     )
 
