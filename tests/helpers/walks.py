@@ -1,4 +1,4 @@
-"""One test that looks at many things and names all that are wrong: one for each would take longer to begin than to run."""
+"""One test that looks at many things and names all that are wrong: one for each takes longer to begin than to run."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
