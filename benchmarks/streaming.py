@@ -40,6 +40,8 @@ from eagleray.storage import store
 SHARDS = 8
 BUCKET = "s3://photographs"
 RIVAL = "mosaicml-streaming==0.13.0"
+# What `rivals.py` imports there, but numpy, of which the rival wants an older one than ours.
+BESIDE = ("torch", "torchvision", "pillow", "pydantic", "pyyaml", "platformdirs")
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lanes", type=int, default=8)
     args = parser.parse_args()
-    rival = str(common.environment(RIVAL, "pydantic", "pyyaml"))  # it wants an older numpy than ours
+    rival = str(common.environment(RIVAL, BESIDE))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         stack.enter_context(server(folder / "s3"))
