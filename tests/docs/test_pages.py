@@ -13,6 +13,7 @@ from helpers.page_share import FOUND as TYPED
 from helpers.page_share import RUN, runs
 from helpers.pages import PAGES, ROOT, Command, anchors, links, name
 from helpers.recipes import METHODS
+from helpers.walks import check_all
 from PIL import Image
 
 from eagleray.api.job_commands import COMMANDS
@@ -25,28 +26,34 @@ FOUND = list(pages.commands())
 RECIPES = ("pretrain", "show", "plan", "submit")  # whose first word is a recipe and whose others are its keys
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_link_leads_to_a_file_and_a_heading(page: Path):
-    for target in links(page):
+def test_every_link_leads_to_a_file_and_a_heading():
+    def check(page: Path, target: str) -> None:
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.exists(), target
-        assert file.is_relative_to(ROOT), target
-        if anchor:
-            assert anchor in anchors(file), target
+        assert file.exists()
+        assert file.is_relative_to(ROOT)
+        assert not anchor or anchor in anchors(file)
+
+    check_all(check, ((page, target) for page in PAGES for target in links(page)), lambda of: f"{name(of[0])}: {of[1]}")
 
 
-@pytest.mark.parametrize("command", FOUND, ids=lambda c: f"{c.page}: {c.text[:60]}")
-def test_every_command_parses(command: Command):
-    words = command.words()
-    kind: Any = GROUP
-    while hasattr(kind, "commands") and words:
-        assert words[0] in kind.commands or words[0].startswith("-"), command.text
-        if words[0].startswith("-"):  # an option of eagleray itself
-            return
-        kind = kind.commands[words.pop(0)]
-    if command.whole or words:
-        parse(kind, words, partial=not command.whole)
+def test_every_command_parses():
+    def check(command: Command) -> None:
+        words = command.words()
+        kind: Any = GROUP
+        while hasattr(kind, "commands") and words:
+            assert words[0] in kind.commands or words[0].startswith("-")
+            if words[0].startswith("-"):  # an option of eagleray itself
+                return
+            kind = kind.commands[words.pop(0)]
+        if command.whole or words:
+            parse(kind, words, partial=not command.whole)
+
+    check_all(check, FOUND, called)
+
+
+def called(command: Command) -> str:
+    return f"{command.page}: {command.text}"
 
 
 def parse(kind: Any, words: list[str], *, partial: bool) -> None:
@@ -72,16 +79,18 @@ def own(words: Any) -> list[str]:
     return [word.strip() for word in text.split("\0") if word.strip()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_blocks_that_a_reader_types_have_no_language(page: Path):
+def test_blocks_that_a_reader_types_have_no_language():
     """What looks for commands reads the blocks without one."""
-    languages = {language for language, _ in pages.BLOCK.findall(page.read_text())}
-    assert not languages & {"bash", "sh", "shell", "console", "zsh"}
+
+    def check(page: Path) -> None:
+        languages = {language for language, _ in pages.BLOCK.findall(page.read_text())}
+        assert not languages & {"bash", "sh", "shell", "console", "zsh"}
+
+    check_all(check, PAGES, name)
 
 
-@pytest.mark.parametrize("command", TYPED, ids=lambda c: f"{c.page}: {c.text[:60]}")
-def test_every_command_that_a_reader_can_type_runs_in_a_test(command: Command):
-    assert runs(command)
+def test_every_command_that_a_reader_can_type_runs_in_a_test():
+    assert [called(command) for command in TYPED if not runs(command)] == []
 
 
 def test_pages_that_run_as_a_whole_and_their_tests_exist():

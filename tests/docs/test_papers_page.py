@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from braceexpand import braceexpand
+from helpers.walks import check_all
 
 from eagleray.config import bundled
 from eagleray.protocols.registry import PROTOCOLS
@@ -61,16 +61,21 @@ def test_the_counts_are_those_of_the_rows() -> None:
     assert f"{total[0]} rows" in TEXT
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_a_row_says_how_it_is_had_or_why_it_is_not(row: Row) -> None:
-    assert row.paper
-    assert row.state in ("W", "P", "N")
-    assert bool(row.here) == (row.state != "N")
-    assert row.limits or row.state == "W"
+def test_a_row_says_how_it_is_had_or_why_it_is_not() -> None:
+    def check(row: Row) -> None:
+        assert row.paper
+        assert row.state in ("W", "P", "N")
+        assert bool(row.here) == (row.state != "N")
+        assert row.limits or row.state == "W"
+
+    check_all(check, ROWS, lambda row: row.id)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_what_a_row_names_is_there(row: Row) -> None:
+def test_what_a_row_names_is_there() -> None:
+    check_all(check_names, ROWS, lambda row: row.id)
+
+
+def check_names(row: Row) -> None:
     """Recipes load with the keys behind them; sweeps, protocols with their options, and scripts exist."""
     for span in row.spans():
         name, *rest = span.split()

@@ -2,6 +2,7 @@
 promise."""
 
 import copy
+import functools
 import json
 import re
 import subprocess
@@ -78,21 +79,31 @@ def ray_up(config: dict[str, Any]) -> list[str]:
 
 def ec2(node: dict[str, Any]) -> list[str]:
     """What AWS' own model of RunInstances says of a machine."""
-    import botocore.session
     from botocore.validate import ParamValidator
 
-    model = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     own = {"SubnetIds"}  # Ray chooses one of them
     given = {k: v for k, v in node.items() if k not in own} | {"MinCount": 1, "MaxCount": 1}
-    return [line for line in ParamValidator().validate(given, model).generate_report().splitlines() if line]
+    return [line for line in ParamValidator().validate(given, run_instances()).generate_report().splitlines() if line]
+
+
+@functools.cache
+def run_instances() -> Any:
+    import botocore.session
+
+    return botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
 
 
 def compute(node: dict[str, Any]) -> list[str]:
     """What Google's own description of an instance says of a machine."""
+    return list(unlike(node, {"$ref": "Instance"}, compute_schemas(), "node_config"))
+
+
+@functools.cache
+def compute_schemas() -> dict[str, Any]:
     import googleapiclient.discovery_cache as cache
 
-    schemas = json.loads((Path(cache.DISCOVERY_DOC_DIR) / "compute.v1.json").read_text())["schemas"]
-    return list(unlike(node, {"$ref": "Instance"}, schemas, "node_config"))
+    schemas: dict[str, Any] = json.loads((Path(cache.DISCOVERY_DOC_DIR) / "compute.v1.json").read_text())["schemas"]
+    return schemas
 
 
 KINDS = {"string": str, "boolean": bool, "integer": int, "object": dict, "array": list}
