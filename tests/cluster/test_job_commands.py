@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from helpers import ray_auth
+from helpers import forked, ray_auth
 from helpers.fake_head import FakeHead
 from helpers.plugins import write_plugin
 
@@ -279,7 +279,7 @@ print("error: ours too", file=sys.stderr)
 def test_the_chatter_of_ray_goes_to_a_file(tmp_path: Path):
     log = tmp_path / "out" / "ray.log"
     command = [sys.executable, "-c", CHATTER, str(log)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = forked.run(command, capture_output=True, text=True, timeout=60)
     assert log.read_text() == "(raylet) a node has died\na child\n"
     assert done.stderr == "ours\nafter\nerror: ours too\n"
     assert done.stdout == "the log\n"

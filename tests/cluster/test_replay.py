@@ -1,11 +1,11 @@
 """A step of a run on several workers is taken again on as many, by Ray."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from helpers.runs import arguments, start
 
 
@@ -17,7 +17,7 @@ def test_a_run_on_two_workers_is_replayed_on_two(small_dino: Path, shards: Path,
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
     command = [sys.executable, "-m", "eagleray.cli", "replay", str(tmp_path / "run"), "--step", "5", "--keys"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = forked.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 5: equal to the bit\n" in done.stdout
     assert "from        the checkpoint of step 3, with 2 step(s)" in done.stdout

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from helpers import forked
 from helpers.s3.server import free_block
 
 from eagleray.cli import main
@@ -84,7 +85,7 @@ class Head:
     def start(self, *args: Any, **env: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "eagleray.cli", *map(str, args), "--address", self.address]
         path = str(Path(main.__file__).parents[2])
-        return subprocess.Popen(
+        return forked.Popen(
             command,
             env=self.env | {"PYTHONPATH": path} | env,
             stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from helpers import forked
 from helpers.recipes import SMALL, small_recipe
 
 from eagleray import config
@@ -43,15 +44,15 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def start(sweep: Path, shards: Path, out: Path | str, *more: str, **environment: str) -> subprocess.Popen[str]:
-    """`eagleray tune` in a session of its own."""
+    """`eagleray tune` in a process group of its own."""
     keys = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={out}", *more]
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-m", "eagleray.cli", "tune", str(sweep), *keys],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)} | environment,
-        start_new_session=True,
+        process_group=0,
     )
 
 

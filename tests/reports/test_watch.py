@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import forked
 from helpers.browser import browsing
 from helpers.commands import refused
 from helpers.processes import wait_for
@@ -164,7 +165,7 @@ def test_wrong_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_the_command_ends_at_ctrl_c(folder: Path):
     command = [sys.executable, "-m", "eagleray.cli", "watch", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()
         [url] = re.findall(r"^(http://127\.0\.0\.1:\d+/) shows", line)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import forked
 from helpers.mlflow_server import Server
 from helpers.mlflow_server import running as mlflow_running
 from helpers.ray_nodes import add, ray_cluster
@@ -132,7 +133,7 @@ def reproduced(best: dict[str, Any], folder: Path) -> None:
     recipe = folder / "best.yaml"
     recipe.write_bytes(store.store(OUT).get(f"{OUT}/best.yaml"))
     command = [sys.executable, "-m", "eagleray.cli", "pretrain", str(recipe), f"out={folder / 'again'}"]
-    subprocess.run(command, check=True)
+    forked.run(command, check=True)
     seen = [r["monitor/knn"] for r in read_lines(folder / "again" / "metrics.jsonl") if "monitor/knn" in r]
     assert seen[-1] == best["metric"]
 

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from helpers import forked
 from helpers.sweeps import through, trial_settings, wait_until
 
 from eagleray.base.errors import Outage
@@ -190,5 +190,5 @@ ray_tune.launch(None, None, most=None, stop=None, screen=None)
 sys.exit("no session")
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import forked
 from helpers.processes import below
 from helpers.recipes import small_recipe
 from helpers.runs import assert_same, weights
@@ -73,7 +73,7 @@ def test_a_sweep_killed_twice_ends_as_one(sweep: Path, shards: Path, tmp_path: P
     again_and_done(sweep, shards, out)
     best = json.loads(json.dumps(max((r for r in done if r["state"] == "finished"), key=lambda r: r["metric"])))
     registered(sweep, shards, out, best["id"])
-    subprocess.run(
+    forked.run(
         [sys.executable, "-m", "eagleray.cli", "pretrain", str(out / "best.yaml")],
         check=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": "platform"},
