@@ -106,13 +106,13 @@ def test_ray_waits_until_the_run_has_saved(group: Any, monkeypatch: pytest.Monke
     callback.after_worker_group_training_start(group)
     waiting = threading.Thread(target=callback.before_controller_execute_resize_decision, args=[None])
     waiting.start()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not resize.asked_to_save():
         assert time.monotonic() < end
         time.sleep(0.01)
     assert waiting.is_alive()
     resize.note_saved()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 

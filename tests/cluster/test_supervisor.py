@@ -118,7 +118,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def wait_for_end(process: int) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < end, "still there"

@@ -103,7 +103,7 @@ def test_a_machine_starts_ray_with_its_secrets(bench: dict[str, str], tmp_path: 
     assert head.startswith("with space http://10.0.0.5:5000 start --head --num-cpus=0 --num-gpus=0")
     assert "--dashboard-host=127.0.0.1" in head
     assert "start --address=10.0.0.5:6379" in worker
-    wait_until(lambda: (tmp_path / "mlflow").exists() and (tmp_path / "spot").exists(), 10)
+    wait_until(lambda: (tmp_path / "mlflow").exists() and (tmp_path / "spot").exists(), 60)
     assert (tmp_path / "mlflow").read_text() == "10.0.0.5\n"
     assert (tmp_path / "spot").read_text() == "10.0.0.5:6379\n"
 
@@ -126,7 +126,7 @@ def test_a_second_start_ends_what_the_first_left(bench: dict[str, str], tmp_path
         for password, count in ("old", 1), ("new", 2):
             (tmp_path / ".eagleray.env").write_text(f"MLFLOW_TRACKING_PASSWORD={password}\n")
             subprocess.run([DEPLOY / "node.sh", "head"], env=bench, check=True, timeout=60)
-            wait_until(lambda n=count: (tmp_path / "served").exists() and len(served()) == n, 10)
+            wait_until(lambda n=count: (tmp_path / "served").exists() and len(served()) == n, 60)
         (old, first), (new, second) = served()
         assert (old, new) == ("old", "new")
         assert not alive(first)
@@ -135,7 +135,7 @@ def test_a_second_start_ends_what_the_first_left(bench: dict[str, str], tmp_path
         assert number == second
         (tmp_path / "serve.sh.pid").write_text(f"{number} {int(began) + 1}\n")
         subprocess.run([DEPLOY / "node.sh", "head"], env=bench, check=True, timeout=60)
-        wait_until(lambda: len(served()) == 3, 10)
+        wait_until(lambda: len(served()) == 3, 60)
         assert alive(second)
     finally:
         for _, pid in served():
@@ -174,7 +174,7 @@ def test_ray_is_not_given_what_the_server_of_mlflow_alone_needs(bench: dict[str,
     assert "A=1" in (tmp_path / "ray").read_text()
     assert "a-secret" not in (tmp_path / "ray").read_text()
     if role == "head":
-        wait_until(lambda: (tmp_path / "serve").exists(), 10)
+        wait_until(lambda: (tmp_path / "serve").exists(), 60)
         assert (tmp_path / "serve").read_text().count("a-secret") == len(names)
 
 

@@ -2,6 +2,7 @@
 
 With EAGLERAY_TRACE=DIR, `Loader.batches` writes one JSON line per step that it hands over to `DIR/rank-<pid>.jsonl`,
 and with EAGLERAY_PACE=SECONDS it takes at least so long over one. With EAGLERAY_SAVE=SECONDS, so does a checkpoint.
+With EAGLERAY_HANGING=SECONDS, a process counts as dead after so long without a sign of life.
 With EAGLERAY_UNREADABLE=RANK, no image of an evaluation can be read on that rank.
 With EAGLERAY_SKEW=SECONDS, the clock of the machine is so much ahead.
 Nothing else changes: a `sitecustomize` of the site's own, which this one hides, is run as well.
@@ -89,7 +90,12 @@ def patch_features(module: ModuleType) -> None:
     module.embedded = unreadable(module.embedded)  # type: ignore[attr-defined]
 
 
+def patch_supervisor(module: ModuleType) -> None:
+    module.HANGING = float(os.environ.get("EAGLERAY_HANGING", module.HANGING))  # type: ignore[attr-defined]
+
+
 PATCHES = {
+    "eagleray.cluster.supervisor": patch_supervisor,
     "eagleray.data.loader": patch_loader,
     "eagleray.engine.checkpoint": patch_checkpoint,
     "eagleray.protocols.features": patch_features,
