@@ -301,7 +301,7 @@ def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) 
         print(config.dump(tree), end="")
     else:
         resolved = recipe.load(name, overrides or (), plugin or (), named=True)
-        print(config.dump(config.complete(resolved)), end="")
+        print(config.dump(resolved), end="")
 
 
 catalogue.register(app)

@@ -21,9 +21,9 @@ class Phase:
 
     until: Annotated[float, Field(gt=0, lt=1)]  # share of the epochs after which it ends; rounded to whole epochs
     # Pixels, one for each entry of `views`; none: those that the views state.
-    sizes: Annotated[tuple[PositiveInt, ...], Field(exclude_if=lambda sizes: not sizes)] = ()
+    sizes: tuple[PositiveInt, ...] = ()
     # Share of a view's patches, drawn anew in each step, that the blocks of a trained ViT see; momentum copies see all.
-    keep: Annotated[float, Field(gt=0, le=1, exclude_if=lambda share: share == 1)] = 1.0
+    keep: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def __post_init__(self) -> None:
         if not self.sizes and self.keep == 1:

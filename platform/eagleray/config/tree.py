@@ -5,13 +5,22 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
 from pydantic_core import ArgsKwargs
 
 from eagleray.base.errors import UserError, has_secrets
@@ -53,31 +62,14 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
 
 
 def to_plain(recipe: object) -> dict[str, Any]:
-    """Convert a resolved recipe into plain values with its defaults. Keys with `exclude_if` are left out at their
-    defaults, so that the digest of a recipe lasts when a key is added."""
+    """Convert a resolved recipe into plain values, with its defaults."""
     return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
 
 
-def complete(recipe: object) -> dict[str, Any]:
-    """Convert a resolved recipe into plain values with every key, also those that `to_plain` leaves out."""
-    return _completed(recipe, to_plain(recipe))
-
-
-def _completed(value: Any, plain: Any) -> Any:
-    if isinstance(value, Part):
-        args = TypeAdapter(dict[str, Any]).dump_python(value.args, mode="json")
-        return {"name": value.name, **{key: _completed(value.args[key], args[key]) for key in args}}
-    if isinstance(value, tuple) and isinstance(plain, list):
-        return [_completed(entry, written) for entry, written in zip(value, plain, strict=True)]
-    if not (is_dataclass(value) and isinstance(plain, dict)):
-        return plain
-    known = getattr(type(value), "__pydantic_fields__", {})
-    out = {}
-    for field in fields(value):
-        key = (known[field.name].alias if field.name in known else None) or field.name
-        own = getattr(value, field.name)
-        out[key] = _completed(own, plain[key] if key in plain else to_plain(own))
-    return out
+def chosen(recipe: object) -> dict[str, Any]:
+    """Convert a resolved recipe into the plain values that differ from the defaults. They stay the same when a key with
+    a default is added."""
+    return TypeAdapter(type(recipe)).dump_python(recipe, mode="json", exclude_defaults=True)
 
 
 def dump(recipe: object) -> str:
@@ -232,11 +224,12 @@ def part_of(package: str) -> Any:
             raise _PartError([f".{line}" for line in explain(e, model)]) from None
         return Part(package, name, {key: getattr(full, key) for key in model.model_fields})
 
-    def write(part: Part) -> dict[str, Any]:
-        # The model knows what `exclude_if` of a parameter leaves out; it would write a number 1 of a float as 1.0.
-        kept = _arguments(package, part.name).model_construct(**part.args).model_dump(warnings=False)
-        args = TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json")
-        return {"name": part.name, **{key: value for key, value in args.items() if key in kept}}
+    def write(part: Part, info: SerializationInfo) -> dict[str, Any]:
+        args = TypeAdapter(dict[str, Any]).dump_python(part.args, mode="json", exclude_defaults=info.exclude_defaults)
+        if info.exclude_defaults:
+            known = _arguments(package, part.name).model_fields
+            args = {key: value for key, value in args.items() if part.args[key] != known[key].default}
+        return {"name": part.name, **args}
 
     return Annotated[Part, BeforeValidator(checked), PlainSerializer(write)]
 

@@ -15,8 +15,7 @@ def _bytes(value: Any) -> Any:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Switch = Annotated[bool, Field(exclude_if=lambda on: not on)]  # that recipes leave out where it is off
-Layers = Annotated[int, Field(gt=0, exclude_if=lambda layers: layers == 2)]  # of a projector; 2 is the papers'
+Layers = Annotated[int, Field(gt=0)]  # of a projector; 2 is the papers'
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]
 Format = Literal["auto", "bf16", "fp16", "fp32"]  # of the numbers that a network computes with; auto: by the device

@@ -1,7 +1,7 @@
 """Describes a view of an image: its random crop and its photometric operations, in the order they are applied."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
@@ -46,11 +46,6 @@ def check_applied(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
     return names
 
 
-def new(default: Any) -> Any:
-    """Return the settings of a key that recipes leave out where it has its default, so that their digests last."""
-    return Field(exclude_if=lambda value: value == default)
-
-
 # What a view applies on the training device, in the default order; each name is the key with its probability.
 APPLIED = ("recrop", "jitter", "gray", "blur", "solarize", "sobel", "noise", "rotate", "cutout", "flip")
 # The keys that move pixels, or may, after the crop: its box no longer says where in the image they are.
@@ -81,17 +76,17 @@ class View:
     sigma: Range = (0.1, 2.0)  # pixels
     solarize: Share = 0.0  # inverts pixels of 128 and more, of 255
     erasing: Share = 0.0  # fills a box with noise
-    recrop: Annotated[Share, new(0)] = 0.0  # crops the crop again, with the same ranges, and resizes it bilinearly
-    sobel: Annotated[Share, new(0)] = 0.0  # shows the edges: the size of the luminance's gradient
-    noise: Annotated[Share, new(0)] = 0.0  # adds normal noise, of one deviation per view
-    noise_std: Annotated[Range, new(NOISE_STD)] = NOISE_STD  # range of the deviation, of pixels from 0 to 1
-    rotate: Annotated[Share, new(0)] = 0.0  # by 90, 180 or 270 degrees
-    cutout: Annotated[Share, new(0)] = 0.0  # fills a square with ImageNet's mean colour
-    cutout_area: Annotated[Area, new(CUTOUT)] = CUTOUT  # range of the square's area, as a share of the view's
-    apply: Annotated[Applied, new(None)] = None  # only these of APPLIED, in this order; None: all of them
-    same_crop: Annotated[bool, new(False)] = False  # the crop of the view before, which has the same ranges
+    recrop: Share = 0.0  # crops the crop again, with the same ranges, and resizes it bilinearly
+    sobel: Share = 0.0  # shows the edges: the size of the luminance's gradient
+    noise: Share = 0.0  # adds normal noise, of one deviation per view
+    noise_std: Range = NOISE_STD  # range of the deviation, of pixels from 0 to 1
+    rotate: Share = 0.0  # by 90, 180 or 270 degrees
+    cutout: Share = 0.0  # fills a square with ImageNet's mean colour
+    cutout_area: Area = CUTOUT  # range of the square's area, as a share of the view's
+    apply: Applied = None  # only these of APPLIED, in this order; None: all of them
+    same_crop: bool = False  # the crop of the view before, which has the same ranges
     # Operations of plug-ins on the uint8 crop, in this order, before everything that runs on the device.
-    operations: Annotated[tuple[Operation, ...], Field(exclude_if=lambda names: not names)] = ()
+    operations: tuple[Operation, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scale[1] > 1:

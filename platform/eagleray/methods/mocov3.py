@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Switch
 from eagleray.data.batch import Batch
 from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
@@ -41,7 +40,7 @@ class MoCoV3(Method):
         heads: Literal["vit", "r50"] = "vit",
         norm: bool = True,  # batch norm in both heads
         # Batch norm, a backbone's too, sees both crops of the images together (SimCLR's code), not each apart (BYOL's).
-        joint_norm: Switch = False,
+        joint_norm: bool = False,
         predictor: bool = True,
         temperature: PositiveFloat = 0.2,
         momentum: Schedule = Schedule(value=0.99, end=1.0),  # the paper has 0.99, the ViT recipe of the code raises it

@@ -1,9 +1,8 @@
 """The `backbone` section of a recipe names a timm model and the changes to it."""
 
 from dataclasses import field, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
@@ -49,7 +48,7 @@ class Network:
     stem: Literal["timm", "conv", "wide"] = "timm"
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
     # Of a ViT's trained patch projection. batch: batch norm of the tokens; weight: of the weights (Salimans and Kingma)
-    patch_norm: Annotated[Literal["timm", "batch", "weight"], Field(exclude_if=lambda name: name == "timm")] = "timm"
+    patch_norm: Literal["timm", "batch", "weight"] = "timm"
     options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model
 
     @property

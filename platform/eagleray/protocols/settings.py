@@ -1,8 +1,8 @@
 """The `evaluate` section of a recipe: how a run evaluates its backbone during training and at its end."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
@@ -24,7 +24,7 @@ class Evaluate:
     limit: PositiveInt | None = None  # training images that kNN and the linear probe use; None: all
     probe_epochs: NonNegativeInt = EPOCHS  # of the linear probe; 0: no probe
     # The format in which features are kept: bf16 takes half the memory, and rounds them.
-    bank: Annotated[Bank, Field(exclude_if=lambda bank: bank == "fp32")] = "fp32"
+    bank: Bank = "fp32"
 
     def __post_init__(self) -> None:
         if self.resize < self.size:

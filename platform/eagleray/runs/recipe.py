@@ -73,9 +73,9 @@ class Data:
     # Loader processes per rank; 0: in the training process; auto: two fewer than the CPUs of the rank
     workers: NonNegativeInt | Literal["auto"] = 4
     # scaled: a large JPEG is decoded at a half, a quarter or an eighth of its size where every crop is reduced further
-    decode: Annotated[Literal["full", "scaled"], Field(exclude_if=lambda name: name == "full")] = "full"
+    decode: Literal["full", "scaled"] = "full"
     # The channels of the images, of which `eagleray data stats --channels` prints these lines; none: red, green, blue
-    channels: Annotated[Channels, Field(exclude_if=lambda channels: not channels)] = ()
+    channels: Channels = ()
     bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
     cache: str | None = None  # folder on each node's own disk that keeps what was fetched
     cache_size: Bytes = 100 * 2**30  # bytes, or such as 200GiB
@@ -95,14 +95,14 @@ class Optim:
     name: Literal["adamw", "lars", "larc", "lamb", "sgd"] = "adamw"
     momentum: Share = 0.9  # of lars, larc and sgd
     # Of adamw: the share of its value that the average of squared gradients keeps in a step.
-    beta2: Annotated[float, Field(ge=0, lt=1, exclude_if=lambda share: share == 0.999)] = 0.999
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
     # Images in the backbone at once on each rank, with the gradient of all; auto: as many as fit; None: all.
     micro_batch: PositiveInt | Literal["auto"] | None = None
     # Each block of the backbone keeps only its input and computes the rest again in the backward pass.
-    checkpointing: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
+    checkpointing: bool = False
     # The format in which ranks average gradients; bf16 sends half as many bytes.
-    reduce: Annotated[Literal["fp32", "bf16"], Field(exclude_if=lambda name: name == "fp32")] = "fp32"
+    reduce: Literal["fp32", "bf16"] = "fp32"
     epochs: PositiveInt = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
     lr_images: PositiveInt | None = None  # lr.value is for a batch of this size and scales linearly; None: as it is
@@ -112,11 +112,11 @@ class Optim:
     # matrices: biases and other vectors are not decayed; timm: nor is what timm's model names, such as position tables
     decay: Literal["all", "matrices", "timm"] = "matrices"
     # Factor on the rate of the parameters that `decay` leaves out, such as biases and norms
-    undecayed_lr_scale: Annotated[float, Field(gt=0, allow_inf_nan=False, exclude_if=lambda scale: scale == 1)] = 1.0
+    undecayed_lr_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
     clip_each: bool = False  # the norm of every tensor on its own (DINO), not of all together
     # Norm of the patch projection's gradient, after optim.clip; None: as it is
-    clip_patch: Annotated[float | None, Field(gt=0, exclude_if=lambda norm: norm is None)] = None
+    clip_patch: Annotated[float | None, Field(gt=0)] = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -147,11 +147,11 @@ class Start:
     # method: also the momentum copy, heads, centres and queues that the source has; all: also moments and the step
     what: Literal["backbone", "method", "all"] = "backbone"
     # Epochs in which only heads are trained, and the backbone stays as it is.
-    freeze: Annotated[float, Field(ge=0, exclude_if=lambda epochs: epochs == 0)] = 0.0
+    freeze: Annotated[float, Field(ge=0)] = 0.0
     # Weight of the loss that keeps patches as similar to each other as at the start (Gram anchoring); 0: none.
-    anchor: Annotated[float, Field(ge=0, allow_inf_nan=False, exclude_if=lambda weight: weight == 0)] = 0.0
+    anchor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     # Share of the start's kNN accuracy, or without labels the likeness to its features, below which the run ends.
-    stop_below: Annotated[Share | None, Field(exclude_if=lambda share: share is None)] = None
+    stop_below: Share | None = None
 
     def at(self, source: str) -> "Start":
         """Return the same with another source."""
@@ -172,33 +172,33 @@ class Recipe:
     method: Method
     backbone: Network = Network()
     # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
-    start: Annotated[Start | None, Field(exclude_if=lambda start: start is None)] = None
+    start: Start | None = None
     views: Annotated[tuple[View, ...], AfterValidator(check_views)]
     # Early phases with smaller views or fewer patches, in the order of their epochs; then views are as stated above.
-    curriculum: Annotated[tuple[Phase, ...], Field(exclude_if=lambda phases: not phases)] = ()
+    curriculum: tuple[Phase, ...] = ()
     data: Data = Data()
     optim: Optim = Optim()
     evaluate: Evaluate = Evaluate()
     monitor: Watch = Watch()
     checkpoint: Checkpoint = Checkpoint()
-    track: Annotated[Track, Field(exclude_if=lambda track: track == Track())] = Track()
+    track: Track = Track()
     log_steps: PositiveInt = 10  # between lines of metrics.jsonl
     out: str = "runs/run"  # folder of the run, or s3:// URL; `load` sets runs/<recipe name> where it is not given
     # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
     # auto: bf16 on an accelerator that has it, fp16 on one that has not, fp32 on a CPU
-    precision: Annotated[Format, Field(exclude_if=lambda name: name == "auto")] = "auto"
+    precision: Format = "auto"
     # The backbones run through torch.compile. auto: on accelerators that have a compiler
-    compile: Annotated[Literal["auto"] | bool, Field(exclude_if=lambda choice: choice == "auto")] = "auto"
-    deterministic: Annotated[bool, Field(exclude_if=lambda on: not on)] = False  # bit-equal continuation on a GPU
+    compile: Literal["auto"] | bool = "auto"
+    deterministic: bool = False  # bit-equal continuation on a GPU
     gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
     # fsdp: each rank keeps some rows of every weight, gradient and moment, and gathers weights when they are needed
-    parallel: Annotated[Literal["ddp", "fsdp"], Field(exclude_if=lambda name: name == "ddp")] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     max_steps: PositiveInt | None = None  # stop early, without changing any schedule
     # First and last step to profile, such as 10..12: a trace and a table of operations in the run folder.
-    profile: Annotated[str | None, AfterValidator(_steps), Field(exclude_if=lambda steps: steps is None)] = None
+    profile: Annotated[str | None, AfterValidator(_steps)] = None
     # The user's own files and modules, with digests of their source; a recipe lists their names alone.
-    plugins: Annotated[tuple[Plugin, ...], Field(exclude_if=lambda plugins: not plugins)] = ()
+    plugins: tuple[Plugin, ...] = ()
 
     @property
     def planes(self) -> int:
@@ -268,8 +268,9 @@ def _changeable_keys(method: str | None) -> list[str]:
 
 
 def digest(recipe: Recipe) -> str:
-    """Return a short hash of the recipe's identity: runs with the same hash may continue each other."""
-    return hashlib.sha256(json.dumps(identity(recipe), sort_keys=True).encode()).hexdigest()[:16]
+    """Return a short hash of the values of the recipe's identity that differ from the defaults: runs with the same hash
+    may continue each other, and a key that a later version adds changes no hash."""
+    return hashlib.sha256(json.dumps(identity(config.chosen(recipe)), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), *, named: bool = False) -> Recipe:

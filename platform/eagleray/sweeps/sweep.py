@@ -126,7 +126,7 @@ class Sweep(Branch):
     hours: Annotated[float, Field(gt=0)] | None = None  # after which what still trains is saved and stopped
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
     # The model in MLflow's registry that gets the best trial as a version, at the end.
-    register: Annotated[ModelName | None, Field(exclude_if=lambda name: name is None)] = None
+    register: ModelName | None = None
 
     def __post_init__(self) -> None:
         if self.search == "grid" and self.scheduler != "none":

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as validated_dataclass
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share, Switch
+from eagleray.config.types import Share
 from eagleray.data.index import Note
 from eagleray.protocols.detection.data import Coco, Example
 from eagleray.protocols.detection.detectron_parts import Parts
@@ -30,9 +30,6 @@ THREADS = 8  # that read and decode images
 
 # The keys that came later are left out of the settings where they have their default, so that a training which was
 # begun without them continues: its folder is named after the settings.
-Optimizer = Annotated[Literal["adamw", "sgd"], Field(exclude_if=lambda name: name == "adamw")]
-Head = Annotated[Literal["fpn", "c4"], Field(exclude_if=lambda name: name == "fpn")]
-PartsKey = Annotated[Parts, Field(exclude_if=lambda name: name == "torchvision")]
 
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,19 +37,19 @@ class DetectionSchedule:
     """The settings of a detector's training, as in the files of pipelines/detection."""
 
     cascade: bool = False  # three stages of heads instead of one
-    head: Head = "fpn"  # on a pyramid of maps; c4: the last stage of a ResNet, on the stage before it
-    convolutions: Switch = False  # four in each box head, a GIoU loss, and in a cascade offsets of each class
-    parts: PartsKey = "torchvision"  # whose regions and box losses; detectron2's are mmdetection's too
-    frozen: Switch = False  # a ResNet's stem, first stage and batch norm stay as they are
+    head: Literal["fpn", "c4"] = "fpn"  # on a pyramid of maps; c4: the last stage of a ResNet, on the stage before it
+    convolutions: bool = False  # four in each box head, a GIoU loss, and in a cascade offsets of each class
+    parts: Parts = "torchvision"  # whose regions and box losses; detectron2's are mmdetection's too
+    frozen: bool = False  # a ResNet's stem, first stage and batch norm stay as they are
     epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16
     lr: Schedule = Schedule(value=1e-4, warmup_from=1e-7, warmup=0.14, drops=(8, 11))
-    optimizer: Optimizer = "adamw"  # sgd: with momentum 0.9
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd: with momentum 0.9
     weight_decay: float = 0.05
     drop_path: Share = 0.05
     sizes: tuple[PositiveInt, ...] = (800,)  # pixels of the short side: drawn in training, the last one to test
     longest: PositiveInt = 1333  # pixels of the long side at most
-    crop: Switch = False  # half of the training images are cropped before, as in DETR
+    crop: bool = False  # half of the training images are cropped before, as in DETR
     channels: PositiveInt = 256  # of the pyramid's maps
     regions: PositiveInt = 512  # of an image in the loss
     anchor: PositiveFloat = 8.0  # width of an anchor in cells
