@@ -144,12 +144,7 @@ def test_the_command_prints_both_numbers_and_the_keys_on_request(
     assert again.keys[0] not in text.splitlines()
 
 
-def test_an_older_run_is_compared_by_the_means_that_it_recorded(made: Made, copy: Path):
-    (copy / "steps.jsonl").unlink()
-    again = eagleray.replay(copy, 8)
-    assert (again.first, again.last, again.begin) == (7, 9, 6)
-    assert again.keys == eagleray.replay(made.out, 8).keys
-    assert str(again).startswith("step 8, as the mean of the steps 7 to 9: equal to the bit")
+def test_a_start_without_its_arithmetic_is_named(copy: Path):
     starts = [{k: v for k, v in s.items() if k in ("step", "ranks", "time")} for s in read_lines(copy / "starts.jsonl")]
     (copy / "starts.jsonl").unlink()
     append_lines(copy / "starts.jsonl", starts)

@@ -1,6 +1,5 @@
 """Selections: how often a sample is read in an epoch is its weight, exactly."""
 
-import hashlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -56,20 +55,6 @@ def test_one_fraction_changes_no_whole_weight():
         copies = Selection(weight).copies(seed=3, epoch=epoch)
         assert (np.delete(copies, 17) == 2).all()
         assert copies[17] == 1, "it is read, as nothing else could be instead"
-
-
-def test_a_run_begun_with_scaled_weights_keeps_its_order():
-    """Digest and readings as versions before gave them."""
-    weight = np.random.default_rng(0).choice([0, 0.3, 1, 2.5], 160).astype(np.float32)
-    before = Selection(weight, scales=True)
-    assert before.total == round(float(weight.sum()))
-    assert before.digest == hashlib.sha256(weight.tobytes()).hexdigest()[:16] != Selection(weight).digest
-    whole = np.floor(weight)
-    assert Selection(whole).digest == Selection(whole, scales=True).digest
-    assert (Selection(whole).copies(seed=1, epoch=2) == Selection(whole, scales=True).copies(seed=1, epoch=2)).all()
-    if selection.CHUNK > 160:
-        found = hashlib.sha256(before.copies(seed=5, epoch=1).tobytes()).hexdigest()[:16]
-        assert found == "f47478916dd9eb78"
 
 
 def test_whole_weights_are_read_just_so():

@@ -274,7 +274,7 @@ def test_drloc_of_blocks_adds_the_losses_of_their_own_localisers():
 
 
 def test_pairs_follow_the_seed_of_the_recipe():
-    """With the seed 0 they follow from the step alone, as in runs that were begun before they knew the seed."""
+    """With the seed 0 they follow from the step alone, as in the golden vectors."""
     drawn = [Progress(7, 10, 1, seed=seed).draw for seed in range(4)]
     assert drawn[0] == 7
     assert len({*drawn, Progress(8, 10, 1, seed=1).draw}) == 5

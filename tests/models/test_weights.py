@@ -322,7 +322,6 @@ def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
-    """The checkpoints of an older version do not hold the number of images."""
     checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
     with pytest.raises(
         UserError, match="not a checkpoint written by eagleray: expected the keys images, method, recipe"

@@ -262,7 +262,6 @@ def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, 
 
 @pytest.mark.slow
 def test_a_checkpoint_whose_optimiser_groups_the_parameters_otherwise_is_refused_in_a_line():
-    """As earlier versions did, where a factor of the learning rate has changed."""
     method: Any = torch.nn.Linear(2, 2)
     together = torch.optim.SGD(method.parameters())
     apart = torch.optim.SGD([{"params": [p]} for p in method.parameters()])

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,8 @@ from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
 from eagleray.cli import main
 from eagleray.config import yaml_text
-from eagleray.data.columns import select
-from eagleray.data.index import Index, open_index, write_index
+from eagleray.data.index import open_index, write_index
 from eagleray.data.selection import Selection
-from eagleray.runs import plan
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 CHOICE = '{url: "%s", where: "label < 8", weight: "1 + (label %% 3) / 2"}'
@@ -98,31 +95,6 @@ def test_shards_that_were_replaced_meanwhile_are_refused(
     write_index(str(tmp_path / "data" / "train"))
     line = refused(capsys, "pretrain", name, *keys[:-2], "max_steps=4", keys[-1])
     assert "out: the shards of data.train are not those that the run has read by up to step 2" in line
-
-
-def test_a_run_begun_with_scaled_weights_keeps_its_order(
-    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def earlier(index: Index) -> Selection | None:
-        chosen = select(index)
-        return chosen and replace(chosen, scales=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(plan, "select", earlier)
-        api.pretrain(*given(small, shards, tmp_path / "whole", "max_steps=14", "optim.epochs=4"))
-        api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=5", "optim.epochs=4"))
-    api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=14", "optim.epochs=4"))
-    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
-    orders = [line["order"] for line in read_lines(tmp_path / "out" / "starts.jsonl") if "order" in line]
-    assert len(orders) == 2
-    assert len(set(orders)) == 1
-    again = eagleray.replay(tmp_path / "out", 9, from_start=True)
-    assert again.exact
-    assert not again.changed
-    [found] = eagleray.which(tmp_path / "out", again.keys[0])
-    assert 9 in found["steps"]
-    api.pretrain(*given(small, shards, tmp_path / "new", "max_steps=1", "optim.epochs=4"))
-    assert read_lines(tmp_path / "new" / "starts.jsonl")[0]["order"] != orders[0]
 
 
 def test_the_report_shows_what_is_read_and_what_is_not(small: Path, shards: Path, tmp_path: Path):

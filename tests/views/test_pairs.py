@@ -128,7 +128,6 @@ def test_a_view_does_not_depend_on_its_batch_and_the_cpu_is_a_rounding_away() ->
 
 
 def test_other_numbers_do_not_move_when_these_operations_are_added() -> None:
-    """Views of runs that were begun before are the same."""
     plain = drawn(Views.of([View(erasing=0.5, blur=0.5)]))
     added = drawn(Views.of([View(erasing=0.5, blur=0.5, rotate=0.5, noise=0.5)]))
     old = [c for c in COLUMNS if c not in COLUMNS[COLUMNS.index("recrop_top") : COLUMNS.index("turn0")]]

@@ -26,7 +26,6 @@ from eagleray.evaluation.embeddings import open_embedding
 from eagleray.reports import data_map as mapping
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
-from eagleray.runs.attempts import read_starts
 from eagleray.runs.replay import open_data
 from eagleray.storage.store import absolute
 
@@ -213,9 +212,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
-        starts = reversed(read_starts(opened.folder / layout.STARTS))
-        order = next((start["order"] for start in starts if "order" in start), None)
-        plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None).as_begun(order)
+        plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None)
         found = list(samples_with(plan.index, key))
         if not found:
             raise UserError(f"--key {key}: no sample of the training data has this key")

@@ -38,8 +38,6 @@ class Replay:
     """
 
     step: int
-    first: int  # the numbers are means over the steps `first` to `last`; both are `step` where the run recorded each
-    last: int
     begin: int  # the step of the checkpoint from which steps were taken again; 0: the start of the run
     recorded: dict[str, float]  # loss and gradient norm, as the run has recorded them
     values: dict[str, float]  # the same, taken again
@@ -68,11 +66,10 @@ class Replay:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        many = f", as the mean of the steps {self.first} to {self.last}" if self.first < self.last else ""
         verdict = "equal to the bit" if self.exact else "different"
         if self.equal and not self.exact:
             verdict = f"equal but for {self.difference:.1g} of a value; up to {TOLERANCE} may be rounding"
-        yield f"step {self.step}{many}: {verdict}"
+        yield f"step {self.step}: {verdict}"
         yield f"{'':12}{'recorded':24}again"
         for name, value in self.recorded.items():
             yield f"{name:12}{value!r:24}{self.values[name]!r}"
@@ -80,7 +77,7 @@ class Replay:
             yield f"{'skipped':12}the gradient was not finite"
         yield f"{'batch':12}{len(self.keys)} images"
         source = f"the checkpoint of step {self.begin}" if self.begin else "the start of the run"
-        yield f"{'from':12}{source}, with {self.last - self.begin} step(s)"
+        yield f"{'from':12}{source}, with {self.step - self.begin} step(s)"
         if not self.exact:
             yield from (f"{'rounding':12}{reason}" for reason in self.inexact)
         yield from (f"{'changed':12}{what}" for what in self.changed)
@@ -114,18 +111,13 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
         recipe=config.to_plain(recipe),
         out=opened.out,
         step=step,
-        first=record.first,
-        last=record.last,
         gpus=not on.startswith("cpu") and recipe.gpus is not False and has_accelerators(ranks),
         threads=start.get("threads"),
         from_start=from_start,
-        order=start.get("order"),
     )
     taken = take(task, say) if ranks == 1 else take_on_ranks(task, ranks)
     return Replay(
         step=step,
-        first=record.first,
-        last=record.last,
         begin=taken.begin,
         recorded=record.values,
         values=taken.values,
@@ -145,7 +137,7 @@ def has_accelerators(ranks: int) -> bool:
 def take_on_ranks(task: Task, ranks: int) -> Taken:
     """Take steps again on as many ranks as the run had. Raises UserError and Outage."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError(f"step {task.last}: was taken on {ranks} ranks, and a replay needs the package ray for them")
+        raise UserError(f"step {task.step}: was taken on {ranks} ranks, and a replay needs the package ray for them")
     from eagleray.cluster.ray_ranks import ray_ranks
 
     return ray_ranks(take, task, workers=ranks, gpus=task.gpus, note=say)
@@ -166,7 +158,7 @@ def inexact(record: StepRecord, taken: Taken) -> Iterator[str]:
             yield "an accelerator adds in an order that changes, without deterministic=true"
         if keys.get("optim.micro_batch") == "auto":
             yield "optim.micro_batch=auto may choose another size"
-    used = {id(s): s for s in (start_of(record.starts, n) for n in range(taken.begin + 1, record.last + 1))}
+    used = {id(s): s for s in (start_of(record.starts, n) for n in range(taken.begin + 1, record.step + 1))}
     if any(s.get(name) != start.get(name) for s in used.values() for name in ARITHMETIC):
         yield "not all steps since then were taken on the same ranks, device and threads"
 

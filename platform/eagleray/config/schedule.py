@@ -21,7 +21,7 @@ class Progress:
     def draw(self) -> int:
         """The seed of what a method draws in this step, the same on every rank.
 
-        With a recipe's seed of 0 it is the step itself, as golden vectors and runs that were begun earlier have it."""
+        With a recipe's seed of 0 it is the step itself, as in the golden vectors."""
         return hash((self.seed, self.step)) & 0x7FFFFFFF if self.seed else self.step
 
 

@@ -117,7 +117,7 @@ class File:
 
 
 def _counts(metadata: dict[bytes, bytes]) -> dict[str, int]:
-    """Return how many images of each shard are not read; an older index does not tell. Raises ValueError."""
+    """Return how many images of each shard are not read. Raises ValueError."""
     counts = json.loads(metadata.get(UNREAD.encode(), b"{}"))
     if not isinstance(counts, dict) or {type(n) for n in counts.values()} - {int}:
         raise ValueError("numbers of unread images of another type")

@@ -39,7 +39,7 @@ class About:
     images: int
     note: str = ""  # for people
     format: int = FORMAT
-    shards: Mapping[str, list[str]] = field(default_factory=dict)  # `shard_digests`; older tables do not say it
+    shards: Mapping[str, list[str]] = field(default_factory=dict)  # `shard_digests` of measured columns
 
     def difference(self, other: "About") -> str:
         """Return what of this another table has otherwise, such as `size=224`; empty if their rows are equal."""

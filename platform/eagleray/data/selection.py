@@ -29,12 +29,6 @@ class Selection:
     kept_bytes: int = 1  # of the samples that are read at all
     bytes: int = 1  # of all samples
     left_out: tuple[dict[str, int], ...] = ()  # of each source, how many samples are not read, by the reason
-    scales: bool = False  # all weights are scaled to a whole sum first, as in runs that were begun so
-
-    @functools.cached_property
-    def sum(self) -> float:
-        """The sum of all weights."""
-        return sum(float(part.sum(dtype=np.float64)) for part in self._parts())
 
     @functools.cached_property
     def whole(self) -> int:
@@ -49,7 +43,7 @@ class Selection:
     @property
     def total(self) -> int:
         """Return the readings of an epoch: one at least for what is left, so that no sample is never read."""
-        return round(self.sum) if self.scales else self.whole + max(round(self.rest), int(self.rest > 0))
+        return self.whole + max(round(self.rest), int(self.rest > 0))
 
     @functools.cached_property
     def kept(self) -> int:
@@ -65,7 +59,7 @@ class Selection:
     @functools.cached_property
     def digest(self) -> str:
         """A digest of all weights, and of how they are rounded where they are not whole."""
-        exact = "" if self.scales or not self.rest else "-exact"
+        exact = "-exact" if self.rest else ""
         return hashlib.sha256(self.weight.tobytes()).hexdigest()[:16] + exact
 
     def copies(self, *, seed: int, epoch: int) -> NDArray[np.uint16]:
@@ -75,17 +69,14 @@ class Selection:
         read once more for a point u, 1 + u, 2 + u, ... in its stretch, where u is drawn for the epoch from those for
         which there are as many points in every epoch: systematic sampling."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
-        scale = self.total / max(self.sum, 1e-300) if self.scales else 1.0
-        if not self.scales:  # with this u, and floor(x + u) points up to x, self.rest has just so many
-            spare = self.total - self.whole - self.rest
-            u = max(spare, 0.0) + u * (1 - abs(spare))
+        spare = self.total - self.whole - self.rest
+        u = max(spare, 0.0) + u * (1 - abs(spare))  # with floor(x + u) points up to x, self.rest has just so many
         out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
         for number, part in enumerate(self._parts()):
             rows = out[number * CHUNK : number * CHUNK + len(part)]
-            scaled = part * scale
-            rows[:] = scaled  # rounds down
+            rows[:] = part  # rounds down
             order = np.random.default_rng((seed, epoch, STREAM, 1 + number)).permutation(len(part))
-            rest = (scaled - rows)[order]
+            rest = (part - rows)[order]
             ends = end + np.cumsum(rest, dtype=np.float64)
             points = np.floor(ends + u).astype(np.int64)
             left -= int(rows.sum())

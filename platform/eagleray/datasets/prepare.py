@@ -218,8 +218,7 @@ def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, A
         url = f"{options.destination}/{NOTES}/plan.json"
         try:
             plan = json.loads(bytes(store.store(url).get(url)))
-            items = plan.get("items", "items.parquet")  # as in preparations that were begun before
-            plan = {name: plan[name] for name in ("options", "done", "classes")} | {"items": items}
+            plan = {name: plan[name] for name in ("options", "done", "classes", "items")}
         except FileNotFoundError:
             _check_empty(options.destination)
             return None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from eagleray import config
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
@@ -60,20 +59,8 @@ class Plan:
     def origin(self) -> dict[str, str]:
         """Return the digests of recipe, data, order and code by name, from which everything that the run learns
         follows."""
-        written = config.check(Recipe, config.to_plain(self.recipe), "recipe")  # 30 may be 30.0 when it is read again
-        values = digest(written), origin.shards_digest(self.index), origin.order_digest(self.stream)
+        values = digest(self.recipe), origin.shards_digest(self.index), origin.order_digest(self.stream)
         return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
-
-    def as_begun(self, order: str | None) -> "Plan":
-        """Return the plan of a run that was begun with this digest of its order. It differs where weights are not whole
-        and the version that began the run scaled the whole ones too."""
-        selection = self.stream.selection
-        if selection is None or order in (None, self.origin["order"]):
-            return self
-        stream = replace(self.stream, selection=replace(selection, scales=True))
-        if origin.order_digest(stream) != order:
-            return self
-        return replace(self, stream=stream, steps=steps_of(self.recipe, stream))
 
     def at(self, step: int) -> Progress:
         return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs, self.recipe.seed)

@@ -17,7 +17,6 @@ from eagleray.base import dist, shards
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import Outage, Preempted, UserError
-from eagleray.config import yaml_text
 from eagleray.config.schedule import Progress
 from eagleray.data.loader import Loader, processes
 from eagleray.data.quarantine import Quarantine
@@ -58,8 +57,7 @@ from eagleray.storage.retry import at_least
 from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
-ADDED = ("precision", "guard", "anchor")  # parts that older checkpoints lack
-GROUPED = "expected the version that began the run, or a new run with start='{from: OUT, what: method}'"
+GROUPED = "a new run takes over its weights with start='{from: OUT, what: method}'"
 
 
 def pretrain(
@@ -92,7 +90,6 @@ def pretrain(
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
         state = newest_checkpoint(folder)
         resumes = state is not None
-        plan = plan.as_begun((state or {}).get("origin", {}).get("order"))
         check_same_order(plan.origin, state, folder.out)
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
@@ -291,12 +288,6 @@ def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     return checkpoint_below(folder.recipe, folder.out, folder.scratch)
 
 
-def same_recipe(state: dict[str, Any], recipe: Recipe) -> bool:
-    """Return whether a checkpoint's recipe equals this one, where 30 equals 30.0."""
-    tree = yaml_text.parse(str(state["recipe"]))
-    return isinstance(tree, dict) and recipes.identity(tree) == recipes.identity(recipe)
-
-
 def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None = None) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run in `out`, of those below a step if one is given, or None. Called by all
     ranks together. Raises UserError when it was made with another recipe than this one."""
@@ -309,7 +300,7 @@ def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None =
     state = checkpoint.newest(url, scratch, patience=patience, whole=whole, listed=listed)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
-    if state and state["digest"] != recipes.digest(recipe) and not same_recipe(state, recipe):
+    if state and state["digest"] != recipes.digest(recipe):
         raise UserError(f"{out}: its checkpoints were made with another recipe")
     return state
 
@@ -329,7 +320,7 @@ def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
         sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
     for name, part in parts.items():
-        part.load_state_dict(state.get(name, {}) if name in ADDED else state[name])
+        part.load_state_dict(state[name])
     if not shards.sharded(next(stateful.method.parameters())):
         lay_out_moments(stateful.optimizer)
     return state

@@ -5,7 +5,6 @@ data and the same arithmetic give the same bits.
 """
 
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eagleray import config
 from eagleray.base import dist
@@ -51,25 +49,22 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Task:
-    """The steps of a run that every rank takes again."""
+    """The step of a run that every rank takes again, after those since the last checkpoint below it."""
 
     recipe: dict[str, Any]  # as plain values
     out: str  # of the run
     step: int  # whose batch is asked for
-    first: int
-    last: int
     gpus: bool  # each rank has an accelerator
     threads: int | None  # of a CPU; None: PyTorch's choice
     from_start: bool  # with fresh weights where no checkpoint is early enough
-    order: str | None = None  # the digest of the order in which the run took the step
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The outcome of steps that were taken again, on all ranks together."""
+    """The outcome of a step that was taken again, on all ranks together."""
 
     begin: int  # the step of the checkpoint
-    values: dict[str, float]  # the means over the steps of the task, by the names in REPEATED
+    values: dict[str, float]  # of the step, by the names in REPEATED
     keys: list[str]  # of the images of the batch
     bad: list[BadSample]  # that were met on the way
     about: dict[str, Any]  # the digests and the arithmetic, as a start records them
@@ -85,15 +80,15 @@ def take(task: Task, note: Note) -> Taken:
         cpu_threads(task.threads),
         numerics(precision, deterministic=recipe.deterministic),
     ):
-        plan = open_data(recipe, task.out, Path(scratch), note).as_begun(task.order)
+        plan = open_data(recipe, task.out, Path(scratch), note)
         try:
-            state = checkpoint_below(recipe, task.out, Path(scratch), task.first)
+            state = checkpoint_below(recipe, task.out, Path(scratch), task.step)
         except FileNotFoundError as e:  # the run goes on, and keeps newer ones
             raise UserError(f"{e.filename}: was deleted meanwhile; the same command takes another checkpoint") from None
         check_state(task, state, len(plan.index))
         stateful, first = build_stateful(plan, world, precision, fresh=state is None)
         begin = load_checkpoint(state, stateful, first)["step"]
-        note(f"taking step {begin + 1} to {task.last} again")
+        note(f"taking step {begin + 1} to {task.step} again")
         with explain_exhaustion(recipe, stateful.method, world.size):
             return take_steps(task, plan, world, stateful, begin)
 
@@ -109,7 +104,7 @@ def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
     """Raises UserError when there is no checkpoint to begin with, or it was made with another number of images."""
     if state is None and not task.from_start:
         raise UserError(
-            f"step {task.first}: {task.out}/{layout.CHECKPOINTS} keeps no intact checkpoint of an earlier step; "
+            f"step {task.step}: {task.out}/{layout.CHECKPOINTS} keeps no intact checkpoint of an earlier step; "
             "--from-start takes all steps from the first one again"
         )
     if state and state["images"] != images:
@@ -117,21 +112,19 @@ def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
 
 
 def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: int) -> Taken:
-    """Take the steps from `begin` to the last one of the task, and return what came out."""
+    """Take the steps from `begin` to that of the task, and return what came out of it."""
     method, optimizer, monitor, precision, _, _ = stateful
     loader = loader_of(plan, world)
     fit_micro_batch(plan, stateful, begin, loader.rows)
     bad: list[BadSample] = []
-    values: deque[dict[str, Tensor]] = deque(maxlen=task.last + 1 - task.first)
     wrap = wrapper(plan.recipe, world, stateful)
-    of_steps = batches(plan, loader, begin, task.last, bad)
+    of_steps = batches(plan, loader, begin, task.step, bad)
     steps = optimizer_steps(plan.recipe, method, optimizer, of_steps, precision, wrap)
-    for taken in progress_over("steps", "replay", steps, task.last - begin):
-        values.append(taken.values)
+    for last in progress_over("steps", "replay", steps, task.step - begin):
+        taken = last
         monitor.forget()
-        if taken.at.step + 1 == task.step:
-            keys = [plan.index.key(sample) for sample in taken.batch.index.tolist()]
-    means = StepTable.of(values, loader.rows).means()
+    keys = [plan.index.key(sample) for sample in taken.batch.index.tolist()]
+    means = StepTable.of([taken.values], loader.rows).means()
     parts = dist.gather_objects((keys, bad))
     return Taken(
         begin=begin,

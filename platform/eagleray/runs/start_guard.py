@@ -46,7 +46,10 @@ class StartGuard:
         self.plan, self.settings = plan, plan.recipe.start
         self.every, self.labelled = plan.recipe.monitor.every, plan.index.labelled
         if self.settings:
-            self._choose(min(max(8 * plan.recipe.optim.batch, LEAST), MOST))
+            # Images with labels, if there are any
+            samples = labelled_samples(plan.index) if self.labelled else np.arange(len(plan.index))
+            self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), MOST))
+            self.labels = torch.from_numpy(plan.index.label[self.samples])
         self.read = False  # the images are there
         self.images: list[tuple[Tensor, Tensor]] = []  # of this rank: rows of its share, and pixels (b, 3, S, S)
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
@@ -72,8 +75,6 @@ class StartGuard:
             self.settings = None
             return
         self.first, self.scores, self.told = state["first"], dict(state["scores"]), state.get("told", False)
-        if self.first is not None:
-            self._choose(len(self.first))  # earlier versions compared fewer images
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
 
     @property
@@ -136,12 +137,6 @@ class StartGuard:
         if self.key in numbers and (self.best is None or numbers[self.key] > self.best[0]):
             self.best = numbers[self.key], step
         return self.best[1] if self.best else None
-
-    def _choose(self, count: int) -> None:
-        """Set the images that are compared: at most so many, those with labels if there are any."""
-        samples = labelled_samples(self.plan.index) if self.labelled else np.arange(len(self.plan.index))
-        self.samples = subset(samples, count)
-        self.labels = torch.from_numpy(self.plan.index.label[self.samples])
 
     def _below(self, share: float, *, sure: bool = True) -> bool:
         """Return whether the newest number is below a share of that at the start. Noise of a kNN accuracy must not be

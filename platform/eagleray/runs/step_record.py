@@ -13,18 +13,17 @@ Line = Mapping[str, Any]
 
 
 class StepRecord(NamedTuple):
-    """The means over the steps `first` to `last`, which are one step unless the run is older than steps.jsonl."""
+    """The record of one step."""
 
-    first: int
-    last: int
+    step: int
     values: dict[str, float]  # by the names in REPEATED
     starts: Sequence[Line]  # of the run, as in starts.jsonl
     skipped: list[str] | None  # keys of the step's images, where its gradient was not finite
 
     @property
     def start(self) -> Line:
-        """The start that took these steps."""
-        return start_of(self.starts, self.last)
+        """The start that took the step."""
+        return start_of(self.starts, self.step)
 
 
 def find_record(folder: Path, step: int) -> StepRecord:
@@ -36,17 +35,12 @@ def find_record(folder: Path, step: int) -> StepRecord:
     starts = [s for s in read_lines(folder / layout.STARTS) if type(s.get("step")) is int]
     skips = [s.get("keys") for s in read_history(folder / layout.SKIPPED) if s["step"] == step]
     found = next((r for r in each if r["step"] == step), None)
-    first = step
     if found is None:
-        found = next((r for r in lines if r["step"] >= step), {"step": 0})
-        before = [r["step"] for r in lines if r["step"] < found["step"]]
-        first = 1 + max([*before[-1:], start_of(starts, found["step"]).get("step", 0)])
-    if not first <= step <= found["step"]:
         raise UserError(f"step {step}: not recorded, as the run was killed between this step and its next line")
     if missing := [name for name in REPEATED if not is_number(found.get(name))]:
         raise UserError(f"step {step}: {folder} has recorded no number for its {missing[0]}")
     values = {name: float(found[name]) for name in REPEATED}
-    return StepRecord(first, found["step"], values, starts, skips[-1] if skips else None)
+    return StepRecord(step, values, starts, skips[-1] if skips else None)
 
 
 def start_of(starts: Sequence[Line], step: int) -> Line:

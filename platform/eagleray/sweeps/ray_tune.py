@@ -205,7 +205,7 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = local.study.rows[str(trial)]
-            begun = row.get("starts", 0)  # rows of older sweeps lack it
+            begun = row["starts"]
             values = dict(trial.config["row"]["values"])  # PBT changes them, and a checkpoint with them is saved first
             local.study.set(row["id"], state="running", starts=begun + 1, values=values)
             local.study.note(f"trial {row['id']} {'continues' if begun else 'starts'}: {words(row)}")
@@ -286,7 +286,7 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             mark = json.loads((Path(folder) / "mark.json").read_text())
             self.pretraining.reported = mark["percent"]  # what is before it has been told
             if mark["out"] != self.pretraining.out:
-                self.pretraining.adopt(mark["out"], mark.get("step"))  # older sweeps did not note it
+                self.pretraining.adopt(mark["out"], mark["step"])
 
     trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
     trial.__qualname__ = "Trial"  # what processes and Ray's pages show

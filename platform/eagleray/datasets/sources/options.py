@@ -6,8 +6,6 @@ from typing import Any
 from eagleray.base.numbers_given import whole
 from eagleray.storage import store
 
-LATER = ("where", "columns", "channels")  # options that preparations begun before them lack
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
@@ -46,5 +44,5 @@ class PrepareOptions:
     def identity(self) -> dict[str, Any]:
         """Return the options that the bytes of the shards depend on, by their names on the command line."""
         names = {"origin": "FROM", "source": "SOURCE"}
-        left_out = {"destination", *(name for name in LATER if not getattr(self, name))}
-        return {names.get(k) or "--" + k.replace("_", "-"): v for k, v in asdict(self).items() if k not in left_out}
+        kept = {k: v for k, v in asdict(self).items() if k != "destination"}
+        return {names.get(k) or "--" + k.replace("_", "-"): v for k, v in kept.items()}
