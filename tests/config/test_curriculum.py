@@ -37,10 +37,9 @@ def test_phases_follow_each_other_and_change_sizes_alone(epochs: int) -> None:
         assert phase.keep == 1
 
 
-def test_without_a_curriculum_there_is_one_phase_and_no_key_of_it() -> None:
+def test_without_a_curriculum_there_is_one_phase() -> None:
     plain = recipe("mocov3")
     assert plain.phases == ((2, plain.views, 1.0),)
-    assert not [key for key in recipes.flat(plain) if key.startswith("curriculum")]
 
 
 def test_a_curriculum_is_part_of_a_run_s_identity_and_is_read_again(tmp_path: Path) -> None:

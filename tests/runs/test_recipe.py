@@ -2,7 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+from helpers.recipes import SMALL
+
+from eagleray import config
 from eagleray.runs import recipe
 
 ESVIT = "esvit_cvt_in1k_ep300_bs1024"
@@ -26,3 +30,18 @@ def test_a_recipe_of_an_unknown_method_has_an_identity():
         "method.name": "mine",
         "method.x": 1,
     }
+
+
+def test_a_digest_is_of_the_values_that_differ_from_defaults(tmp_path: Path):
+    """A key with a default that a later version adds changes no digest, nor does a default that is written out."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    plain = recipe.load(str(path))
+    written = recipe.load(str(path), ["seed=0", "data.decode=full", "optim.beta2=0.999", "method.temperature=0.2"])
+    assert config.chosen(written) == config.chosen(plain)
+    assert "decode" not in config.chosen(plain)["data"]
+    assert recipe.digest(written) == recipe.digest(plain)
+    assert recipe.digest(recipe.load(str(path), ["optim.beta2=0.99"])) != recipe.digest(plain)
+    again = tmp_path / "again.yaml"
+    again.write_text(config.dump(plain))
+    assert recipe.digest(recipe.load(str(again))) == recipe.digest(plain)
