@@ -38,7 +38,15 @@ def choice_of_plan(plan: Plan) -> Choice:
             [selection.weight[index.first[i] : index.first[i + 1]] for i, s in enumerate(index.sources) if s == source]
         )
         readings = float(mine.sum(dtype=np.float64))
-        rows.append([source.url, len(mine), int(np.count_nonzero(mine)), readings, 100 * readings / (selection.whole + selection.rest)])
+        rows.append(
+            [
+                source.url,
+                len(mine),
+                int(np.count_nonzero(mine)),
+                readings,
+                100 * readings / (selection.whole + selection.rest),
+            ]
+        )
         said = {k: v for k in ("where", "weight", "exclude", "share") if (v := getattr(source, k)) is not None}
         text += [f"{k} of source {number + 1}: {v}" for k, v in said.items()]
     whole = choice_of(selection.weight > 0, (selection.kept_bytes, selection.bytes), index, text)
