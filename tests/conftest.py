@@ -83,14 +83,25 @@ def small_dino(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick_runs() -> Iterator[None]:
-    """Runs of this process write no history, which other tests look at, and check no export in a new process."""
+def untracked_runs() -> Iterator[None]:
+    """Runs of this process have no history in MLflow, nor the report and the picture that go there, which other tests
+    look at: these take half of a short run."""
     from eagleray.api import pretrain as api
-    from eagleray.runs import pretrain
+    from eagleray.runs import run_dir
     from eagleray.runs.tracking import Tracking
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
+        patch.setattr(run_dir, "draw", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_runs(untracked_runs: None) -> Iterator[None]:
+    """The same, and they write no export."""
+    from eagleray.runs import pretrain
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "to_timm", lambda *_: None)
         yield
 

@@ -18,11 +18,13 @@ VIEWS = [{"size": 16, "scale": [0.3, 1.0], "solarize": 0.1}, {"size": 16, "scale
 TORCHRUN = """
 import os, sys, torch, eagleray
 torch.set_num_threads(1)
-if sys.argv[2] == "group":
-    torch.distributed.init_process_group("gloo")
-loader = eagleray.loader(sys.argv[1], views=[{"size": 8}], batch=16, start=2, workers=0)
-batches = [batch for batch, _ in zip(loader, range(3))]
-torch.save([(b.index, b.views[0], b.rows) for b in batches], f"{sys.argv[3]}/{os.environ['RANK']}.pt")
+for ranks_are_of in ("environment", "group"):
+    if ranks_are_of == "group":
+        torch.distributed.init_process_group("gloo")
+    loader = eagleray.loader(sys.argv[1], views=[{"size": 8}], batch=16, start=2, workers=0)
+    batches = [batch for batch, _ in zip(loader, range(3))]
+    file = f"{sys.argv[2]}/{ranks_are_of}{os.environ['RANK']}.pt"
+    torch.save([(b.index, b.views[0], b.rows) for b in batches], file)
 """
 
 BLACK = """
@@ -65,19 +67,20 @@ def test_a_plug_in_changes_the_crops(shards: Path, tmp_path: Path):
     assert torch.equal(view, view[:1, :, :1, :1].expand_as(view))
 
 
-@pytest.mark.parametrize("group", ["group", "environment"])
-def test_torchrun_deals_the_global_batches(group: str, shards: Path, tmp_path: Path):
+def test_torchrun_deals_the_global_batches(shards: Path, tmp_path: Path):
+    """torchrun and its processes start cold. They know their ranks from the environment, and then from their group."""
     (tmp_path / "script.py").write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "script.py"), str(shards / "train"), group, str(tmp_path)]
+    command += [str(tmp_path / "script.py"), str(shards / "train"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     whole = eagleray.loader(shards / "train", views=[{"size": 8}], batch=16, start=2, workers=0)
-    for a, b, batch in zip(*ranks, whole, strict=False):
-        assert a[2] == b[2] == (8, 8)
-        assert torch.equal(torch.cat([a[0], b[0]]), batch.index)
-        assert torch.allclose(torch.cat([a[1], b[1]]), batch.views[0], atol=1e-5)
+    for ranks_are_of in ("environment", "group"):
+        ranks = [torch.load(tmp_path / f"{ranks_are_of}{rank}.pt") for rank in range(2)]
+        for a, b, batch in zip(*ranks, whole, strict=False):
+            assert a[2] == b[2] == (8, 8)
+            assert torch.equal(torch.cat([a[0], b[0]]), batch.index)
+            assert torch.allclose(torch.cat([a[1], b[1]]), batch.views[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(

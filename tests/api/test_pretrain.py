@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import forked
 from helpers.commands import refused
 from helpers.recipes import SMALL
 from helpers.runs import assert_same, weights
@@ -26,12 +27,13 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.runs import layout
 
+pytestmark = pytest.mark.usefixtures("untracked_runs")
 ROOT = Path(eagleray.__file__).parent
 QUICK: dict[str, Any] = {"evaluate.probe_epochs": 0, "evaluate.limit": 32}
 
 
 @pytest.fixture(scope="module")
-def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> eagleray.Run:
+def run(untracked_runs: None, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> eagleray.Run:
     """A run of four steps."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "small.yaml").write_text(SMALL)
@@ -215,11 +217,11 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 before = signal.getsignal(signal.SIGINT)
 threading.Thread(target=interrupt).start()
-keys = {{"data.train": {str(shards / "train")!r}, "optim.epochs": 1000}}
+keys = {{"data.train": {str(shards / "train")!r}, "optim.epochs": 1000, "evaluate.limit": 32}}
 run = eagleray.pretrain({str(small)!r}, keys, out={str(out)!r})
 print(run.finished, signal.getsignal(signal.SIGINT) is before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "False True", done.stderr
     assert list((out / "checkpoints").glob("*.pt"))
 

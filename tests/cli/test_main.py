@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import forked
 from helpers.commands import refused
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ RUN = CliRunner()
 
 
 def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "eagleray.cli", *args], capture_output=True, text=True, timeout=120)
+    return forked.run([sys.executable, "-m", "eagleray.cli", *args], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_list(kind: str, wanted: str):
 
 
 def test_from_images_to_a_timm_model(small: Path, tmp_path: Path):
-    """The commands of the README, one after the other."""
+    """The commands of the README, one after the other. timm starts cold, without anything of ours."""
     from eagleray.datasets.shapes import image
 
     for i in range(120):

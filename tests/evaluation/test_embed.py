@@ -1,10 +1,8 @@
 """`eagleray embed`: a row for each sample in the order of the index, continued where it was killed, and used again."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ import numpy as np
 import pandas
 import pyarrow.parquet as pq
 import pytest
+from helpers import forked
 from helpers.bucket import CountingBucket
 from helpers.commands import refused
 from torch.utils.data import get_worker_info
@@ -124,15 +123,14 @@ def test_a_process_that_is_killed_twice_ends_with_the_same_bytes(shards: Path, t
         f"eagleray.embed({BACKBONE!r}, {str(shards)!r}, {str(out)!r}, **{SIZES!r})"
     )
     command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for parts in 1, 2:
-        process = subprocess.Popen(command, env=environment)
+        process = forked.Popen(command)
         while len(list(out.glob("part-*.parquet"))) < parts:
             assert process.poll() is None
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
         assert len(list(out.glob("part-*.parquet"))) < 4
-    subprocess.run(command, env=environment, check=True)
+    forked.run(command, check=True)
     assert files(out) == whole
 
 

@@ -24,6 +24,7 @@ from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import check_method
 
+pytestmark = pytest.mark.usefixtures("untracked_runs")
 KEYS = ("optim.batch=24", "optim.epochs=4", "evaluate.probe_epochs=1", "checkpoint.steps=2")
 
 
@@ -49,7 +50,7 @@ def arguments(recipe: Path, scenes: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(untracked_runs: None, scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("once")
     pretrain(*split(arguments(written(folder), scenes, folder / "run")))

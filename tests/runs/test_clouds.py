@@ -13,16 +13,17 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.data.index_file import NAME
 from eagleray.datasets.shards import Sample, write_shards
-from eagleray.engine import checkpoint, export
+from eagleray.engine import checkpoint
 from eagleray.runs import recipe as recipes
 from eagleray.runs.plan import resolve_paths
 from eagleray.storage import store
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(export, "compare", lambda *_: 0.0)  # a new process for each run, which takes most of its time
     with running() as server:
         server.files["data"] = {}
         yield server

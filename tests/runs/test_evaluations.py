@@ -20,6 +20,7 @@ from eagleray.reports.read import read
 from eagleray.reports.sections import findings
 from eagleray.runs import evaluations, layout
 
+pytestmark = pytest.mark.usefixtures("untracked_runs")
 SIZE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 KEYS = ("evaluate.every=1", "max_steps=12", "evaluate.probe_epochs=1")
 

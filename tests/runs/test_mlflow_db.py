@@ -1,11 +1,10 @@
 """The database of MLflow is made whole or not at all."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from mlflow import MlflowClient
 
 from eagleray.runs.mlflow_db import make_database
@@ -20,7 +19,7 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
             make_database(uri)
     assert not path.exists()
     command = [sys.executable, "-c", f"from eagleray.runs.mlflow_db import make_database; make_database({uri!r})"]
-    makers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "platform"}) for _ in range(2)]
+    makers = [forked.Popen(command) for _ in range(2)]
     assert [m.wait() for m in makers] == [0, 0]
     assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]
     client = MlflowClient(uri)

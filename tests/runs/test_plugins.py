@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +35,10 @@ from eagleray.runs.restore import restore
 from eagleray.views.operations import operate
 from eagleray.views.sampling import Views
 
-pytestmark = pytest.mark.filterwarnings("ignore:Overwriting vit_of_a_plugin")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Overwriting vit_of_a_plugin"),
+    pytest.mark.usefixtures("untracked_runs"),
+]
 SHORT = ["max_steps=4", "evaluate.probe_epochs=0"]
 
 
@@ -63,10 +67,25 @@ def pretrain(*args: str) -> str:
     return result.output
 
 
+@pytest.fixture(scope="module")
+def finished(untracked_runs: None, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of the plug-in's method, in a folder beside that of its recipe."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_plugin(folder / "recipes")
+    recipe, more = write_recipe(folder / "recipes"), [*SHORT, "evaluate.every=1", "checkpoint.steps=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        pretrain(*arguments(recipe, shards, folder / "out", *more))
+        plugins.unload()
+    return folder / "out"
+
+
 @pytest.fixture
-def run(mine: Path, shards: Path, tmp_path: Path) -> Path:
-    """A short run of the plug-in's method."""
-    pretrain(*arguments(mine, shards, tmp_path / "out", *SHORT, "evaluate.every=1", "checkpoint.steps=2"))
+def run(finished: Path, mine: Path, tmp_path: Path) -> Path:
+    """A copy of it, for a test to continue, in a process that has loaded its plug-in."""
+    plugins.load(str(mine.parent / "my_method.py"))
+    shutil.copytree(finished, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -189,7 +208,7 @@ def test_a_changed_source_does_not_continue_a_run(run: Path, mine: Path, shards:
     line = refused(capsys, "pretrain", *arguments(mine, shards, run, *SHORT, "max_steps=6"))
     assert "holds another run: plugins is [" in line
     state = weights(run)
-    pretrain(str(run / "recipe.yaml"), *SHORT)  # its own recipe, and the copy of the plug-in beside it
+    pretrain(str(run / "recipe.yaml"), *SHORT, f"out={run}")  # its own recipe, and the copy of the plug-in beside it
     assert_same(weights(run), state)
 
 

@@ -1,7 +1,6 @@
 """A run from start to end, and through every way of being stopped."""
 
 import json
-import os
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.recipes import SMALL
 from helpers.runs import FAST, arguments, assert_same, split, start, wait_for_step, weights
 from torch import Tensor
 
@@ -20,34 +20,11 @@ from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
 from eagleray.runs.pretrain import first_problem, load_checkpoint
 from eagleray.runs.rank_run import Stateful
-from eagleray.runs.tracking import Tracking
 from eagleray.storage.retry import Transient, call_with_retries
 from eagleray.storage.store import LocalStore
 from eagleray.views import photometric
 
-
-@pytest.fixture
-def whole(small: Path, shards: Path, tmp_path: Path) -> Path:
-    """An uninterrupted run of 20 steps."""
-    out = tmp_path / "whole"
-    pretrain(*split(arguments(small, shards, out)))
-    return out
-
-
-@pytest.mark.usefixtures("new_process")
-def test_everything_promised_is_there(whole: Path, capsys: pytest.CaptureFixture[str]):
-    lines = read_lines(whole / "metrics.jsonl")
-    assert [r["step"] for r in lines] == list(range(1, 21))
-    wanted = {"step", "epoch", "loss", "lr", "images_per_s", "data_wait", "bad_samples", "grad_norm"}
-    assert all(wanted <= r.keys() for r in lines)
-    summary = json.loads((whole / "summary.json").read_text())
-    wanted = {"knn/top1", "knn/top1_untrained", "linear/top1", "steps", "wall_seconds", "restarts"}
-    assert wanted <= summary.keys()
-    assert summary["steps"] == 20
-    assert summary["restarts"] == 0
-    for name in ("recipe.yaml", "train.log", "environment.json", "export/backbone.safetensors"):
-        assert (whole / name).stat().st_size > 0
-    assert len(list((whole / "checkpoints").glob("*.pt"))) == 1
+pytestmark = pytest.mark.usefixtures("untracked_runs")
 
 
 def test_data_wait_is_waiting_and_not_the_loaders_own_work(
@@ -63,32 +40,6 @@ def test_data_wait_is_waiting_and_not_the_loaders_own_work(
     for record in read_lines(tmp_path / "out" / "metrics.jsonl"):
         seconds = 32 / record["images_per_s"]  # of the step, at a batch of 32
         assert record["data_wait"] <= 1 - 0.24 / seconds
-
-
-def test_history_is_in_mlflow(whole: Path):
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{whole.parent / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("eagleray")
-    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
-    [run] = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.tags["mlflow.source.name"] == "eagleray"
-    assert run.data.params["optim.batch"] == "32"
-    history = client.get_metric_history(run.info.run_id, "loss")
-    assert [m.step for m in history] == list(range(1, 21))
-    logged = {m.step: m.value for m in history}
-    for record in read_lines(whole / "metrics.jsonl"):
-        assert logged[record["step"]] == pytest.approx(record["loss"])
-    assert "knn/top1" in run.data.metrics
-    names = {f.path for f in client.list_artifacts(run.info.run_id)}
-    assert {"recipe.yaml", "summary.json", "health.png", "checkpoints.json", "report.html", "report"} <= names
-    data = {d.tags[0].value: d.dataset for d in run.inputs.dataset_inputs}
-    assert data.keys() == {"training", "test"}
-    assert data["training"].name.endswith("shards0/train")
-    assert json.loads(data["training"].profile)["images"] == 320
-    [model] = run.outputs.model_outputs
-    assert client.get_logged_model(model.model_id).status == "READY"
 
 
 @pytest.mark.parametrize("recipe", ["small", pytest.param("small_dino", marks=pytest.mark.slow)])
@@ -127,15 +78,13 @@ def test_what_is_wrong_is_said_and_kept(small: Path, shards: Path, tmp_path: Pat
     assert len([f for f in again if f["kind"] == "same views"]) == 1  # not told again
 
 
-def test_credentials_are_nowhere_in_a_run(small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    secrets = {"AWS_ACCESS_KEY_ID": "AKIDinthewild", "AWS_SECRET_ACCESS_KEY": "secretinthewild"}
-    for name, value in secrets.items():
-        monkeypatch.setenv(name, value)
-    pretrain(*split(arguments(small, shards, tmp_path / "out", "max_steps=2", "evaluate.probe_epochs=0")))
-    files = [p for p in tmp_path.rglob("*") if p.is_file()]
-    assert {"recipe.yaml", "train.log", "mlflow.db", "environment.json"} <= {p.name for p in files}
-    for path in files:
-        assert not any(s.encode() in path.read_bytes() for s in secrets.values()), path
+@pytest.fixture(scope="module")
+def plain(untracked_runs: None, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 20 steps."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "small.yaml").write_text(SMALL)
+    pretrain(*split(arguments(folder / "small.yaml", shards, folder / "run", *FAST)))
+    return folder / "run"
 
 
 @pytest.fixture
@@ -164,10 +113,10 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
-    small: Path, shards: Path, tmp_path: Path, whole: Path, away: Callable[[int], None]
+    small: Path, shards: Path, tmp_path: Path, plain: Path, away: Callable[[int], None]
 ):
     out = tmp_path / "out"
-    args = split(arguments(small, shards, out, "data.patience=0.005"))
+    args = split(arguments(small, shards, out, *FAST, "data.patience=0.005"))
     away(10)  # eight lanes have their first blocks, and few have the next
     with pytest.raises(
         Outage, match=r"^\S+\.tar: SlowDown: reduce your request rate; given up after \d+ attempts in 0 s$"
@@ -179,7 +128,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
     assert "Traceback" not in (out / "train.log").read_text()
     away(-1)
     pretrain(*args)
-    assert_same(weights(out), weights(whole))
+    assert_same(weights(out), weights(plain))
 
 
 def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
@@ -195,7 +144,7 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
 
     threading.Thread(target=ask).start()
     began = time.monotonic()
-    run = pretrain(*split(arguments(small, shards, out, "data.patience=5")))
+    run = pretrain(*split(arguments(small, shards, out, *FAST, "data.patience=5")))
     assert not run.finished
     assert time.monotonic() - began < 60
     state = checkpoint.newest(out / "checkpoints")
@@ -220,44 +169,6 @@ def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_
     assert json.loads((killed / "summary.json").read_text())["restarts"] == 1
     steps = [r["step"] for r in read_lines(killed / "metrics.jsonl")]
     assert steps == list(range(1, 61))
-
-
-@pytest.mark.parametrize(
-    ("workers", "readers"),
-    [(0, 0), pytest.param(0, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
-    ids=["alone", "readers", "ray"],
-)
-def test_sigterm_to_a_command_and_all_its_processes_saves_and_stops(
-    workers: int, readers: int, small: Path, shards: Path, tmp_path: Path
-):
-    """As `timeout` sends it."""
-    out = tmp_path / "stopped"
-    more = ("optim.epochs=4000", *FAST, f"workers={workers}", f"data.workers={readers}")
-    process = start(arguments(small, shards, out, *more), group=0)
-    wait_for_step(out, 3, process)
-    os.killpg(process.pid, signal.SIGTERM)
-    text = process.communicate(timeout=40)[0]  # without its servers, Ray waits for 60 s
-    assert process.returncode == 1, text
-    last = read_lines(out / "metrics.jsonl")[-1]["step"]
-    state = checkpoint.newest(out / "checkpoints")
-    assert state is not None
-    assert state["step"] == last
-    assert f"stopped at step {last}" in text
-
-
-def test_a_finished_run_is_left_alone(whole: Path, small: Path, shards: Path, capsys: pytest.CaptureFixture[str]):
-    before = (whole / "metrics.jsonl").read_bytes(), (whole / "starts.jsonl").read_bytes()
-    pretrain(*split(arguments(small, shards, whole)))
-    assert "done already" in capsys.readouterr().out
-    assert before == ((whole / "metrics.jsonl").read_bytes(), (whole / "starts.jsonl").read_bytes())
-
-
-def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, shards: Path):
-    with pytest.raises(UserError) as e:
-        pretrain(*split(arguments(small, shards, whole, "method.temperature=0.5")))
-    assert "method.temperature is 0.2 there and 0.5 here" in str(e.value)
-    assert "another out=" in str(e.value)
-    assert f"eagleray pretrain {whole / 'recipe.yaml'}" in str(e.value)
 
 
 @pytest.mark.slow
@@ -338,37 +249,12 @@ def test_unlabelled_images_need_no_evaluation(small: Path, tmp_path: Path):
     assert (tmp_path / "out" / "export" / "backbone.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_output_is_short(small: Path, shards: Path, tmp_path: Path):
-    process = start(arguments(small, shards, tmp_path / "out"))
-    text = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, text
-    assert len(text.splitlines()) < 40
-    assert "mlflow ui --backend-store-uri sqlite:///" in text.splitlines()[-1]
-
-
 def test_neighbours_are_asked_during_training(small: Path, shards: Path, tmp_path: Path):
     more = ["evaluate.every=1", "evaluate.probe_epochs=0", "log_steps=7", "data.workers=2"]
     pretrain(*split(arguments(small, shards, tmp_path / "out", *more)))
     lines = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert [r["step"] for r in lines] == [7, 10, 14, 20]
     assert [r["step"] for r in lines if "knn/top1" in r] == [10]  # the end has its own evaluation
-
-
-def test_an_artifact_that_cannot_be_sent_does_not_hold_up_the_end(tmp_path: Path):
-    from mlflow import MlflowClient
-
-    from eagleray.runs.mlflow_thread import MLflow
-
-    (out := tmp_path / "run").mkdir()
-    history = MLflow(out, Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}"), {})
-    history.log({"step": 1, "loss": 1.0})
-    began = time.monotonic()
-    history.close("FINISHED", [tmp_path / "missing"])
-    assert time.monotonic() - began < 60
-    assert not history.thread.is_alive()
-    [run] = MlflowClient(history.uri).search_runs(["1"])
-    assert run.info.status == "FINISHED"
 
 
 def test_a_save_that_fails_while_a_machine_is_taken_away_costs_steps_and_not_the_run():

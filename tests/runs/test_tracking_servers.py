@@ -4,14 +4,13 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import mlflow_server
+from helpers import forked, mlflow_server
 from helpers.processes import wait_for
 from helpers.tracking import BLOCKED, logged
 from mlflow import MlflowClient
@@ -95,7 +94,7 @@ def test_a_run_killed_while_the_server_was_away_loses_nothing(server: mlflow_ser
     out.mkdir()
     command = [sys.executable, "-c", RUN, str(out), server.uri]
     environment = os.environ | {"PYTHONPATH": str(Path(mlflow_thread.__file__).parents[2])}
-    process = subprocess.Popen([*command, "0", "100000"], env=environment)
+    process = forked.Popen([*command, "0", "100000"], env=environment)
     wait_for(lambda: (out / "mlflow.json").exists() and "run_id" in (out / "mlflow.json").read_text())
     server.signal(signal.SIGKILL)
     here = len(read_lines(out / "metrics.jsonl"))
@@ -105,7 +104,7 @@ def test_a_run_killed_while_the_server_was_away_loses_nothing(server: mlflow_ser
     last = read_lines(out / "metrics.jsonl")[-1]["step"]
     server.start()
     assert max(steps_there(server, out), default=0) < last - 50
-    done = subprocess.run([*command, str(last - 20), str(last + 20)], env=environment, timeout=300, check=False)
+    done = forked.run([*command, str(last - 20), str(last + 20)], env=environment, timeout=300, check=False)
     assert done.returncode == 0
     assert sorted(steps_there(server, out)) == list(range(1, last + 21))
 
