@@ -103,7 +103,7 @@ def strangers(folder: Path) -> Path:
     copy = plugins.Copy(run, {"my_method.py": (run / "plugins" / "my_method.py").read_bytes()})
     tree["plugins"] = [{"name": "my_method.py", "sha256": copy.sha256}]
     (run / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    (run / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0, "grad_norm": 1.0}\n')
+    (run / "steps.jsonl").write_text('{"step": 2, "loss": 1.0, "grad_norm": 1.0}\n')
     return run
 
 

@@ -222,7 +222,6 @@ def test_what_differs_is_named(photos: tuple[Path, dict[str, bytes]], tmp_path: 
     assert "was begun with no --max-side, now --max-side 9" in prepare_error(
         "folder", folder, tmp_path / "out", seed=1, max_side=9
     )
-    assert "--where" not in json.loads((tmp_path / "out" / "dataset.json").read_text())["options"]
     run_prepare("webdataset", tmp_path / "out", tmp_path / "few", where="label = 0")
     assert "was begun with --where label = 0, now no --where" in prepare_error(
         "webdataset", tmp_path / "out", tmp_path / "few"

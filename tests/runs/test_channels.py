@@ -150,10 +150,6 @@ def test_a_teacher_that_sees_colours_is_refused(tmp_path: Path):
         recipes.load(str(written(tmp_path, "distill")))
 
 
-def test_a_recipe_without_channels_has_no_key_for_them(small: Path):
-    assert not any("channels" in key for key in recipes.flat(recipes.load(str(small))))
-
-
 def test_a_resolved_recipe_is_read_as_it_was_written(tmp_path: Path):
     loaded = recipes.load(str(written(tmp_path)))
     again = tmp_path / "again.yaml"

@@ -55,7 +55,7 @@ def test_schedules_fit_the_length_of_the_run():
 def test_the_views_of_a_curriculum_shrink_with_the_others():
     base = "dinov2_vitb16_in1k_ep200_curriculum"
     changed = values(base, 60_000, size=96)
-    assert changed["curriculum"] == [{"until": 0.75, "sizes": [48, 48, 24]}]
+    assert changed["curriculum"] == [{"until": 0.75, "sizes": [48, 48, 24], "keep": 1.0}]
     keys = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
     assert [phase.views[0].size for phase in recipe.load(base, keys).phases] == [48, 96]
     assert "curriculum" not in values(base, 60_000)

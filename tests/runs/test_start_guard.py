@@ -167,19 +167,6 @@ def test_without_labels_the_likeness_decides(source: Path, shards: Path, tmp_pat
     assert not watched().lost()
 
 
-def test_a_run_goes_on_with_as_many_images_as_it_began_with(source: Path, shards: Path, tmp_path: Path):
-    """Earlier versions compared fewer ones."""
-    name, overrides = given(source, shards, tmp_path / "out")
-    plan = open_plan(resolve_paths(recipes.load(name, overrides)))
-    begun, guard, backbone = StartGuard(plan), StartGuard(plan), build_method(plan.recipe).export
-    begun._choose(100)
-    before = begun.measure(0, backbone, "fp32", THREADS)
-    guard.load_state_dict(begun.state_dict())
-    assert guard.samples.tolist() == begun.samples.tolist()
-    assert guard.labels.tolist() == begun.labels.tolist()
-    assert guard.measure(3, backbone, "fp32", THREADS) == before
-
-
 @pytest.mark.parametrize(
     ("freeze", "looks"), [("0", [1, 2, 3, 4, 6, 8, 10, 20]), ("0.25", [4, 5, 6, 7, 9, 10, 11, 20])]
 )

@@ -113,7 +113,9 @@ def test_a_trial_takes_over_what_another_was_when_it_was_compared(shards: Path, 
 def test_values_that_an_exchange_has_changed_are_noted_before_the_trial_goes_on(tmp_path: Path):
     """A checkpoint with them is saved then, which a sweep that was killed continues from."""
     study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
-    study.rows = {"000": {"id": "000", "alternative": "", "state": "waiting", "values": {"optim.lr.value": 0.1}}}
+    study.rows = {
+        "000": {"id": "000", "alternative": "", "state": "waiting", "starts": 0, "values": {"optim.lr.value": 0.1}}
+    }
     journal = ray_tune.journal(LocalState(study, threading.Event(), None))
 
     class Cloned:

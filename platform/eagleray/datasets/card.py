@@ -148,7 +148,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     order = np.random.default_rng(0).permutation(len(index))
     folder = store.absolute(url)
     card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or folder.endswith(".tar") else find(folder)
-    if card and "--channels" in (card.get("options") or {}):
+    if card and (card.get("options") or {}).get("--channels"):
         return card, []
     if card:
         return card, _sample(index, order[:SHEET], read_pixels)[1]

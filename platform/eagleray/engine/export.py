@@ -150,7 +150,7 @@ def read_export(path: Path) -> Export:
     beside = path.with_suffix(".json")
     try:
         description = json.loads(beside.read_text())
-        keys = description["network"]
+        keys = description.get("network") or description["backbone"]
     except (OSError, ValueError, KeyError, AttributeError) as e:
         raise UserError(f"{beside}: not a description written by `eagleray export` ({type(e).__name__})") from None
     network = config.check(Network, keys, str(beside))

@@ -91,7 +91,7 @@ def progress_text(record: Mapping[str, Any]) -> str:
         f"loss {record[LOSS]:.3f}",
         f"{record[IMAGES_PER_S]:.0f} images/s",
         f"data wait {100 * record[DATA_WAIT]:.0f} %",
-        f"goodput {100 * record[GOODPUT]:.0f} %",
+        *([f"goodput {100 * record[GOODPUT]:.0f} %"] if GOODPUT in record else []),
         f"bad {record[BAD_SAMPLES]}",
     ]
     parts += [f"{name} {record[key]:.1f} %" for name, key in SCORES.items() if key in record]

@@ -189,17 +189,6 @@ def test_the_schedules_of_selfpatch_and_swin_are_their_codes():
     assert (selfpatch.batch, swin.batch, swin.epochs, swin.lr.drops) == (8, 16, 36, (27, 33))
 
 
-def test_trainings_that_were_begun_earlier_have_the_same_settings():
-    """The folder of a training is named after these; a key that comes later is there only if it is used."""
-    keys = {"cascade", "epochs", "batch", "lr", "weight_decay", "drop_path", "sizes", "longest", "channels", "regions"}
-    for name in ("1x", "3x", "1x_cascade", "3x_cascade", "small"):
-        plain = config.to_plain(load_schedule(name))
-        assert plain.keys() == keys | {"anchor", "seed"}
-        assert isinstance(plain["epochs"], int)
-    later = config.to_plain(load_schedule("1x_c4"))
-    assert later.keys() - plain.keys() == {"head", "optimizer", "parts"}
-
-
 @pytest.mark.parametrize("key", ["head=c4", "frozen=true"])
 def test_other_backbones_are_refused(key: str):
     name, value = key.split("=")

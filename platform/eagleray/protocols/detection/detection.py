@@ -58,7 +58,7 @@ def detection(
     backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
     weights = weights_digest(backbone)
     net = build(backbone, len(train.categories), settings)
-    tag = digest(weights, config.to_plain(settings), tree_digest(coco, times=True))
+    tag = digest(weights, config.chosen(settings), tree_digest(coco, times=True))
     name = f"detection-{tag[:8]}"
     out.mkdir(parents=True, exist_ok=True)
     note(f"detection: {len(train.trainable())} training images, {len(val)} validation images")
