@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # what commands import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all soak faults fuzz lint audit docs
+.PHONY: setup demo mission test test-all soak faults fuzz lint audit docs
 
 setup: .venv/.done
 
@@ -21,6 +21,12 @@ setup: .venv/.done
 
 demo: setup
 	@$(RUN)/python -m eagleray.cli.demo $(if $(DATA),"$(DATA)")
+
+# The walk of a user from end to end: a cluster that loses a worker and a node, a bucket, a sweep, an export. FOLDER= keeps
+# what it writes, FROM= and UNTIL= name stations, and BREAK= plants a fault that it must report.
+mission: setup
+	@PYTHONPATH=tests $(RUN)/python -m mission.walk $(if $(FOLDER),--folder "$(FOLDER)") $(if $(FROM),--from "$(FROM)") \
+		$(if $(UNTIL),--until "$(UNTIL)") $(if $(BREAK),--break "$(BREAK)")
 
 test: setup
 	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

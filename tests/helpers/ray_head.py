@@ -73,12 +73,12 @@ class Head:
 
     def _up(self, process: subprocess.Popen[bytes], name: str) -> bool:
         """Wait for it; one that does not see itself within 30 s gives up, and on a busy machine that happens."""
-        end, log = time.monotonic() + 240, self.folder / f"{name}.log"
+        end, log = time.monotonic() + 600, self.folder / f"{name}.log"
         while "block forever" not in log.read_text():
             if process.poll() is not None and "timed out during startup" in log.read_text():
                 return False
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, f"no {name} within four minutes"
+            assert time.monotonic() < end, f"no {name} within ten minutes"
             time.sleep(0.5)
         return True
 
