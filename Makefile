@@ -8,18 +8,28 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo mission test test-all soak faults fuzz lint audit docs
 
+# One environment has two stamps: .run says that the package and what it needs are in it, .done that the developers' tools
+# are too. $(1) is what is installed, $(2) says how much that is.
+define install
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "error: Python 3.11 or newer is needed"; exit 2; }
+	@echo "setup: packages come into .venv, some minutes and $(2); its log is .venv/setup.log"
+	@$(PYTHON) -m venv .venv
+	@$(RUN)/python -m pip install --no-compile -c constraints.txt -e "$(1)" > .venv/setup.log 2>&1 || \
+		{ tail -n 20 .venv/setup.log; echo "error: setup failed; the whole log is .venv/setup.log"; exit 2; }
+	@$(RUN)/python -c "import eagleray.runs.pretrain, mlflow, ray.train, ray.tune"
+endef
+
 setup: .venv/.done
 
 .venv/.done: constraints.txt pyproject.toml
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "error: Python 3.11 or newer is needed"; exit 2; }
-	@echo "setup: packages come into .venv, some minutes and 8 GB; its log is .venv/setup.log"
-	@$(PYTHON) -m venv .venv
-	@$(RUN)/python -m pip install --no-compile -c constraints.txt -e ".[dev]" > .venv/setup.log 2>&1 || \
-		{ tail -n 20 .venv/setup.log; echo "error: setup failed; the whole log is .venv/setup.log"; exit 2; }
-	@$(RUN)/python -c "import eagleray.runs.pretrain, mlflow, ray.train, ray.tune"
+	$(call install,.[dev],8 GB)
 	@touch $@
 
-demo: setup
+.venv/.run: constraints.txt pyproject.toml
+	$(call install,.,7 GB)
+	@touch $@
+
+demo: $(or $(wildcard .venv/.done),.venv/.run)
 	@$(RUN)/python -m eagleray.cli.demo $(if $(DATA),"$(DATA)")
 
 # The walk of a user from end to end: a cluster that loses a worker and a node, a bucket, a sweep, an export. FOLDER= keeps

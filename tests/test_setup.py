@@ -1,4 +1,4 @@
-"""`make setup` where packages cannot be installed."""
+"""What `make setup` and `make demo` install, and what they say where packages cannot be installed."""
 
 import os
 import shutil
@@ -17,19 +17,25 @@ case "$1 $2" in
 esac
 """
 
+# One whose environments note what their pip is to install, and what else they are to run.
+NOTES = PYTHON.replace("i=0; while [ $i -lt 30 ]; do", 'echo "$*" >> installed; exit 0; while false; do').replace(
+    "esac", '  "-m eagleray.cli.demo") echo demo >> installed ;;\nesac'
+)
 
-def make_setup(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
+
+def make(folder: Path, target: str, python: str) -> "subprocess.CompletedProcess[str]":
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder / name)
+        if not (folder / name).exists():  # one that is copied again is newer than the environment
+            shutil.copy(ROOT / name, folder / name)
     (folder / "python").write_text(python)
     (folder / "python").chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    command = ["make", "--silent", "setup", f"PYTHON={folder / 'python'}"]
+    command = ["make", "--silent", target, f"PYTHON={folder / 'python'}"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
 
 def test_a_setup_that_fails_shows_the_end_of_its_log(tmp_path: Path):
-    done = make_setup(tmp_path, PYTHON)
+    done = make(tmp_path, "setup", PYTHON)
     assert done.returncode == 2
     first, *tail, last = done.stdout.splitlines()
     assert first.startswith("setup: packages come into .venv")
@@ -39,8 +45,22 @@ def test_a_setup_that_fails_shows_the_end_of_its_log(tmp_path: Path):
     assert not (tmp_path / ".venv" / ".done").exists(), "the next `make setup` tries again"
 
 
+def test_a_demo_needs_no_tools_of_developers_and_keeps_those_that_are_there(tmp_path: Path):
+    package, tools = (f"-m pip install --no-compile -c constraints.txt -e {what}" for what in (".", ".[dev]"))
+    installed = tmp_path / "installed"
+    first, again = ("demo", [package, "demo"]), ("demo", ["demo"])
+    for target, new in (first, again, ("setup", [tools]), ("setup", []), again):
+        installed.write_text("")
+        done = make(tmp_path, target, NOTES)
+        assert done.returncode == 0, done.stderr
+        assert installed.read_text().splitlines() == new
+    (tmp_path / "constraints.txt").touch()
+    make(tmp_path, "demo", NOTES)
+    assert installed.read_text().splitlines()[-2:] == [tools, "demo"], "new versions, and still all tools"
+
+
 def test_a_setup_with_an_old_python_is_one_line(tmp_path: Path):
     old = f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 10); exec(sys.argv[1])' \"$2\"\n"
-    done = make_setup(tmp_path, old)
+    done = make(tmp_path, "setup", old)
     assert (done.returncode, done.stdout) == (2, "error: Python 3.11 or newer is needed\n")
     assert not (tmp_path / ".venv").exists()
