@@ -8,6 +8,7 @@ goodput             seconds of steps that count, as a share of the harmed run's 
 goodput_unharmed    the same of the other run: what starting, saving, evaluating and ending cost without a kill
 restarts, steps_repeated, seconds_lost   of the harmed run, from its summary
 restart_seconds     from each kill to the first line about steps after it, ten of them (`log_steps`)
+start_over_restart  seconds from the command to the first such line / the median of restart_seconds
 interval            steps between checkpoints: no kill costs more of them
 same_weights        whether every tensor of the last checkpoints is the same to the bit
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         harmed = Run(args, Path(scratch) / "harmed", steps=None)
+        harmed_start = harmed.first_line()
         restarts = harmed.harm(args.every, 60 * args.minutes)
         steps = harmed.stop()
         harmed = Run(args, harmed.out, steps=steps)  # one step more would be another run: this only ends it
@@ -59,6 +62,7 @@ def main() -> None:
             **{k: told[k] for k in ("goodput", "restarts", "steps_repeated", "seconds_lost")},
             "goodput_unharmed": plain["goodput"],
             "restart_seconds": [round(s, 1) for s in restarts],
+            "start_over_restart": harmed_start / statistics.median(restarts),
             "same_weights": same(harmed.out, unharmed.out),
             "machine": common.machine(),
         }
@@ -82,6 +86,7 @@ class Run:
             "evaluate.limit": 1000,
         } | ({"max_steps": steps} if steps else {})
         command = [sys.executable, "-m", "eagleray.cli", "pretrain", RECIPE, *(f"{k}={v}" for k, v in keys.items())]
+        self.began = time.monotonic()
         self.log = out.with_suffix(".log").open("a")
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -100,9 +105,13 @@ class Run:
             time.sleep(0.05)
         return self.step()
 
+    def first_line(self) -> float:
+        """Return the seconds from the command to its first line about steps."""
+        self.wait_for(1)
+        return time.monotonic() - self.began
+
     def harm(self, every: float, seconds: float) -> list[float]:
         """Kill a process that trains now and then; returns the seconds from each kill to the first line after it."""
-        self.wait_for(1)
         began, out = time.monotonic(), []
         for number in range(1, int(seconds / every) + 1):
             time.sleep(max(began + number * every - time.monotonic(), 0))

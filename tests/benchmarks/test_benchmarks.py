@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import yaml
-from helpers.benchmarks import ABSENT, BENCHMARKS, LACKS, ROOT, Bare
+from helpers.benchmarks import ABSENT, BENCHMARKS, LACKS, ROOT, Bare, load_benchmark
 from helpers.recipes import METHODS
 from PIL import Image
 
@@ -281,6 +282,30 @@ def test_survive(shards: Path) -> None:
     assert out["restarts"] == out["kills"] + 1  # and the start that only ends it
     assert out["seconds_lost"] > 0
     assert all(0 < out[name] < 1 for name in ("goodput", "goodput_unharmed"))  # which of them is larger is noise here
+
+
+def test_plain_step_is_the_same_step(bare: Bare) -> None:
+    out = result(bare, "plain_step.py", "--batch", "2", "--rounds", "1")
+    assert out["difference"] < 1e-5
+    assert out["step"] > 0
+
+
+def test_a_ratio_that_falls_is_named() -> None:
+    ratios = load_benchmark("ratios.py")
+    known = {"step": 1.0, "share_of_raw": 0.97}
+    assert ratios["below"]({"step": 0.91, "share_of_raw": 0.88, "new": 0.1}, known) == []
+    [line] = ratios["below"]({"step": 0.89, "share_of_raw": 1.2}, known)
+    assert line == "step: found 0.89, expected at least 0.9 of 1"
+
+
+def test_the_best_ratio_is_of_the_same_cpu(tmp_path: Path) -> None:
+    ratios = load_benchmark("ratios.py")
+    lines = [("A", {"step": 1.0}), ("A", {"step": 0.9, "share_of_raw": 0.5}), ("B", {"step": 2.0})]
+    record = tmp_path / "ratios.jsonl"
+    record.write_text("".join(json.dumps(values | {"machine": {"cpu": cpu}}) + "\n" for cpu, values in lines))
+    with mock.patch.dict(ratios["best"].__globals__, RECORD=record):
+        assert ratios["best"]("A") == {"step": 1.0, "share_of_raw": 0.5}
+        assert ratios["best"]("C") == {}
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""Every benchmark at its own sizes, in the environment that it makes for its rivals, for the first minute.
+
+Those of `ratios.py` run there to their end, and those of a set that is prepared first by `proof_set.py` have tests of
+their own with tiny sizes.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.benchmarks import BENCHMARKS, ROOT, load_benchmark
+
+SECONDS = 60
+COMMANDS = [
+    "backbones.py",
+    "big_index.py",
+    "checkpoint_stall.py",
+    "control_cost.py",
+    "curation.py --data DATA --out OUT",
+    "decode.py --dali",
+    "dispatch.py",
+    "drloc_cost.py",
+    "embed.py",
+    "evaluate_scale.py",
+    "faults.py",
+    "lambda_search.py timm:resnet18.untrained DATA/cifar10",
+    "loader_memory.py",
+    "methods.py",
+    "monitors.py",
+    "peers.py",
+    "photometric.py",
+    "plan.py",
+    "region_cost.py",
+    "resume.py",
+    "start_guards.py --data DATA --out OUT",
+    "step.py",
+    "stores.py",
+    "trust_cost.py --before HEAD",
+]
+ELSEWHERE = {"lejepa.py", "proof.py", "ratios.py"}  # the first two continue sweeps for hours
+PARTS = {"peers_lightly_train.py", "plain_step.py", "proof_set.py", "rivals.py", "synthetic.py", "table.py"}
+PARTS |= {"trust_cost_parts.py"}  # programs that another benchmark runs
+
+
+def test_no_benchmark_is_left_out() -> None:
+    programs = {file.name for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
+    of_ratios = {command[0] for command, _ in load_benchmark("ratios.py")["PARTS"].values()}
+    named = {command.split()[0] for command in COMMANDS}
+    assert named | of_ratios | ELSEWHERE | PARTS == programs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_first_minute(command: str, shards: Path, tmp_path: Path) -> None:
+    for name in ("cifar10", "transfer/mnist"):
+        (tmp_path / name).mkdir(parents=True)
+        for file in shards.glob("*/*.tar"):
+            (tmp_path / name / file.name.replace("shard", file.parent.name)).symlink_to(file)
+    program, *words = command.replace("DATA", str(tmp_path)).replace("OUT", str(tmp_path / "out")).split()
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, BENCHMARKS / program, *words],
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        said = log.read()
+    assert status == 0, said
+    assert not re.search(r"^(Traceback|error: )", said, re.M), said
