@@ -32,7 +32,7 @@ import common
 import torch
 from clock import PARTS, Clock, patched
 
-from eagleray.base import devices
+from eagleray.base import cpu_share, devices
 from eagleray.config import bundled
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
@@ -153,7 +153,7 @@ class Feed:
         else:
             stream = make_plan(r, note=common.note).stream
             self.steps_per_epoch = stream.steps_per_epoch
-            loader = Loader(stream, rank=0, ranks=1, workers=processes(r.data.workers, devices.cpus()), device=device)
+            loader = Loader(stream, rank=0, ranks=1, workers=processes(r.data.workers, cpu_share.cpus()), device=device)
             self.batches = (batch for batch, _ in loader.batches(0))
 
     def __iter__(self) -> Iterator[tuple[Progress, Batch]]:

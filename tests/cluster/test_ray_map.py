@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.ray_nodes import MEMORY, ray_cluster
 
-from eagleray.base import devices
+from eagleray.base.cpu_share import cpus
 from eagleray.base.errors import UserError
 from eagleray.cluster import ray_map as mapping
 from eagleray.cluster import waiting
@@ -87,6 +87,6 @@ def test_a_map_on_a_cluster_without_nodes_waits_for_them(monkeypatch: pytest.Mon
             said.append(line)
 
         monkeypatch.setattr(mapping, "say", say)
-        assert list(ray_map(lambda _: devices.cpus(), range(3), workers=2, gpus=True)) == [3.0] * 3
+        assert list(ray_map(lambda _: cpus(), range(3), workers=2, gpus=True)) == [3.0] * 3
     assert said[0].startswith("waiting for 1 worker(s) with 1 CPU and 1 GPU each; the cluster has")
     assert "1 worker(s) have what they asked for" in said

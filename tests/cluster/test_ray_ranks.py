@@ -9,7 +9,8 @@ import pytest
 import torch
 from ray.exceptions import RayActorError
 
-from eagleray.base import devices, dist
+from eagleray.base import dist
+from eagleray.base.cpu_share import cpus
 from eagleray.base.errors import UserError
 from eagleray.cluster import ray_ranks as ranks
 from eagleray.cluster.ray_ranks import cpu_share, ray_ranks
@@ -53,7 +54,7 @@ def test_a_rank_that_dies_is_started_again_and_an_error_of_a_rank_ends_all(tmp_p
         if dist.rank() == 1 and not died.exists():
             died.touch()
             os._exit(1)
-        assert devices.cpus() == torch.get_num_threads() == 1, "each has its share of two"
+        assert cpus() == torch.get_num_threads() == 1, "each has its share of two"
         note(f"{dist.size()} ranks after a death: {died.exists()}")
         if dist.rank() == 1:
             raise UserError("x.png: does not decode")

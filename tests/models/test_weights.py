@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
-from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.pixels import OURS
 from eagleray.models.resample import TABLE
 from eagleray.models.weights import fill
-from eagleray.runs import recipe
+from eagleray.runs import recipe, sources
 from eagleray.runs.build import build_backbone, build_method
 from eagleray.runs.restore import pretrained, restore
 from eagleray.runs.start import build_started
@@ -277,7 +276,7 @@ def tiny_pretrained(tmp_path: Path) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:Overwriting")
 def test_timms_weights(tiny_pretrained: nn.Module):
-    assert weights.absolute("vit_of_tests.here") == "timm:vit_of_tests.here"
+    assert sources.absolute("vit_of_tests.here") == "timm:vit_of_tests.here"
     ours = network()
     report = fill(ours, pretrained("timm:vit_of_tests.here"))
     assert report.left == ["head.weight", "head.bias"]
@@ -309,16 +308,16 @@ def test_timms_weights_take_our_colours(tiny_pretrained: nn.Module, tmp_path: Pa
 
 def test_a_name_without_weights_is_refused():
     assert "timm has no weights of this name; did you mean" in refused("timm:vit_base_patch16_224.none", network())
-    assert "timm has no weights of this name" in refused(weights.absolute("cvt_13"), network())
+    assert "timm has no weights of this name" in refused(sources.absolute("cvt_13"), network())
 
 
 def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert weights.absolute("s3://bucket/runs/a") == "s3://bucket/runs/a"
-    assert weights.absolute("runs/a") == str(tmp_path / "runs" / "a")
+    assert sources.absolute("s3://bucket/runs/a") == "s3://bucket/runs/a"
+    assert sources.absolute("runs/a") == str(tmp_path / "runs" / "a")
     (tmp_path / "resnet50").mkdir()
-    assert weights.absolute("resnet50") == str(tmp_path / "resnet50")
-    assert weights.absolute("resnet18") == "timm:resnet18"
+    assert sources.absolute("resnet50") == str(tmp_path / "resnet50")
+    assert sources.absolute("resnet18") == "timm:resnet18"
 
 
 def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):

@@ -15,7 +15,7 @@ from eagleray.base.files import JsonLines, read_history
 from eagleray.reports import compare, cost, listing, sections
 from eagleray.reports.read import read
 from eagleray.runs import layout, plots
-from eagleray.runs.run_dir import finished
+from eagleray.runs.summary import finished
 
 
 @pytest.mark.parametrize("count", counts(20))

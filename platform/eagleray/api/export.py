@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from eagleray.base.errors import UserError
 from eagleray.base.files import check_local
 from eagleray.config import plugins as loading
-from eagleray.engine.export import FILE, export_in, read_export
+from eagleray.engine.export import read_export
+from eagleray.engine.export_files import FILE, export_in
 from eagleray.models.backbone import Backbone
 from eagleray.storage.store import absolute
 

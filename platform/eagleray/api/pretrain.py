@@ -36,10 +36,11 @@ from eagleray.runs.local_forecast import check_fit
 from eagleray.runs.mlflow_requests import append, send_missing
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.restore import check_exists, pretrained
-from eagleray.runs.run_dir import finished
+from eagleray.runs.restore import pretrained
+from eagleray.runs.sources import check_exists
 from eagleray.runs.start import build_started, check_progress
 from eagleray.runs.stop_signal import StopRequest
+from eagleray.runs.summary import finished
 from eagleray.runs.tracking import Tracking, read_note, tracking_of
 
 

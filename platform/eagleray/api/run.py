@@ -11,9 +11,10 @@ from eagleray.base.files import read_history
 from eagleray.config import yaml_text
 from eagleray.engine.export import snippet
 from eagleray.models.backbone import Backbone
-from eagleray.runs import layout, remote, run_dir
+from eagleray.runs import layout, remote
 from eagleray.runs import tracking as track
 from eagleray.runs.restore import restore
+from eagleray.runs.summary import finished
 from eagleray.storage import store
 
 PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # of a summary
@@ -48,14 +49,14 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Return the numbers at the end of the run, as in summary.json; empty while the run has not ended."""
-        return run_dir.finished(self.folder, self._steps) or {}
+        return finished(self.folder, self._steps) or {}
 
     @property
     def finished(self) -> bool:
         """Return whether the run has taken all its steps. A run that was interrupted is continued by the call that
         started it."""
         lines = read_history(self.folder / layout.METRICS)
-        return run_dir.finished(self.folder, max(self._steps, lines[-1]["step"] if lines else 0)) is not None
+        return finished(self.folder, max(self._steps, lines[-1]["step"] if lines else 0)) is not None
 
     @property
     def recipe(self) -> dict[str, Any]:

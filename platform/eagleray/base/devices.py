@@ -4,22 +4,9 @@ The rest of the code asks these functions, and uses `torch.Stream`, `torch.Event
 `torch.cuda`. Code that runs on CUDA alone says so where it asks.
 """
 
-import os
-
 import torch
 
-from eagleray.base.cpu_share import given_cpus
-
 CPU = torch.device("cpu")
-
-
-def cpus() -> float:
-    """Return how many CPUs this process may use: those that it was given, or else the machine's, of which each rank
-    that torchrun started on it has its share."""
-    if (given := given_cpus()) is not None:
-        return given
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return usable / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_accelerator(device: torch.device) -> bool:

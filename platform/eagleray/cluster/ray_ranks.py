@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as td
 
-from eagleray.base import devices
-from eagleray.base.cpu_share import give_cpus
+from eagleray.base.cpu_share import cpus, give_cpus
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster.ray_map import amounts_of, gpu_share
 from eagleray.cluster.session import machines, session
@@ -37,7 +36,7 @@ def ray_ranks(function: Callable[[T, Note], R], task: T, *, workers: int, gpus: 
 
     Raises the UserError or Outage that the function raises, UserError when `gpus` is true and this machine has none,
     and RuntimeError for any other failure."""
-    with session(cpus=None if gpus else max(workers, int(devices.cpus()))) as ray:
+    with session(cpus=None if gpus else max(workers, int(cpus()))) as ray:
         each = gpu_share(ray, workers, note) if gpus else {"num_cpus": cpu_share(machines(ray), workers)}
         for left in reversed(range(ATTEMPTS)):
             try:

@@ -15,13 +15,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray import config
-from eagleray.base import devices
+from eagleray.base.cpu_share import cpus
 from eagleray.base.errors import UserError
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.columns import MEASURED
-from eagleray.data.decode import BadImage, decode
 from eagleray.data.digests import data_digest, shard_digests
 from eagleray.data.index import Index, open_index
+from eagleray.data.pixels import BadImage
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.datasets import sidecars
 from eagleray.storage.ordered_map import ordered_map
@@ -187,13 +187,15 @@ def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) ->
         return [_of(block, sample, names) for sample in chunk.tolist()]
 
     try:
-        for rows in ordered_map(of_block, np.split(samples, cuts), width=2 * max(int(devices.cpus()), 1)):
+        for rows in ordered_map(of_block, np.split(samples, cuts), width=2 * max(int(cpus()), 1)):
             yield from rows
     finally:
         fetcher.close()
 
 
 def _of(block: Block, sample: int, names: Sequence[str]) -> dict[str, Any]:
+    from eagleray.data.decode import decode  # it imports PyTorch, after the shards were found
+
     try:
         data = block.bytes(sample)
         image = of_pixels(np.ascontiguousarray(decode(data).permute(1, 2, 0).numpy()), len(data))

@@ -7,19 +7,17 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from PIL import Image
 
 from eagleray.base.errors import UserError
 from eagleray.data.channels import read_channels
-from eagleray.data.decode import BadImage, decode
 from eagleray.data.file_names import to_text
 from eagleray.data.index_schema import SCHEMA
-from eagleray.data.pixels import image_extensions
+from eagleray.data.pixels import BadImage, image_extensions
 from eagleray.data.tar_headers import members
 from eagleray.datasets.sources.item import Item
 from eagleray.datasets.sources.source import Read, fetch
@@ -27,6 +25,9 @@ from eagleray.datasets.stats import ImageStats, fit_within, image_format
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import PATIENCE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 QUALITY = 95  # of a JPEG that was made smaller; its colours are not subsampled
 EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # of formats whose usual extension is not PIL's name in lower case
@@ -108,6 +109,8 @@ class PackTask:
         if self.channels:
             height, width, _ = read_channels(data, self.channels).shape
         else:
+            from eagleray.data.decode import decode  # it imports PyTorch, after the source was read
+
             height, width = (pixels := decode(data)).shape[1:]
         if min(height, width) < self.min_side:
             raise BadImage(f"shorter side below {self.min_side} pixels")
@@ -121,7 +124,7 @@ class PackTask:
         return data, extension
 
 
-def shrink_to_jpeg(pixels: torch.Tensor, height: int, width: int) -> bytes:
+def shrink_to_jpeg(pixels: "Tensor", height: int, width: int) -> bytes:
     """Resize an image (3, H, W) and encode it as a JPEG."""
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

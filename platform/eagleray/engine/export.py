@@ -6,7 +6,6 @@ timm loads the file where timm can build the backbone; otherwise this package do
 import ast
 import copy
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,15 +22,13 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.base.files import durable_path, write_atomic
 from eagleray.config import plugins
+from eagleray.engine.export_files import FILE
 from eagleray.models import vit
 from eagleray.models.backbone import ANY_SIZE, Backbone, check_option
 from eagleray.models.network import Network
-from eagleray.storage.store import is_remote, store
 from eagleray.views.preprocessing import Preprocessing
 
 TOLERANCE = 1e-4  # relative to the largest output
-FILE = "backbone.safetensors"
-HEADS = "heads.safetensors"  # what else the method has, beside FILE
 
 # Runs in a new process. What describes the model comes as JSON and is never run as code.
 CHECK = """
@@ -124,25 +121,6 @@ class Export(NamedTuple):
     backbone: Backbone
     network: Network
     preprocessing: Preprocessing | None  # None: of an export that does not say
-
-
-def export_in(source: str | os.PathLike[str]) -> Path | None:
-    """Return the exported file that a path or URL names, itself or by its folder, on this machine; None for anything
-    else. Raises UserError and Outage."""
-    if is_remote(url := os.fspath(source).rstrip("/")):
-        return _remote_export(url)
-    path = Path(source).expanduser()
-    file = path / FILE if path.is_dir() else path
-    return file if file.suffix == ".safetensors" and file.with_suffix(".json").exists() else None
-
-
-def _remote_export(url: str) -> Path | None:
-    from eagleray.storage.folder_copy import local_folder  # shows progress with rich, which the core does without
-
-    folder, name = url.rsplit("/", 1) if url.endswith(".safetensors") else (url, FILE)
-    stem = Path(name).stem
-    names = {blob.url.rpartition("/")[2] for blob in store(url).list(f"{folder}/", stem)}
-    return local_folder(folder) / name if names >= {name, f"{stem}.json"} else None
 
 
 def read_export(path: Path) -> Export:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from eagleray.base import devices, dist
-from eagleray.base.errors import UserError
+from eagleray.base import cpu_share, devices, dist
 from eagleray.base.shards import sharded
+from eagleray.engine.cpu_only import no_accelerator
 from eagleray.models.sync_bn import sync_batch_norms
 
 
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, device: torch.device, cpus: float | None = None) -> None:
         """`cpus` are those of this rank; None: this machine's."""
-        self.device, self.cpus = device, cpus or devices.cpus()
+        self.device, self.cpus = device, cpus or cpu_share.cpus()
         self.rank, self.size = dist.rank(), dist.size()
         self._control: Any = dist.host_group() if self.size > 1 and devices.is_accelerator(device) else None
 
@@ -80,7 +80,4 @@ def device_of(gpus: bool | None) -> torch.device:
 def require_accelerator() -> None:
     """Raises UserError when this process has no accelerator."""
     if not devices.is_accelerator(devices.current()):
-        raise UserError(
-            "gpus=true: PyTorch finds no accelerator on this machine; expected gpus=null to train on its CPU, or a "
-            "cluster in RAY_ADDRESS with workers=N"
-        )
+        raise no_accelerator()

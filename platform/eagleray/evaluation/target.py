@@ -15,7 +15,8 @@ from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.config.channels import Channels
 from eagleray.engine import world
-from eagleray.engine.export import export_in, read_export
+from eagleray.engine.export import read_export
+from eagleray.engine.export_files import export_in
 from eagleray.evaluation import results
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
@@ -29,6 +30,7 @@ from eagleray.runs import layout, remote
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
+from eagleray.runs.sources import absolute
 from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ def load_target(name: str, architecture: str | None = None) -> Target:
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
     trained = name.removeprefix(UNTRAINED)
     try:
-        source = weights.absolute(trained)
+        source = absolute(trained)
         target = _load(source, architecture, fresh=trained != name)
     except UserError as e:
         message = str(e)  # about keys of a recipe, which an evaluation does not have

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from eagleray.base.errors import UserError
-from eagleray.engine.export import FILE, HEADS
+from eagleray.engine.export_files import FILE, HEADS
 from eagleray.engine.serialise import sha256
 from eagleray.exports.source import Source
 

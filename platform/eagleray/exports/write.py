@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import sync_file, sync_folder, writing
-from eagleray.engine.export import FILE, HEADS
+from eagleray.engine.export_files import FILE, HEADS
 from eagleray.exports import heads, hugging_face, plain_timm, timm_hub, traced
 from eagleray.exports.card import LIBRARIES, card
 from eagleray.exports.compare import Difference, compare

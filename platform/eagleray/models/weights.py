@@ -21,10 +21,9 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.models import hub, pixels, transformers_names
 from eagleray.models.backbone import Backbone
-from eagleray.models.network import HF, TIMM, is_public
+from eagleray.models.network import HF, TIMM
 from eagleray.models.pixels import OURS, Pixels
 from eagleray.models.resample import has_any_size, shaped, without_class_position
-from eagleray.storage import store
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
 KEY = "backbone.weights"  # of a recipe, which errors name
@@ -91,15 +90,6 @@ class Report:
         for kind in ("matched", "resized", "missing"):
             yield from (f"{kind:<10} {key}" for key in getattr(self, kind))
         yield from (f"{'left over':<10} {key}" for key in self.left)
-
-
-def absolute(source: str) -> str:
-    """Return a source of weights that means the same in any working folder: a name, a URL or an absolute path."""
-    if is_public(source) or "://" in source:
-        return source
-    if not Path(source).exists() and timm.is_model(source.partition(".")[0]):
-        return TIMM + source
-    return store.absolute(source)
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:

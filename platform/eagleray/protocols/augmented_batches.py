@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagleray.base import devices, dist
+from eagleray.base import cpu_share, dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.config.view import View
@@ -75,7 +75,7 @@ class AugmentedBatches:
         others, and noted.
 
         Raises UserError or Outage when the images cannot be read."""
-        workers = processes("auto", devices.cpus())
+        workers = processes("auto", cpu_share.cpus())
         loader = Loader(self.stream, rank=dist.rank(), ranks=dist.size(), workers=workers, device=self.device)
         broken: set[tuple[str, str]] = set()
         for step, (batch, bad) in enumerate(loader.batches(start, self.steps), start):

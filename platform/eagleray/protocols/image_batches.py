@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from eagleray.base import devices
+from eagleray.base import cpu_share, devices
 from eagleray.base.errors import Outage, UserError
 from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
@@ -48,7 +48,7 @@ class Reading:
         """Return what reads images while a backbone computes on a device: loader processes where the device computes by
         itself, as threads would take turns with the one that dispatches its work; threads on the CPU, where processes
         would only take it from the backbone."""
-        return cls(processes("auto", devices.cpus())) if devices.is_accelerator(device) else THREADS
+        return cls(processes("auto", cpu_share.cpus())) if devices.is_accelerator(device) else THREADS
 
 
 THREADS = Reading()
@@ -103,7 +103,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
     def __iter__(self) -> Iterator[Crops | UserError | Outage]:
         info = get_worker_info()
         chunks = self.chunks[info.id :: info.num_workers] if info else self.chunks
-        threads = 1 if info else max(int(devices.cpus()), 1)
+        threads = 1 if info else max(int(cpu_share.cpus()), 1)
         fetcher = Fetcher(self.index, cache=self.reading.cache, patience=self.reading.patience)
         queue: deque[_Batch] = deque()
         try:

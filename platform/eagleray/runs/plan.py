@@ -19,12 +19,12 @@ from eagleray.data.order import rows
 from eagleray.data.reader import Stream
 from eagleray.engine.sharded import check_shardable
 from eagleray.methods.method import Method
-from eagleray.models import weights
 from eagleray.models.shuffle_bn import check_groups
 from eagleray.protocols.class_names import check_class_names
 from eagleray.runs import fit, origin
 from eagleray.runs.build import check_method, scaled_lr
 from eagleray.runs.recipe import TEACHER, Recipe, digest, needs_boxes
+from eagleray.runs.sources import absolute as absolute_source
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
@@ -83,14 +83,14 @@ def resolve_paths(recipe: Recipe) -> Recipe:
     store.check_writable(recipe.out, "out")
     cache = recipe.data.cache and store.absolute(recipe.data.cache)
     data = replace(recipe.data, train=absolute(recipe.data.train), test=absolute(recipe.data.test), cache=cache)
-    source = recipe.backbone.weights and weights.absolute(recipe.backbone.weights)
+    source = recipe.backbone.weights and absolute_source(recipe.backbone.weights)
     network = replace(recipe.backbone, weights=source)
-    start = recipe.start and recipe.start.at(weights.absolute(recipe.start.source))
+    start = recipe.start and recipe.start.at(absolute_source(recipe.start.source))
     out, method = store.absolute(recipe.out.rstrip("/")), recipe.method
     if teacher := recipe.teacher:
         if teacher.weights is None:
             raise UserError(f"{TEACHER}: missing; expected what start.from may name: a run, an export, timm:NAME, ...")
-        named = replace(teacher, weights=weights.absolute(teacher.weights))
+        named = replace(teacher, weights=absolute_source(teacher.weights))
         method = replace(method, args=method.args | {"teacher": named})
     return replace(recipe, out=out, data=data, backbone=network, start=start, method=method)
 

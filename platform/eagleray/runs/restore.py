@@ -10,7 +10,8 @@ from eagleray import config
 from eagleray.base.errors import UserError, one_line
 from eagleray.config import plugins, yaml_text
 from eagleray.engine import checkpoint
-from eagleray.engine.export import export_in, read_export
+from eagleray.engine.export import read_export
+from eagleray.engine.export_files import export_in
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.network import HF, TIMM
@@ -18,6 +19,7 @@ from eagleray.models.weights import Weights
 from eagleray.runs import remote
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.sources import check_exists, check_run, no_checkpoint
 from eagleray.storage.store import is_remote
 
 MOST_IMAGES = 2**31  # of a set; a method may keep a vector of each
@@ -40,12 +42,13 @@ def restore(path: str) -> Restored:
 def read_state(path: str) -> tuple[dict[str, Any], Path]:
     """Return the state of a run's newest checkpoint, or of one checkpoint file, and the folder of the run on this
     machine. Raises UserError."""
+    check_run(path)
     file = Path(path)
     if is_remote(path) or file.is_dir():
         folder = remote.view_dir(path.rstrip("/"))
         state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
-            raise UserError(f"{path}: its checkpoints/ holds no intact checkpoint")
+            raise no_checkpoint(path)
     else:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
@@ -105,8 +108,6 @@ def _load(file: Path) -> Any:
         raise UserError(f"{file}: damaged: the checkpoint does not match its manifest")
     try:
         return checkpoint.read(file)
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such checkpoint") from None
     except Exception as e:  # torch reports a damaged file in many ways
         raise UserError(f"{file}: not a checkpoint written by eagleray ({type(e).__name__})") from None
 
@@ -139,9 +140,3 @@ def file_tensors(source: str, key: str) -> dict[str, Any] | None:
         return None
     tensors = weights.load_tensors(Path(source), key)
     return None if tensors.keys() >= KEYS else tensors
-
-
-def check_exists(source: str, key: str) -> None:
-    """Raises UserError when there is no file or folder that `key` of a recipe names as weights."""
-    if not is_remote(source) and not Path(source).exists():
-        raise UserError(f"{key}={source}: no such run, checkpoint or file; a timm model is named timm:NAME")

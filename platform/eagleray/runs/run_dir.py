@@ -334,9 +334,3 @@ def _of_disk(error: OSError) -> str:
 
 def _nothing() -> None:
     """Allow all."""
-
-
-def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a run that has taken at least `steps` steps and was evaluated at its end, or None."""
-    summary = read_summary(folder)
-    return summary if summary.get("steps", -1) >= steps and layout.EVALUATION_STARTS not in summary else None

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError, one_line
 from eagleray.base.text import aligned
-from eagleray.engine.export import FILE, HEADS, export_in, read_export
+from eagleray.engine.export import read_export
+from eagleray.engine.export_files import FILE, HEADS, export_in
 from eagleray.engine.optim import lay_out_moments
 from eagleray.engine.serialise import sha256
 from eagleray.methods.method import Method

@@ -24,6 +24,12 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if _fits(key, value)}
 
 
+def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
+    """Return the summary of a run that has taken at least `steps` steps and was evaluated at its end, or None."""
+    summary = read_summary(folder)
+    return summary if summary.get("steps", -1) >= steps and layout.EVALUATION_STARTS not in summary else None
+
+
 def _fits(key: str, value: Any) -> bool:
     if key in COUNTS:
         return type(value) is int and 0 <= value < LARGE

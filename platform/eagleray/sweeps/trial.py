@@ -20,7 +20,7 @@ from eagleray.cluster import ray_train
 from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
 from eagleray.engine.checkpoint_names import stem, step_of
-from eagleray.runs import layout, pretrain, remote, run_dir
+from eagleray.runs import layout, pretrain, remote, summary
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.command import new_command
@@ -209,7 +209,7 @@ def finished(out: str, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
     folder = remote.view_dir(out)
     fetch(out, folder, layout.SUMMARY)
-    return run_dir.finished(folder, steps)
+    return summary.finished(folder, steps)
 
 
 def fetch(out: str, folder: Path, name: str) -> None:

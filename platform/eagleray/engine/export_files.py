@@ -1,0 +1,28 @@
+"""Name the files of an export and find them, before PyTorch is imported to read them."""
+
+import os
+from pathlib import Path
+
+from eagleray.storage.store import is_remote, store
+
+FILE = "backbone.safetensors"
+HEADS = "heads.safetensors"  # what else the method has, beside FILE
+
+
+def export_in(source: str | os.PathLike[str]) -> Path | None:
+    """Return the exported file that a path or URL names, itself or by its folder, on this machine; None for anything
+    else. Raises UserError and Outage."""
+    if is_remote(url := os.fspath(source).rstrip("/")):
+        return _remote_export(url)
+    path = Path(source).expanduser()
+    file = path / FILE if path.is_dir() else path
+    return file if file.suffix == ".safetensors" and file.with_suffix(".json").exists() else None
+
+
+def _remote_export(url: str) -> Path | None:
+    from eagleray.storage.folder_copy import local_folder  # shows progress with rich, which the core does without
+
+    folder, name = url.rsplit("/", 1) if url.endswith(".safetensors") else (url, FILE)
+    stem = Path(name).stem
+    names = {blob.url.rpartition("/")[2] for blob in store(url).list(f"{folder}/", stem)}
+    return local_folder(folder) / name if names >= {name, f"{stem}.json"} else None

@@ -1,0 +1,51 @@
+"""Find the weights that a recipe or a command names, before PyTorch is imported to read them."""
+
+from pathlib import Path
+
+from eagleray.base.errors import UserError
+from eagleray.engine.checkpoint_names import names_in
+from eagleray.engine.export_files import export_in
+from eagleray.models.network import TIMM, is_public
+from eagleray.storage import store
+from eagleray.storage.store import is_remote
+
+FILES = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".pkl", ".npz", ".safetensors")  # which end no name of timm
+
+
+def absolute(source: str) -> str:
+    """Return a source of weights that means the same in any working folder: a name, a URL or an absolute path."""
+    if is_public(source) or "://" in source:
+        return source
+    path = Path(source)
+    if len(path.parts) == 1 and path.suffix not in FILES and not path.exists():
+        import timm  # which imports PyTorch, and alone knows its names
+
+        if timm.is_model(source.partition(".")[0]):
+            return TIMM + source
+    return store.absolute(source)
+
+
+def check_exists(source: str, key: str = "") -> None:
+    """Raises UserError when there is no file or folder that `key` of a recipe, or a command, names as weights."""
+    if not is_remote(source) and not Path(source).exists():
+        given = f"{key}={source}" if key else source
+        raise UserError(f"{given}: no such run, checkpoint or file; a timm model is named timm:NAME")
+
+
+def check_run(path: str) -> None:
+    """Raises UserError when a path is no file, and no folder of a run with a checkpoint. A store is asked later."""
+    check_exists(path)
+    folder = Path(path)
+    if not is_remote(path) and folder.is_dir() and not names_in(map(str, (folder / "checkpoints").glob("step-*"))):
+        raise no_checkpoint(path)
+
+
+def check_weights(path: str) -> None:
+    """Raises UserError when a path is neither an export nor what `check_run` accepts. A store is asked later."""
+    if is_remote(path) or not export_in(path):
+        check_run(path)
+
+
+def no_checkpoint(path: str) -> UserError:
+    """Return the error of a run without a checkpoint that can be read."""
+    return UserError(f"{path}: its checkpoints/ holds no intact checkpoint")
