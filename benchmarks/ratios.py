@@ -25,7 +25,7 @@ RECORD = Path(__file__).with_name("results") / "ratios.jsonl"
 LEAST = 0.9  # of the best that is recorded: smaller losses are noise of a shared machine
 LIMIT = 600  # seconds: only a hang takes longer
 PARTS: dict[str, tuple[list[str], list[str]]] = {  # the command, and the keys of its result
-    "streaming": (["streaming.py", "--images", "1000", "--rounds", "3"], ["share_of_raw", "decoded_ratio_webdataset"]),
+    "streaming": (["streaming.py", "--images", "1500", "--rounds", "3"], ["share_of_raw", "decoded_ratio_webdataset"]),
     "input": (["loader.py", "--rounds", "5"], ["ratio_per_core", "ratio_decode_crop"]),
     "step": (["plain_step.py"], ["step"]),
     "kill": (["survive.py", "--train", "SHARDS", "--every", "10", "--minutes", "0.5"], ["start_over_restart"]),

@@ -173,11 +173,17 @@ class Raw(Ours):
 
 class WebDataset:
     def __init__(self, task: Task) -> None:
-        import boto3
         import webdataset
 
-        self.task, self.client = task, boto3.client("s3")
+        self.task = task
+        self.clients: dict[int, Any] = {}  # by process: loader processes would read from each other's connections
         webdataset.gopen_schemes["s3"] = self.opened
+
+    @property
+    def client(self) -> Any:
+        import boto3
+
+        return self.clients.get(os.getpid()) or self.clients.setdefault(os.getpid(), boto3.client("s3"))
 
     def opened(self, url: str, mode: str = "rb", bufsize: int = 8192) -> Any:
         bucket, _, key = url.removeprefix("s3://").partition("/")

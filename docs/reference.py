@@ -275,7 +275,7 @@ def definition(name: str, thing: Any) -> str:
         return ""
     assert isinstance(node, ast.FunctionDef)
     parts = arguments(node.args)
-    returned = f" -> {ast.unparse(node.returns)}" if node.returns and not inspect.isclass(thing) else ""
+    returned = f" -> {annotation(node.returns)}" if node.returns and not inspect.isclass(thing) else ""
     line = f"{name}({', '.join(parts)}){returned}"
     if len(line) > 100:
         line = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returned}"
@@ -291,9 +291,15 @@ def arguments(node: ast.arguments) -> list[str]:
     return plain + star + named + ([f"**{written(node.kwarg, None)}"] if node.kwarg else [])
 
 
+def annotation(node: ast.expr) -> str:
+    """Return an annotation as source; one that is quoted, as its name is not imported when the program runs, as it
+    is read."""
+    return str(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else ast.unparse(node)
+
+
 def written(argument: ast.arg, default: ast.expr | None) -> str:
     """Return one argument with its annotation and its default."""
-    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
+    kind = f": {annotation(argument.annotation)}" if argument.annotation else ""
     return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default else "")
 
 

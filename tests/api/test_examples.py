@@ -16,9 +16,9 @@ from helpers.recipes import SMALL
 
 import eagleray
 from eagleray.api import jobs
-from eagleray.cluster import job_package
 from eagleray.cluster.jobs import Job
 from eagleray.datasets.shapes import image
+from eagleray.runs import build
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -114,7 +114,7 @@ def test_the_example_of(name: str, home: Path, monkeypatch: pytest.MonkeyPatch):
     assert code, f"{name} has no example"
     monkeypatch.setattr(jobs, "Cluster", OneJob)
     monkeypatch.setattr(jobs.cluster_jobs, "submit", lambda cluster, package, *more, **keys: OneJob.known.id)
-    monkeypatch.setattr(job_package, "check_method", lambda recipe: None)  # of a large model
+    monkeypatch.setattr(build, "check_method", lambda recipe: None)  # of a large model
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", OneJob.address)
     torch.manual_seed(0)
     exec(compile(code, name, "exec"), {"eagleray": eagleray})

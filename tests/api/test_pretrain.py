@@ -119,7 +119,7 @@ def test_a_run_its_checkpoint_and_its_export_are_one_backbone(run: eagleray.Run,
             backbone = eagleray.load(source)
             assert not backbone.training
             assert torch.allclose(backbone(x).pooled, want, atol=1e-5), source
-    with pytest.raises(eagleray.UserError, match=r"none\.pt: no such checkpoint"):
+    with pytest.raises(eagleray.UserError, match=r"none\.pt: no such run, checkpoint or file"):
         eagleray.load(tmp_path / "none.pt")
 
 

@@ -88,9 +88,9 @@ def test_wrong_checkpoints(tmp_path: Path, shards: Path, capsys):
     (tmp_path / "some.pt").write_bytes(b"nothing")
     train = ("--train", str(shards / "train"))
     assert "not a checkpoint written by eagleray" in refused(capsys, "evaluate", str(tmp_path / "some.pt"), *train)
-    assert "no such checkpoint" in refused(capsys, "export", str(tmp_path / "none.pt"))
+    assert "no such run or checkpoint" in refused(capsys, "export", str(tmp_path / "none.pt"))
     assert "holds no intact checkpoint" in refused(capsys, "export", str(tmp_path))
-    line = refused(capsys, "evaluate", str(tmp_path), *train, "--protocol", "kn")
+    line = refused(capsys, "evaluate", "untrained:timm:resnet18", *train, "--protocol", "kn")
     assert "--protocol kn: unknown; did you mean 'knn'?" in line
 
 

@@ -88,7 +88,7 @@ def folder_of_images(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_cannot_fit_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from eagleray.api.plan import check_named
+    from eagleray.api.planning import check_named
     from eagleray.runs import recipe
 
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())

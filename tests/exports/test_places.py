@@ -29,5 +29,7 @@ def test_each_kind_has_a_place_of_its_own(
 
     monkeypatch.setattr(source, "load_source", lambda *_: SimpleNamespace(folder=tmp_path, step=step))
     monkeypatch.setattr(exporting, "write", written)
-    assert api.write("run", to=to, what=what).folder == tmp_path / place
-    assert api.write("run", tmp_path / "mine", to=to, what=what).folder == tmp_path / "mine"
+    run = tmp_path / "step-100.pt"
+    run.touch()
+    assert api.write(run, to=to, what=what).folder == tmp_path / place
+    assert api.write(run, tmp_path / "mine", to=to, what=what).folder == tmp_path / "mine"

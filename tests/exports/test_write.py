@@ -15,7 +15,7 @@ from helpers.networks import RESNET, SWIN, VIT
 from eagleray.base.errors import UserError
 from eagleray.engine.export import to_timm
 from eagleray.exports import compare as comparing
-from eagleray.exports import hugging_face, timm_hub, traced, write
+from eagleray.exports import hugging_face, libraries, timm_hub, traced, write
 from eagleray.exports.source import with_own_grid
 
 TINY = VIT | {"img_size": 32}
@@ -265,12 +265,13 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monk
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None if name != "onnx" else object())
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None if name != "onnx" else object())
+    assert libraries.NEEDS.keys() == write.TARGETS.keys()
     with pytest.raises(UserError, match=r"--to onnx: needs onnxscript, onnxruntime: pip install 'eagleray\[export\]'"):
-        write.check_target("onnx")
+        libraries.check_target("onnx")
     with pytest.raises(UserError, match="--to jax: unknown; expected timm, timm-hub, transformers"):
-        write.check_target("jax")
-    write.check_target("timm")
+        libraries.check_target("jax")
+    libraries.check_target("timm")
 
 
 def test_the_lines_that_load_are_python(tmp_path: Path):

@@ -297,7 +297,7 @@ def test_what_mlflow_did_not_hear_at_the_end_is_sent_by_the_same_command(
         sent.append((run, status, numbers["best"]))
 
     def again() -> None:
-        run.tune(str(tmp_path / "sweep.yaml"), ["sweep.trials=6", f"out={study.folder}"], most=None, resume=True)
+        run.tune(load(str(tmp_path / "sweep.yaml"), ["sweep.trials=6", f"out={study.folder}"]), most=None, resume=True)
 
     write(tmp_path, trials=6)
     monkeypatch.setattr(run, "parent", lambda study: tracking)
@@ -337,10 +337,10 @@ def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
     monkeypatch.setattr(run, "conduct", lambda study, most: {"rows": study.rows})
     sweep, out = write(tmp_path), tmp_path / "out"
     with pytest.raises(UserError, match=r"^data\.train: /nowhere: cannot be read"):
-        run.tune(sweep, [f"out={out}", "data.train=/nowhere"], most=None, resume=False)
+        run.tune(load(sweep, [f"out={out}", "data.train=/nowhere"]), most=None, resume=False)
     assert [p.name for p in out.iterdir()] == [".lock"]
     for resume in (True, False):  # there is nothing to continue, and nothing that forbids it
-        told = run.tune(sweep, [f"out={out}", f"data.train={shards / 'train'}"], most=None, resume=resume)
+        told = run.tune(load(sweep, [f"out={out}", f"data.train={shards / 'train'}"]), most=None, resume=resume)
         assert told == {"rows": {}}
 
 
@@ -356,11 +356,11 @@ def test_a_sweep_goes_on_with_the_objective_that_it_began_with(study: Study, mon
     given = ["sweep.objective.key=label_free", "sweep.objective.mode=min", f"out={study.folder}"]
     file = write(study.folder.parent)
     with pytest.raises(UserError, match="expected max"):
-        run.tune(file, given, most=None, resume=False)
+        run.tune(load(file, given), most=None, resume=False)
     study = Study(load(file, given), study.folder)
     study.next()
     begin(study)
-    assert run.tune(file, given, most=None, resume=True) == {"rows": 1}
+    assert run.tune(load(file, given), most=None, resume=True) == {"rows": 1}
 
 
 def test_a_sweep_is_not_written_into_the_folder_of_a_run(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -369,12 +369,12 @@ def test_a_sweep_is_not_written_into_the_folder_of_a_run(study: Study, tmp_path:
     for name in ("recipe.yaml", "environment.json"):
         (study.folder / name).write_text("{}")
     with pytest.raises(UserError, match=rf"^out={study.folder}: holds a run; give another out=$"):
-        run.tune(write(tmp_path), [f"out={study.folder}"], most=None, resume=True)
+        run.tune(load(write(tmp_path), [f"out={study.folder}"]), most=None, resume=True)
     assert {p.name: p.read_text() for p in study.folder.iterdir()} == {"recipe.yaml": "{}", "environment.json": "{}"}
     study = Study(load(write(tmp_path)), study.folder)  # one that was written into it before that was refused
     study.next()
     begin(study)
-    assert run.tune(write(tmp_path), [f"out={study.folder}"], most=None, resume=True) == {"rows": 1}
+    assert run.tune(load(write(tmp_path), [f"out={study.folder}"]), most=None, resume=True) == {"rows": 1}
 
 
 def test_pictures_are_drawn_of_any_sweep(study: Study):

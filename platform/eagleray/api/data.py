@@ -17,16 +17,13 @@ from eagleray.config import plugins as loading
 from eagleray.data.image_folder import address
 from eagleray.data.index import open_index, write_index
 from eagleray.data.index_faults import faults_of
-from eagleray.data.sample_uses import samples_with, steps_with
 from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.evaluation.embeddings import open_embedding
-from eagleray.reports import data_map as mapping
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
-from eagleray.runs.replay import open_data
 from eagleray.storage.store import absolute
 
 
@@ -187,6 +184,8 @@ def data_map(
     url = absolute(str(data))
     found = open_index(url, note=say)
     table = open_embedding(absolute(str(features).rstrip("/")), found) if features else None
+    from eagleray.reports import data_map as mapping  # which imports PyTorch, and seconds pass
+
     path = Path(out)
     mapping.data_map(url, found, path, features=table, where=where, columns=str(columns) and absolute(str(columns)))
     return path
@@ -211,6 +210,9 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     loading.use(plugins)
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
+    from eagleray.data.sample_uses import samples_with, steps_with  # which imports PyTorch, and seconds pass
+    from eagleray.runs.replay import open_data
+
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
         plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None)
         found = list(samples_with(plan.index, key))

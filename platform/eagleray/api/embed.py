@@ -1,14 +1,13 @@
 """Embed the samples of a data set, and cluster them by their features."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from eagleray.api.run import Run
 from eagleray.base.console import say
 from eagleray.config import plugins as loading
-from eagleray.curation import cluster as clustering
-from eagleray.evaluation import embed as embedding
-from eagleray.evaluation.target import load_target
+from eagleray.evaluation.given import check_backbone, check_data, check_gpus
 from eagleray.storage.store import absolute
 
 
@@ -47,8 +46,14 @@ def embed(
         len(table)
     """
     loading.use(plugins)
+    check_gpus(gpus, workers)
+    check_backbone(os.fspath(backbone), architecture)
+    check_data(os.fspath(data))
+    from eagleray.evaluation import embed as embedding  # which imports PyTorch, and seconds pass
+    from eagleray.evaluation.target import load_target
+
     return embedding.embed(
-        load_target(backbone.out if isinstance(backbone, Run) else str(backbone), architecture),
+        load_target(os.fspath(backbone), architecture),
         absolute(str(data)),
         absolute(str(out).rstrip("/")) if out else None,
         kind=features,
@@ -96,6 +101,10 @@ def find_clusters(
         folder = eagleray.find_clusters(features, "shards/", "clusters/", clusters=[8])
         pandas.read_parquet(folder)["duplicate_of"].isna().mean()
     """
+    check_gpus(gpus, workers)
+    check_data(os.fspath(data))
+    from eagleray.curation import cluster as clustering  # which imports PyTorch, and seconds pass
+
     return clustering.cluster(
         absolute(str(features).rstrip("/")),
         absolute(str(data)),

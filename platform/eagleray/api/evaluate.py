@@ -1,14 +1,18 @@
 """Evaluate a backbone with the protocols of the literature."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagleray.api.run import Run
 from eagleray.base.errors import UserError
 from eagleray.config import plugins as loading
-from eagleray.evaluation import evaluate as evaluation
+from eagleray.evaluation.given import check_backbone, check_data, check_gpus
 from eagleray.evaluation.results import Result, table
+
+if TYPE_CHECKING:
+    from eagleray.evaluation.evaluate import Report
 
 
 class Scores(dict[str, float]):
@@ -17,7 +21,7 @@ class Scores(dict[str, float]):
     results: list[Result]  # the outcome of each protocol with all its settings, as results.json keeps it
     out: str  # the folder or s3:// URL of results.json and the pictures
 
-    def __init__(self, report: evaluation.Report) -> None:
+    def __init__(self, report: "Report") -> None:
         asked = [r for r in report.results if r.untrained == report.untrained]  # not those it is compared with
         super().__init__({f"{r.protocol}/{k.partition('/')[2]}": v for r in asked for k, v in r.numbers.items()})
         self.results, self.out, self._report = report.results, report.folder, report
@@ -84,8 +88,15 @@ def evaluate(
     """
     folders = {"coco": coco, "masks": masks, "davis": davis, "frames": frames, "suite": suite}
     loading.use(plugins)
+    check_gpus(gpus, workers)
+    check_backbone(os.fspath(backbone), architecture)
+    for data in (train, test):
+        if data:
+            check_data(os.fspath(data))
+    from eagleray.evaluation import evaluate as evaluation  # which imports PyTorch, and seconds pass
+
     request = evaluation.Request(
-        backbone=backbone.out if isinstance(backbone, Run) else str(backbone),
+        backbone=os.fspath(backbone),
         protocols=[p.strip() for p in (protocols.split(",") if isinstance(protocols, str) else protocols)],
         train=str(train) if train else None,
         test=str(test) if test else None,

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Literal
 from eagleray.base.errors import UserError
 from eagleray.base.files import check_local
 from eagleray.config import plugins as loading
-from eagleray.engine.export import read_export
 from eagleray.engine.export_files import FILE, export_in
-from eagleray.models.backbone import Backbone
+from eagleray.exports.libraries import check_target
+from eagleray.runs.sources import check_run
 from eagleray.storage.store import absolute
 
 if TYPE_CHECKING:
     from eagleray.exports.write import Written
+    from eagleray.models.backbone import Backbone
 
 
 def load(
     source: str | os.PathLike[str], *, architecture: str | None = None, plugins: Sequence[str | Path] = ()
-) -> Backbone:
+) -> "Backbone":
     """Return a backbone as a PyTorch module, in evaluation mode on the CPU.
 
     `source` is a `Run`, a run's folder or s3:// URL, a checkpoint, an exported backbone.safetensors or its folder,
@@ -43,8 +44,13 @@ def load(
     loading.use(plugins)
     name = os.fspath(source)
     if architecture is None and (file := export_in(name)):
+        from eagleray.engine.export import read_export
+
         return read_export(file).backbone
-    from eagleray.evaluation.target import load_target  # not for an export, which is loaded in a moment
+    from eagleray.evaluation.given import check_backbone  # not for an export, which is loaded in a moment
+
+    check_backbone(name, architecture)
+    from eagleray.evaluation.target import load_target
 
     try:
         return load_target(name, architecture).backbone
@@ -92,16 +98,16 @@ def write(
     plugins: Sequence[str | Path] = (),
 ) -> "Written":
     """Export as `export` does, and return what was written."""
-    from eagleray.exports.source import load_source
-    from eagleray.exports.write import check_target
-    from eagleray.exports.write import write as write_export
-
     check_target(to)
     if destination:
         check_local("--destination", Path(destination))
     if heads and to != "timm":
         raise UserError(f"--heads: not with --to {to}; start.from reads them from an export for timm")
     loading.use(plugins)
+    check_run(os.fspath(source))
+    from eagleray.exports.source import load_source  # which imports PyTorch, and seconds pass
+    from eagleray.exports.write import write as write_export
+
     found = load_source(absolute(os.fspath(source).rstrip("/")), what)
     step = f"step-{found.step}" if found.step is not None else ""
     kind = "-".join(part for part in ("" if to == "timm" else to, what, step) if part)

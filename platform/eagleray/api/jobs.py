@@ -67,8 +67,7 @@ def submit(
         job.id, job.state
     """
     from eagleray.api import job_commands
-    from eagleray.api.plan import check_named
-    from eagleray.cluster import job_package  # they build the model, and so import PyTorch
+    from eagleray.cluster import job_package
 
     if command not in job_commands.COMMANDS:
         raise UserError(f"command={command}: expected one of {', '.join(job_commands.COMMANDS)}")
@@ -77,6 +76,8 @@ def submit(
     words = [str(recipe), *options, *overrides_of(overrides, out=out, workers=workers)]
     package = job_commands.pack(command, words, plugins, gpus)
     if gpu and package.recipe:
+        from eagleray.api.planning import check_named  # which imports PyTorch, and seconds pass
+
         check_named(package.recipe, package.name, gpu, insist=insist)
     cluster = Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:

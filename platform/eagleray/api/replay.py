@@ -1,8 +1,6 @@
 """Take a step of a run again, and compare it with what the run has recorded."""
 
-import importlib.util
 import math
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,20 +9,13 @@ from pathlib import Path
 from eagleray import config
 from eagleray.api.overrides import overrides_of
 from eagleray.api.run import Run
-from eagleray.base import devices
 from eagleray.base.console import say
-from eagleray.base.errors import UserError
-from eagleray.base.files import read_lines
 from eagleray.base.numbers_given import whole
 from eagleray.config import plugins as loading
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
-from eagleray.runs.origin import DIGESTS
-from eagleray.runs.replay import Taken, Task, take
-from eagleray.runs.step_record import StepRecord, find_record, start_of
 
 TOLERANCE = 0.01  # relative difference that counts as equal where equal bits cannot be expected
-ARITHMETIC = ("ranks", "device", "threads", "torch", "keys")  # what the last digits depend on, in starts.jsonl
 
 
 @dataclass(frozen=True)
@@ -103,6 +94,10 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
     step = whole("step", step)
     loading.use(plugins)
     opened = Run(run)
+    from eagleray.api import retaken  # which imports PyTorch, and seconds pass
+    from eagleray.runs.replay import Task, take
+    from eagleray.runs.step_record import find_record
+
     record = find_record(opened.folder, step)
     start = record.start
     recipe = recipes.load(str(opened.folder / layout.RECIPE), overrides_of(start.get("keys")), named=True)
@@ -111,11 +106,11 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
         recipe=config.to_plain(recipe),
         out=opened.out,
         step=step,
-        gpus=not on.startswith("cpu") and recipe.gpus is not False and has_accelerators(ranks),
+        gpus=not on.startswith("cpu") and recipe.gpus is not False and retaken.has_accelerators(ranks),
         threads=start.get("threads"),
         from_start=from_start,
     )
-    taken = take(task, say) if ranks == 1 else take_on_ranks(task, ranks)
+    taken = take(task, say) if ranks == 1 else retaken.on_ranks(task, ranks)
     return Replay(
         step=step,
         begin=taken.begin,
@@ -123,57 +118,9 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
         values=taken.values,
         keys=taken.keys,
         same_batch=record.skipped in (None, taken.keys),
-        inexact=list(inexact(record, taken)),
-        changed=list(changed(record, taken, opened.folder)),
+        inexact=list(retaken.inexact(record, taken)),
+        changed=list(retaken.changed(record, taken, opened.folder)),
     )
-
-
-def has_accelerators(ranks: int) -> bool:
-    """Return whether so many ranks find an accelerator each, on this machine or perhaps on the cluster of
-    RAY_ADDRESS."""
-    return len(devices.names()) >= ranks or (ranks > 1 and "RAY_ADDRESS" in os.environ)
-
-
-def take_on_ranks(task: Task, ranks: int) -> Taken:
-    """Take steps again on as many ranks as the run had. Raises UserError and Outage."""
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(f"step {task.step}: was taken on {ranks} ranks, and a replay needs the package ray for them")
-    from eagleray.cluster.ray_ranks import ray_ranks
-
-    return ray_ranks(take, task, workers=ranks, gpus=task.gpus, note=say)
-
-
-def inexact(record: StepRecord, taken: Taken) -> Iterator[str]:
-    """Yield the reasons why equal bits cannot be expected."""
-    start, about = record.start, taken.about
-    if "device" not in start:
-        yield "the run has not recorded its device and threads"
-        return
-    for name in ("device", "torch"):
-        if start[name] != about[name]:
-            yield f"{name}: {start[name]} there and {about[name]} here"
-    if not start["device"].startswith("cpu"):
-        keys = start.get("keys", {})
-        if not keys.get("deterministic"):
-            yield "an accelerator adds in an order that changes, without deterministic=true"
-        if keys.get("optim.micro_batch") == "auto":
-            yield "optim.micro_batch=auto may choose another size"
-    used = {id(s): s for s in (start_of(record.starts, n) for n in range(taken.begin + 1, record.step + 1))}
-    if any(s.get(name) != start.get(name) for s in used.values() for name in ARITHMETIC):
-        yield "not all steps since then were taken on the same ranks, device and threads"
-
-
-def changed(record: StepRecord, taken: Taken, folder: Path) -> Iterator[str]:
-    """Yield what is not as it was when the run took the step."""
-    for name in DIGESTS:
-        if record.start.get(name, taken.about[name]) != taken.about[name]:
-            yield f"{name}: {record.start[name]} there and {taken.about[name]} here"
-    known = {(b.get("shard"), b.get("key"), b.get("offset")) for b in read_lines(folder / layout.QUARANTINE)}
-    new = [b for b in taken.bad if (b.shard, b.key, b.offset) not in known]
-    if new:
-        yield f"data: {len(new)} image(s) are broken that were not, the first is {new[0].key}: {new[0].reason}"
-    if record.skipped not in (None, taken.keys):
-        yield f"data: {layout.SKIPPED} lists other images for this step"
 
 
 def distance(a: float, b: float) -> float:

@@ -4,18 +4,18 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagleray.base.errors import UserError, hide_secrets
 from eagleray.base.files import read_history
 from eagleray.config import yaml_text
-from eagleray.engine.export import snippet
-from eagleray.models.backbone import Backbone
 from eagleray.runs import layout, remote
 from eagleray.runs import tracking as track
-from eagleray.runs.restore import restore
 from eagleray.runs.summary import finished
 from eagleray.storage import store
+
+if TYPE_CHECKING:
+    from eagleray.models.backbone import Backbone
 
 PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # of a summary
 
@@ -84,7 +84,7 @@ class Run:
         """Return the problems that the run found in its own health, as in health.jsonl: step, kind and text of each."""
         return read_history(self.folder / layout.HEALTH)
 
-    def backbone(self) -> Backbone:
+    def backbone(self) -> "Backbone":
         """Return the backbone of the newest intact checkpoint, in evaluation mode on the CPU. Raises UserError.
 
         Example:
@@ -95,6 +95,8 @@ class Run:
             features = backbone(torch.randn(2, 3, 32, 32))
             features.pooled, features.patches  # (2, D), (2, N, D)
         """
+        from eagleray.runs.restore import restore  # which imports PyTorch: not for what a run measured
+
         return restore(self.out).method.export().eval()
 
     def __fspath__(self) -> str:
@@ -119,6 +121,8 @@ class Run:
             f"export    {self.out}/{layout.EXPORT}/backbone.safetensors",
         ]
         if (export / "backbone.json").exists():
+            from eagleray.engine.export import snippet
+
             lines.append(f"load it   {snippet(export)}")
         if importlib.util.find_spec("mlflow"):
             lines.append(f"history   {history(track.tracking_of(self.folder).uri)}")

@@ -1,11 +1,13 @@
 """Run sweeps: many runs of one recipe with different values."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eagleray.api.overrides import Overrides, overrides_of
-from eagleray.sweeps import run
+from eagleray.base.errors import UserError
+from eagleray.sweeps.sweep import load
 
 
 def tune(
@@ -35,6 +37,9 @@ def tune(
         )
         found["best"]["values"], found["finished"]
     """
-    return run.tune(
-        str(sweep), overrides_of(overrides, out=out), [str(p) for p in plugins], most=max_concurrent, resume=resume
-    )
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("tune: needs the package ray, which is not installed")
+    chosen = load(str(sweep), overrides_of(overrides, out=out), [str(p) for p in plugins])
+    from eagleray.sweeps import run  # which imports PyTorch, and seconds pass
+
+    return run.tune(chosen, most=max_concurrent, resume=resume)

@@ -217,7 +217,10 @@ def bench_(
     as_json: Json = False,
 ) -> None:
     """Measure how fast this machine fetches, decodes and crops the images, and say which stage limits training."""
-    from eagleray.data.bench import bench
+    from eagleray.data.index import list_data
+
+    list_data(url)
+    from eagleray.data.bench import bench  # which imports PyTorch, and seconds pass
 
     with silence(as_json):
         report = bench(url, seconds=seconds, note=say)

@@ -16,7 +16,6 @@ from eagleray.config import plugins as loading
 from eagleray.data.order import lane_length
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import check_method
 from eagleray.runs.recipe import Recipe
 from eagleray.storage.store import check_writable, is_remote, local_path, store
 
@@ -95,6 +94,8 @@ def pack(
     check_data_places(recipe)
     check_place("out", recipe.out)
     check_lanes(recipe)
+    from eagleray.runs.build import check_method  # which imports PyTorch, and seconds pass
+
     check_method(recipe)
     return JobPackage(
         identify(recipe.out),

@@ -28,7 +28,7 @@ from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.evaluation.embeddings import open_embedding, read_features
-from eagleray.evaluation.target import check_gpus
+from eagleray.evaluation.given import check_gpus
 
 EACH = 1000  # samples of a cluster of the lowest level, in the mean
 CANDIDATES = 4096  # samples among which the first centres are drawn, at least

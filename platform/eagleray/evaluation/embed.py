@@ -21,7 +21,8 @@ from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
-from eagleray.evaluation.target import Target, check_crop, check_gpus, load_in_worker
+from eagleray.evaluation.given import check_gpus
+from eagleray.evaluation.target import Target, check_crop, load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
 from eagleray.protocols.eval_mode import in_eval_mode

@@ -23,8 +23,9 @@ from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import on_workers, results
 from eagleray.evaluation.extraction import Task, features
+from eagleray.evaluation.given import check_gpus
 from eagleray.evaluation.results import UNTRAINED, Result, Row
-from eagleray.evaluation.target import Target, check_crop, check_gpus, load_target
+from eagleray.evaluation.target import Target, check_crop, load_target
 from eagleray.models.token_linear import on_device
 from eagleray.protocols import feature_types
 from eagleray.protocols.digests import digest, tree_digest

@@ -77,12 +77,6 @@ class Target:
         return results.published(command, config.to_plain(self.recipe))
 
 
-def check_gpus(gpus: bool, workers: int) -> None:
-    """Raise UserError when GPUs are asked for without the Ray tasks that they are for."""
-    if gpus and not workers:
-        raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")
-
-
 def check_crop(size: int, resize: int) -> None:
     """Raise UserError when the crop is beyond the resized image. Both are in pixels."""
     if resize < size:

@@ -1,11 +1,10 @@
 """Write an export into a folder: its files, the check in a new process, its card. It counts only as a whole."""
 
-import importlib.util
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +27,13 @@ class Target:
 
     write: Callable[[Source, Path], Program]  # writes the files; returns how to load them
     line: Callable[[Path], str]  # of Python, which loads the files of a folder
-    needs: Sequence[str] = ()  # packages of the extra `export`
 
 
 TARGETS = {
     "timm": Target(plain_timm.write, plain_timm.line),
     "timm-hub": Target(timm_hub.write, timm_hub.line),
-    "transformers": Target(hugging_face.write, hugging_face.line, ("transformers",)),
-    "onnx": Target(traced.write_onnx, traced.onnx_line, ("onnx", "onnxscript", "onnxruntime")),
+    "transformers": Target(hugging_face.write, hugging_face.line),
+    "onnx": Target(traced.write_onnx, traced.onnx_line),
     "torch.export": Target(traced.write_torch, traced.torch_line),
 }
 
@@ -48,15 +46,6 @@ class Written(NamedTuple):
     line: str  # of Python, which loads it
     difference: Difference
     step: int | None  # of the sizes of images that a traced network takes, in pixels
-
-
-def check_target(to: str) -> None:
-    """Raise UserError for a library that there are no exports for, or whose packages are missing."""
-    if to not in TARGETS:
-        raise UserError(f"--to {to}: unknown; expected {', '.join(TARGETS)}")
-    missing = [name for name in TARGETS[to].needs if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"--to {to}: needs {', '.join(missing)}: pip install 'eagleray[export]'")
 
 
 def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) -> Written:

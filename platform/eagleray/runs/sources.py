@@ -4,7 +4,7 @@ from pathlib import Path
 
 from eagleray.base.errors import UserError
 from eagleray.engine.checkpoint_names import names_in
-from eagleray.engine.export_files import export_in
+from eagleray.engine.export_files import FILE, export_in
 from eagleray.models.network import TIMM, is_public
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
@@ -34,16 +34,25 @@ def check_exists(source: str, key: str = "") -> None:
 
 def check_run(path: str) -> None:
     """Raises UserError when a path is no file, and no folder of a run with a checkpoint. A store is asked later."""
-    check_exists(path)
-    folder = Path(path)
-    if not is_remote(path) and folder.is_dir() and not names_in(map(str, (folder / "checkpoints").glob("step-*"))):
+    if is_remote(path):
+        return
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such run or checkpoint")
+    if Path(path).is_dir() and not _has_checkpoint(path):
         raise no_checkpoint(path)
 
 
 def check_weights(path: str) -> None:
     """Raises UserError when a path is neither an export nor what `check_run` accepts. A store is asked later."""
-    if is_remote(path) or not export_in(path):
-        check_run(path)
+    if is_remote(path) or export_in(path):
+        return
+    check_exists(path)
+    if Path(path).is_dir() and not _has_checkpoint(path):
+        raise UserError(f"{no_checkpoint(path)}; nor is there an exported {FILE}")
+
+
+def _has_checkpoint(folder: str) -> bool:
+    return bool(names_in(map(str, (Path(folder) / "checkpoints").glob("step-*"))))
 
 
 def no_checkpoint(path: str) -> UserError:

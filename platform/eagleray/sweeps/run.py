@@ -1,10 +1,9 @@
 """Run a sweep for `eagleray tune`: check it, run or continue it, and write its table, plots and best recipe."""
 
-import importlib.util
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from eagleray.sweeps import plots
 from eagleray.sweeps.label_free import LABEL_FREE, agreement
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, check_same, write_best, write_table
-from eagleray.sweeps.sweep import Sweep, corners, count_trials, load, recipe_of
+from eagleray.sweeps.sweep import Sweep, corners, count_trials, recipe_of
 from eagleray.sweeps.sweep_dir import ROWS, SWEEP, open_sweep_dir
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
@@ -36,14 +35,9 @@ EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
 OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method may have more numbers
 
 
-def tune(
-    name: str, overrides: Sequence[str], plugins: Sequence[str] = (), *, most: int | None, resume: bool
-) -> dict[str, Any]:
+def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
     """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished: a
     sweep that was asked to stop before its end is not. Raises UserError."""
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("tune: needs the package ray, which is not installed")
-    sweep = load(name, overrides, plugins)
     folder = store.absolute(sweep.out or "").rstrip("/")
     remote.check_writable(folder)
     rows = remote.read_note(folder, ROWS)

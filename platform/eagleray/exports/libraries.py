@@ -1,0 +1,22 @@
+"""Name the libraries that load exports, before PyTorch is imported to write one."""
+
+import importlib.util
+
+from eagleray.base.errors import UserError
+
+NEEDS: dict[str, tuple[str, ...]] = {  # each library, and the packages of the extra `export` that it needs
+    "timm": (),
+    "timm-hub": (),
+    "transformers": ("transformers",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "torch.export": (),
+}
+
+
+def check_target(to: str) -> None:
+    """Raises UserError for a library that there are no exports for, or whose packages are missing."""
+    if to not in NEEDS:
+        raise UserError(f"--to {to}: unknown; expected {', '.join(NEEDS)}")
+    missing = [name for name in NEEDS[to] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--to {to}: needs {', '.join(missing)}: pip install 'eagleray[export]'")
