@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("same")
 if "FUZZ" not in os.environ:  # else hypothesis draws constants of all modules that earlier tests have imported, too
     providers._get_local_constants = lambda: providers._local_constants
 
-ONE_AT_A_TIME = {"chaos", "cluster", "docs", "sweeps"}  # folders of tests that start clusters, and count seconds
+ONE_AT_A_TIME = {"chaos", "cluster", "docs", "mission", "sweeps"}  # folders of tests that start clusters
 
 
 class Scheduler(LoadGroupScheduling):

@@ -190,7 +190,8 @@ def check_evaluate(site: Site) -> str:
     there = site.objects("runs/first")
     results, summary = json.loads(there.get("results.json", b"[]")), json.loads(there["summary.json"])
     checks.evaluated(results, summary)
-    return ", ".join(f"{r['protocol']} {r['numbers'][r['protocol'] + '/top1']:.1f} %" for r in results)
+    top1 = {(r["protocol"], r["untrained"]): r["numbers"][f"{r['protocol']}/top1"] for r in results}
+    return ", ".join(f"{p} {top1[p, False]:.1f} %, untrained {top1[p, True]:.1f} %" for p in ("knn", "linear"))
 
 
 def export(site: Site) -> None:

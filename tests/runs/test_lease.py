@@ -139,8 +139,8 @@ def test_one_that_stood_still_between_two_files_sends_no_other(
     assert [p.read_text() for p in (tmp_path / "runs").rglob(layout.HEALTH_PLOT)] == ["new\n"]
 
 
-def race(count: int, claim: Callable[[int], object]) -> list[str]:
-    """What became of so many that claim at once."""
+def race(count: int, claim: Callable[[int], object], all_but_one: threading.Event) -> list[str]:
+    """What became of so many that claim at once. The event is set when all but one were refused."""
     results, start = [""] * count, threading.Barrier(count)
 
     def run(number: int) -> None:
@@ -150,6 +150,8 @@ def race(count: int, claim: Callable[[int], object]) -> list[str]:
             results[number] = "held"
         except Busy:
             results[number] = "refused"
+            if results.count("refused") == count - 1:
+                all_but_one.set()
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(count)]
     for thread in threads:
@@ -161,21 +163,15 @@ def race(count: int, claim: Callable[[int], object]) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_of_commands_that_begin_at_once_one_holds_the_run(bucket: CountingBucket, count: int):
-    ended = threading.Event()
+    refused = threading.Event()
 
     def claim(number: int) -> None:
         with command.hold(OUT, f"command {number}"):
-            held.append(number)
-            if len(held) == 1:
-                ended.wait(20)  # as long as it takes the others to be refused
+            refused.wait(20)
 
-    held: list[int] = []
-    timer = threading.Timer(3.5, ended.set)
-    timer.start()
-    results = race(count, claim)
+    results = race(count, claim, refused)
     assert results.count("held") == 1, results
     assert results.count("refused") == count - 1
-    timer.cancel()
 
 
 def test_a_store_whose_clock_jumps_ends_one_of_two_and_harms_none(
