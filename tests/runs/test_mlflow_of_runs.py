@@ -24,6 +24,7 @@ from eagleray.runs import recipe as recipes
 from eagleray.runs.sinks import Sinks
 from eagleray.sweeps import ray_tune
 from eagleray.sweeps.run import tune
+from eagleray.sweeps.sweep import load
 
 LONG = ("optim.epochs=4000", "evaluate.probe_epochs=0", "checkpoint.steps=5")
 
@@ -96,7 +97,7 @@ def test_a_sweep_that_ray_refuses_has_failed_in_mlflow(shards: Path, tmp_path: P
     keys = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={tmp_path / 'sweep'}"]
     for _ in range(2):
         with pytest.raises(UserError, match="cannot be used"):
-            tune(str(swept), keys, most=2, resume=False)
+            tune(load(str(swept), keys), most=2, resume=False)
         assert run_there(tmp_path)[1].info.status == "FAILED"
 
 

@@ -1,11 +1,13 @@
 """Embed the samples of a data set, and cluster them by their features."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from eagleray.api.run import Run
 from eagleray.base.console import say
+from eagleray.base.errors import UserError
+from eagleray.base.numbers_given import share, whole
 from eagleray.config import plugins as loading
 from eagleray.evaluation.given import check_backbone, check_data, check_gpus
 from eagleray.storage.store import absolute
@@ -101,6 +103,10 @@ def find_clusters(
         folder = eagleray.find_clusters(features, "shards/", "clusters/", clusters=[8])
         pandas.read_parquet(folder)["duplicate_of"].isna().mean()
     """
+    if not isinstance(clusters, Iterable):
+        raise UserError(f"clusters={clusters!r}: expected a list of whole numbers, such as [{clusters!r}]")
+    clusters, seed = [whole("clusters", number) for number in clusters], whole("seed", seed, 0)
+    similar, keep = share("similar", similar), share("keep", keep)
     check_gpus(gpus, workers)
     check_data(os.fspath(data))
     from eagleray.curation import cluster as clustering  # which imports PyTorch, and seconds pass

@@ -1,7 +1,7 @@
 """Cluster the samples of a data set by their features, and name near copies: columns for `data.train` to choose by."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.nn import functional
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.base.files import writing
-from eagleray.base.numbers_given import share, whole
+from eagleray.base.numbers_given import whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
@@ -75,10 +75,6 @@ def cluster(
     Raises UserError when that is none of this data, when numbers contradict each other, and when `out` has another
     table; Outage when a store does not answer."""
     check_gpus(gpus, workers)
-    if not isinstance(clusters, Iterable):
-        raise UserError(f"clusters={clusters!r}: expected a list of whole numbers, such as [{clusters!r}]")
-    clusters, seed = [whole("clusters", number) for number in clusters], whole("seed", seed, 0)
-    similar, keep = share("similar", similar), share("keep", keep)
     index = open_index(url, note=note)
     embedding = open_embedding(features, index)
     levels = clusters or default_levels(len(index))
