@@ -38,8 +38,9 @@ mission: setup
 	@PYTHONPATH=tests $(RUN)/python -m mission.walk $(if $(FOLDER),--folder "$(FOLDER)") $(if $(FROM),--from "$(FROM)") \
 		$(if $(UNTIL),--until "$(UNTIL)") $(if $(BREAK),--break "$(BREAK)")
 
+# Three processes on two cores: tests wait for others at times.
 test: setup
-	$(RUN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(RUN)/python -m pytest -q -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
 
 # What has passed on this tree is not run again, so a run that was stopped, or a failure that was not of the tree, costs only
 # what is left. PART=tests/chaos, or PART='kills or notice' as pytest's -k has it, is a part. -v names each slow test as it

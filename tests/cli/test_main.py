@@ -144,6 +144,7 @@ def test_list(kind: str, wanted: str):
     assert all(rows if kind == "recipes" else rows.values())
 
 
+@pytest.mark.slow  # `make mission` goes this way, too
 def test_from_images_to_a_timm_model(small: Path, tmp_path: Path):
     """The commands of the README, one after the other. timm starts cold, without anything of ours."""
     from eagleray.datasets.shapes import image

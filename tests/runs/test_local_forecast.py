@@ -73,7 +73,7 @@ def test_a_cpu_with_too_little_memory_is_a_warning(plan: Plan, monkeypatch: pyte
     assert lines[1].startswith("warning: ")
 
 
-@pytest.mark.parametrize("place", ["folder", "store"])
+@pytest.mark.parametrize("place", ["folder", pytest.param("store", marks=pytest.mark.slow)])
 def test_a_run_writes_its_utilisation_and_a_profile_and_reports_plan_and_fact(
     place: str,
     small: Path,

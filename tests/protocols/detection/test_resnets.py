@@ -127,7 +127,14 @@ def learn(folder: Path, **settings: Any) -> tuple[Any, list[float]]:
     return net, [float(line.split("loss ")[1].split()[0]) for line in said if "loss " in line]
 
 
-@pytest.mark.parametrize("settings", [{"head": "c4"}, {"head": "c4", "frozen": True}, {"frozen": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"head": "c4", "frozen": True},
+        pytest.param({"head": "c4"}, marks=pytest.mark.slow),
+        pytest.param({"frozen": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_detector_of_a_resnet_learns_with_sgd(settings: dict[str, Any], tmp_path: Path):
     _, losses = learn(tmp_path, epochs=40, lr={"value": 0.02, "warmup": 2, "drops": [30]}, **settings)
     assert len(losses) == 20
