@@ -37,10 +37,10 @@ MERGED = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{NINE.format(i - 1)}
 )
 def test_what_would_take_long_or_run_is_refused(text: str, message: str, tmp_path: Path):
     (tmp_path / "r.yaml").write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UserError, match=f"r.yaml: .*{message}"):
         config.read(tmp_path / "r.yaml")
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("text", ["a: &x {b: [1, 2.5, yes, null]}\nc: *x", "", "a: 1e-3", "a: {<<: {b: 1}, c: 2}"])

@@ -123,10 +123,10 @@ def test_a_jpeg_of_endless_scans_is_refused_at_once():
     data = encode(picture(1, 64, 64), progressive=True)
     last = data.rindex(b"\xff\xda")
     scan = data[last : data.rindex(b"\xff\xd9")]
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(BadImage, match=r"\d+ scans, more than 100"):
         decode(data[:last] + 100_000 * scan + b"\xff\xd9")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_bytes_that_look_like_scans_behind_a_jpeg_or_in_its_header_are_none():

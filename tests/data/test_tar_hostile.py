@@ -45,9 +45,9 @@ def scanned(path: Path, data: bytes) -> list[Row]:
 def test_every_case_of_the_review(tmp_path: Path, case: str) -> None:
     """The samples before the damage are used, also the last one, and those after a bad sample."""
     data, good, reason = CASES[case]
-    began = time.perf_counter()
+    began = time.process_time()
     rows = scanned(tmp_path / "x.tar", data)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert [readable(to_text(r.key)) for r in rows if not r.reason] == good
     wrong = [r.reason for r in rows if r.reason]
     assert len(wrong) == bool(reason)

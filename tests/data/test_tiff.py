@@ -137,10 +137,10 @@ def test_a_file_that_is_cut_off_or_changed_anywhere_is_read_or_refused():
 
 
 def test_a_page_of_countless_tiles_is_refused_at_once():
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(BadImage, match=f"66049 strips or tiles, expected {MOST_PARTS} at most"):
         read_tiff(tiff(np.zeros((257, 257, 1), np.uint8), tile=1))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_compressed_bytes_are_not_unpacked_beyond_the_size():
