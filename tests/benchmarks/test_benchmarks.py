@@ -157,6 +157,11 @@ def test_gpu_script_is_bash() -> None:
     subprocess.run(["bash", "-n", BENCHMARKS / "gpu.sh"], check=True)
 
 
+def test_gpu_tests_need_no_package_that_is_missing_there(bare: Bare, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import conftest")
+    run(bare, tmp_path / "script.py")
+
+
 def test_gpu_script_names_what_is_missing(bare: Bare, tmp_path: Path) -> None:
     """The bare machine of these tests lacks one package more."""
     (tmp_path / "sitecustomize.py").write_text(LACKS.replace("('ray'", "('platformdirs', 'ray'"))

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from helpers.benchmarks import BENCHMARKS, ROOT, load_benchmark
 
+from eagleray.cli.demo import pictures
+from eagleray.datasets.shards import write_shards
+
 SECONDS = 60
 COMMANDS = [
     "backbones.py",
@@ -54,15 +57,24 @@ def test_no_benchmark_is_left_out() -> None:
     assert named | of_ratios | ELSEWHERE | PARTS == programs
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cifar10/ and transfer/mnist/, which are drawn pictures."""
+    folder = tmp_path_factory.mktemp("data")
+    for seed, (split, count) in enumerate((("train", 2000), ("test", 400))):
+        write_shards(pictures(seed, count), str(folder / split))
+    for name in ("cifar10", "transfer/mnist"):
+        (folder / name).mkdir(parents=True)
+        for file in folder.glob("t*/*.tar"):
+            (folder / name / file.name.replace("shard", file.parent.name)).symlink_to(file)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_first_minute(command: str, shards: Path, tmp_path: Path) -> None:
-    for name in ("cifar10", "transfer/mnist"):
-        (tmp_path / name).mkdir(parents=True)
-        for file in shards.glob("*/*.tar"):
-            (tmp_path / name / file.name.replace("shard", file.parent.name)).symlink_to(file)
-    program, *words = command.replace("DATA", str(tmp_path)).replace("OUT", str(tmp_path / "out")).split()
+def test_first_minute(command: str, data: Path, tmp_path: Path) -> None:
+    program, *words = command.replace("DATA", str(data)).replace("OUT", str(tmp_path / "out")).split()
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(
             [sys.executable, BENCHMARKS / program, *words],

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 import eagleray
-from eagleray.base import console
 from eagleray.engine import export
 
 MAIN = multiprocessing.current_process()  # as this is imported, before the copies
@@ -95,6 +94,8 @@ def _forget_the_copied_process() -> None:
     np.random.seed()
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from eagleray.base import console  # here, as GPU tests run where rich is missing
+
     console.out.__init__(highlight=False, soft_wrap=True)  # its width and colours come from the environment
     process: Any = multiprocessing.process
     process._current_process, process._parent_process, MAIN.name = MAIN, None, "MainProcess"
