@@ -158,7 +158,8 @@ def test_gpu_script_is_bash() -> None:
 
 
 def test_gpu_tests_need_no_package_that_is_missing_there(bare: Bare, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import conftest")
+    paths = [str(ROOT / "tests"), str(ROOT / "platform")]
+    (tmp_path / "script.py").write_text(f"import sys; sys.path[:0] = {paths}; import conftest")
     run(bare, tmp_path / "script.py")
 
 
