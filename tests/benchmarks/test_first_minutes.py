@@ -31,7 +31,7 @@ COMMANDS = [
     "embed.py",
     "evaluate_scale.py",
     "faults.py",
-    "lambda_search.py timm:resnet18.untrained DATA/cifar10",
+    "lambda_search.py untrained:timm:resnet18 DATA/cifar10",
     "loader_memory.py",
     "methods.py",
     "monitors.py",
