@@ -41,7 +41,7 @@ COMMANDS = [
     "region_cost.py",
     "resume.py",
     "start_guards.py --data DATA --out OUT",
-    "step.py",
+    "step.py --synthetic optim.batch=8 data.lanes=8",
     "stores.py",
     "trust_cost.py --before HEAD",
 ]
