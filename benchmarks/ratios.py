@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import common
 
+from eagleray.base.errors import UserError
 from eagleray.cli.demo import pictures
 from eagleray.datasets.shards import write_shards
 
@@ -43,28 +44,31 @@ def main() -> None:
         for name in args.only:
             common.note(f"{name}: up to two minutes")
             found |= measure(*PARTS[name], shards=folder)
-    cpu = common.machine()["cpu"]
-    known = best(cpu)
+    machine = common.machine()
+    known = best(machine["cpu"])
     common.show(found | {"best": known}, as_json=args.json)
     if args.record:
         with RECORD.open("a") as file:
-            file.write(json.dumps(found | {"machine": common.machine()}) + "\n")
+            file.write(json.dumps(found | {"machine": machine}) + "\n")
     low = below(found, known)
     for line in low:
         print(f"error: {line}", file=sys.stderr)
     if not known:
-        common.note(f"nothing is recorded for {cpu}; --record does it")
+        common.note(f"nothing is recorded for {machine['cpu']}; --record does it")
     if low:
         sys.exit(1)
 
 
 def measure(command: list[str], keys: list[str], shards: str) -> dict[str, float]:
-    """Return the ratios of a benchmark. Raises RuntimeError when it fails."""
+    """Return the ratios of a benchmark. Raises UserError when it fails or does not end."""
     program, *words = (shards if word == "SHARDS" else word for word in command)
     run = [sys.executable, str(Path(__file__).with_name(program)), *words, "--json"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT)
+    try:
+        done = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{program}: not ended in {LIMIT} s") from None
     if done.returncode:
-        raise RuntimeError(f"{program} ended with status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        raise UserError(f"{program} ended with status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
     result = json.loads(done.stdout.splitlines()[-1])
     return {key: result[key] for key in keys}
 

@@ -194,7 +194,7 @@ def measure(readers: Mapping[str, Reader], folder: Path, rounds: int) -> dict[st
     out["decoded_ratio_streaming"] = times["ours_decoded"].rate / times["streaming_decoded"].rate
     out["first_batch_block_reads"] = times["ours_first"].seconds / block
     out |= {f"first_batch_block_reads_{r}": times[f"{r}_first"].seconds / block for r in ("webdataset", "streaming")}
-    rates = {f"{n}_images_per_s": times[n].rate for n in (epochs | decoded) if n != "raw"}
+    rates = {f"{n}_images_per_s": times[n].rate for n in (epochs | decoded | slow) if n != "raw"}
     return out | rates | {"raw_mb_per_s": times["raw"].speed / 1e6, "block_ms": 1000 * block}
 
 

@@ -16,6 +16,7 @@ from helpers.features import clusters
 from helpers.networks import KINDS, network
 from typer.testing import CliRunner
 
+import eagleray
 from eagleray import config
 from eagleray.api import pretrain as api
 from eagleray.api.evaluate import Scores
@@ -514,7 +515,7 @@ def test_workers_find_the_same_features(
     if not torch.cuda.is_available():
         assert "finds no accelerator" in request_("knn", workers=3, gpus=True).refused[0]
     with pytest.raises(UserError, match="--gpus: is for the Ray tasks of --workers"):
-        request_("knn", gpus=True)
+        eagleray.evaluate("untrained:timm:resnet18", protocols="knn", gpus=True)
 
 
 def test_a_protocol_that_fails_costs_its_numbers_alone(

@@ -32,4 +32,6 @@ def test_each_kind_has_a_place_of_its_own(
     run = tmp_path / "step-100.pt"
     run.touch()
     assert api.write(run, to=to, what=what).folder == tmp_path / place
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert api.write("~/step-100.pt", to=to, what=what).folder == tmp_path / place
     assert api.write(run, tmp_path / "mine", to=to, what=what).folder == tmp_path / "mine"

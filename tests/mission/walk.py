@@ -46,8 +46,8 @@ def walk(folder: Path, chosen: list[str], fault: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for option, given in (("--from", NAMES[0]), ("--until", NAMES[-1])):
-        parser.add_argument(option, choices=NAMES, default=given, dest=option.strip("-").replace("from", "start"))
+    parser.add_argument("--from", choices=NAMES, default=NAMES[0], dest="start")
+    parser.add_argument("--until", choices=NAMES, default=NAMES[-1])
     parser.add_argument("--break", choices=["", *BREAKS], default="", dest="fault")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()

@@ -184,7 +184,7 @@ def data_map(
     url = absolute(str(data))
     found = open_index(url, note=say)
     table = open_embedding(absolute(str(features).rstrip("/")), found) if features else None
-    from eagleray.reports import data_map as mapping  # which imports PyTorch, and seconds pass
+    from eagleray.reports import data_map as mapping
 
     path = Path(out)
     mapping.data_map(url, found, path, features=table, where=where, columns=str(columns) and absolute(str(columns)))
@@ -210,7 +210,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     loading.use(plugins)
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
-    from eagleray.data.sample_uses import samples_with, steps_with  # which imports PyTorch, and seconds pass
+    from eagleray.data.sample_uses import samples_with, steps_with
     from eagleray.runs.replay import open_data
 
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:

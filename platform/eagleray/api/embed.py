@@ -51,7 +51,7 @@ def embed(
     check_gpus(gpus, workers)
     check_backbone(os.fspath(backbone), architecture)
     check_data(os.fspath(data))
-    from eagleray.evaluation import embed as embedding  # which imports PyTorch, and seconds pass
+    from eagleray.evaluation import embed as embedding
     from eagleray.evaluation.target import load_target
 
     return embedding.embed(
@@ -109,7 +109,7 @@ def find_clusters(
     similar, keep = share("similar", similar), share("keep", keep)
     check_gpus(gpus, workers)
     check_data(os.fspath(data))
-    from eagleray.curation import cluster as clustering  # which imports PyTorch, and seconds pass
+    from eagleray.curation import cluster as clustering
 
     return clustering.cluster(
         absolute(str(features).rstrip("/")),

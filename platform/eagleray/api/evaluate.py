@@ -93,7 +93,7 @@ def evaluate(
     for data in (train, test):
         if data:
             check_data(os.fspath(data))
-    from eagleray.evaluation import evaluate as evaluation  # which imports PyTorch, and seconds pass
+    from eagleray.evaluation import evaluate as evaluation
 
     request = evaluation.Request(
         backbone=os.fspath(backbone),

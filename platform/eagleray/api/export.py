@@ -47,7 +47,7 @@ def load(
         from eagleray.engine.export import read_export
 
         return read_export(file).backbone
-    from eagleray.evaluation.given import check_backbone  # not for an export, which is loaded in a moment
+    from eagleray.evaluation.given import check_backbone
 
     check_backbone(name, architecture)
     from eagleray.evaluation.target import load_target
@@ -104,11 +104,12 @@ def write(
     if heads and to != "timm":
         raise UserError(f"--heads: not with --to {to}; start.from reads them from an export for timm")
     loading.use(plugins)
-    check_run(os.fspath(source))
-    from eagleray.exports.source import load_source  # which imports PyTorch, and seconds pass
+    url = absolute(os.fspath(source).rstrip("/"))
+    check_run(url)
+    from eagleray.exports.source import load_source
     from eagleray.exports.write import write as write_export
 
-    found = load_source(absolute(os.fspath(source).rstrip("/")), what)
+    found = load_source(url, what)
     step = f"step-{found.step}" if found.step is not None else ""
     kind = "-".join(part for part in ("" if to == "timm" else to, what, step) if part)
     return write_export(found, to, Path(destination or found.folder / "export" / kind), with_heads=heads)

@@ -76,7 +76,7 @@ def submit(
     words = [str(recipe), *options, *overrides_of(overrides, out=out, workers=workers)]
     package = job_commands.pack(command, words, plugins, gpus)
     if gpu and package.recipe:
-        from eagleray.api.planning import check_named  # which imports PyTorch, and seconds pass
+        from eagleray.api.planning import check_named
 
         check_named(package.recipe, package.name, gpu, insist=insist)
     cluster = Cluster(address)

@@ -68,7 +68,7 @@ def plan(
     """
     lines = overrides_of(overrides, workers=gpus, **keys)
     loaded = recipes.load(str(recipe), lines, [str(p) for p in plugins])
-    from eagleray.api.planning import planned  # which imports PyTorch, and seconds pass
+    from eagleray.api.planning import planned
 
     data, result = planned(loaded, str(recipe), gpu=gpu, images=images, input_rate=input_rate, store_rate=store_rate)
     return Planned(loaded, result, data, price)

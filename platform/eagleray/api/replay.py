@@ -94,7 +94,7 @@ def replay(run: str | Path | Run, step: int, *, from_start: bool = False, plugin
     step = whole("step", step)
     loading.use(plugins)
     opened = Run(run)
-    from eagleray.api import retaken  # which imports PyTorch, and seconds pass
+    from eagleray.api import retaken
     from eagleray.runs.replay import Task, take
     from eagleray.runs.step_record import find_record
 

@@ -95,7 +95,7 @@ class Run:
             features = backbone(torch.randn(2, 3, 32, 32))
             features.pooled, features.patches  # (2, D), (2, N, D)
         """
-        from eagleray.runs.restore import restore  # which imports PyTorch: not for what a run measured
+        from eagleray.runs.restore import restore
 
         return restore(self.out).method.export().eval()
 

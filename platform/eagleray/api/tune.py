@@ -40,6 +40,6 @@ def tune(
     if importlib.util.find_spec("ray") is None:
         raise UserError("tune: needs the package ray, which is not installed")
     chosen = load(str(sweep), overrides_of(overrides, out=out), [str(p) for p in plugins])
-    from eagleray.sweeps import run  # which imports PyTorch, and seconds pass
+    from eagleray.sweeps import run
 
     return run.tune(chosen, most=max_concurrent, resume=resume)

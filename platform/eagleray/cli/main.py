@@ -220,7 +220,7 @@ def bench_(
     from eagleray.data.index import list_data
 
     list_data(url)
-    from eagleray.data.bench import bench  # which imports PyTorch, and seconds pass
+    from eagleray.data.bench import bench
 
     with silence(as_json):
         report = bench(url, seconds=seconds, note=say)

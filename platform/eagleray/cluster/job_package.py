@@ -94,7 +94,7 @@ def pack(
     check_data_places(recipe)
     check_place("out", recipe.out)
     check_lanes(recipe)
-    from eagleray.runs.build import check_method  # which imports PyTorch, and seconds pass
+    from eagleray.runs.build import check_method
 
     check_method(recipe)
     return JobPackage(

@@ -28,7 +28,6 @@ from eagleray.data.index import Index, open_index
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.evaluation.embeddings import open_embedding, read_features
-from eagleray.evaluation.given import check_gpus
 
 EACH = 1000  # samples of a cluster of the lowest level, in the mean
 CANDIDATES = 4096  # samples among which the first centres are drawn, at least
@@ -74,7 +73,6 @@ def cluster(
 
     Raises UserError when that is none of this data, when numbers contradict each other, and when `out` has another
     table; Outage when a store does not answer."""
-    check_gpus(gpus, workers)
     index = open_index(url, note=note)
     embedding = open_embedding(features, index)
     levels = clusters or default_levels(len(index))

@@ -194,7 +194,7 @@ def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) ->
 
 
 def _of(block: Block, sample: int, names: Sequence[str]) -> dict[str, Any]:
-    from eagleray.data.decode import decode  # it imports PyTorch, after the shards were found
+    from eagleray.data.decode import decode
 
     try:
         data = block.bytes(sample)

@@ -109,7 +109,7 @@ class PackTask:
         if self.channels:
             height, width, _ = read_channels(data, self.channels).shape
         else:
-            from eagleray.data.decode import decode  # it imports PyTorch, after the source was read
+            from eagleray.data.decode import decode
 
             height, width = (pixels := decode(data)).shape[1:]
         if min(height, width) < self.min_side:

@@ -13,7 +13,6 @@ from torch import Tensor
 from eagleray.base.errors import UserError
 from eagleray.base.shards import local
 from eagleray.config.types import Format
-from eagleray.engine.cpu_only import check_format
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -27,10 +26,10 @@ def compute_dtype(choice: Format, device: torch.device) -> torch.dtype:
     `auto` is bfloat16 on an accelerator that has it, float16 on one that has not (V100, T4), and float32 on a CPU.
     Raises UserError for a format that the device does not compute in.
     """
-    if device.type == "cpu":
-        check_format(choice)
     if choice == "auto":
         choice = "fp32" if device.type == "cpu" else "bf16" if has_bfloat16(device) else "fp16"
+    elif choice == "fp16" and device.type == "cpu":
+        raise UserError("precision=fp16: a CPU trains in fp32 or, more slowly, in bf16; expected auto, fp32 or bf16")
     elif choice == "bf16" and not has_bfloat16(device):
         raise UserError(f"precision=bf16: this {device.type} device has no bfloat16; expected auto, fp16 or fp32")
     return DTYPES[choice]

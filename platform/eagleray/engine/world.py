@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from eagleray.base import cpu_share, devices, dist
+from eagleray.base.errors import UserError
 from eagleray.base.shards import sharded
-from eagleray.engine.cpu_only import no_accelerator
 from eagleray.models.sync_bn import sync_batch_norms
 
 
@@ -80,4 +80,7 @@ def device_of(gpus: bool | None) -> torch.device:
 def require_accelerator() -> None:
     """Raises UserError when this process has no accelerator."""
     if not devices.is_accelerator(devices.current()):
-        raise no_accelerator()
+        raise UserError(
+            "gpus=true: PyTorch finds no accelerator on this machine; expected gpus=null to train on its CPU, or a "
+            "cluster in RAY_ADDRESS with workers=N"
+        )

@@ -21,7 +21,6 @@ from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
-from eagleray.evaluation.given import check_gpus
 from eagleray.evaluation.target import Target, check_crop, load_in_worker
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
@@ -63,7 +62,6 @@ def embed(
 
     Raises UserError when the options contradict each other, when `out` has the features of other images or of another
     backbone, and when the backbone lacks this type of features; Outage when a store does not answer."""
-    check_gpus(gpus, workers)
     size = target.settings.size if size is None else whole("size", size, 1)
     resize = target.settings.resize if resize is None else whole("resize", resize, 1)
     check_crop(size, resize)

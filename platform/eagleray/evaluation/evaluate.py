@@ -23,7 +23,6 @@ from eagleray.data.index import Index, Note, open_index
 from eagleray.engine import world
 from eagleray.evaluation import on_workers, results
 from eagleray.evaluation.extraction import Task, features
-from eagleray.evaluation.given import check_gpus
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, check_crop, load_target
 from eagleray.models.token_linear import on_device
@@ -89,7 +88,6 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
     Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or say
-    check_gpus(request.gpus, request.workers)
     names, refused = select(request.protocols)
     report = Report()
     for line in refused:

@@ -9,7 +9,8 @@ from eagleray.models.network import TIMM, is_public
 from eagleray.storage import store
 from eagleray.storage.store import is_remote
 
-FILES = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".pkl", ".npz", ".safetensors")  # which end no name of timm
+# No name of timm ends in one of them.
+FILES = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".pkl", ".npz", ".safetensors")
 
 
 def absolute(source: str) -> str:
@@ -18,7 +19,7 @@ def absolute(source: str) -> str:
         return source
     path = Path(source)
     if len(path.parts) == 1 and path.suffix not in FILES and not path.exists():
-        import timm  # which imports PyTorch, and alone knows its names
+        import timm
 
         if timm.is_model(source.partition(".")[0]):
             return TIMM + source
