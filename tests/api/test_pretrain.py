@@ -192,7 +192,7 @@ def test_a_second_call_is_refused_and_the_run_does_not_notice(small: Path, shard
     thread.start()
     while not read_lines(out / "metrics.jsonl"):
         time.sleep(0.02)
-    names = ("recipe.yaml", "environment.json", ".command", ".lock")
+    names = ("recipe.yaml", "environment.json", ".command", ".owner")
     before = [((out / name).read_bytes(), (out / name).stat().st_mtime_ns) for name in names]
     (out / ".failure").write_text("{}")
     with pytest.raises(eagleray.UserError, match="another command is training this run"):

@@ -176,10 +176,10 @@ def test_a_locked_folder_names_who_holds_it_and_a_file_system_without_locks_is_o
         with pytest.raises(Busy, match=f"process {os.getpid()} on .* is still using this folder"):
             files.lock_folder(tmp_path)
         assert (tmp_path / ".lock").read_text() == before
-        assert files.is_folder_locked(tmp_path)
-    assert not files.is_folder_locked(tmp_path)
+        assert files.is_locked(tmp_path / files.LOCK)
+    assert not files.is_locked(tmp_path / files.LOCK)
     monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "not implemented")))
-    for attempt in (lambda: files.lock_folder(tmp_path), lambda: files.is_folder_locked(tmp_path)):
+    for attempt in (lambda: files.lock_folder(tmp_path), lambda: files.is_locked(tmp_path / files.LOCK)):
         with pytest.raises(UserError, match=f"out={tmp_path}: this file system has no locks"):
             attempt()
 

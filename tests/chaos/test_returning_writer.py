@@ -16,7 +16,7 @@ from chaos.site import SHORT, Site, Whole
 
 from eagleray.base.files import parse_lines
 from eagleray.engine import checkpoint
-from eagleray.runs import remote
+from eagleray.runs.copy_of_run import RECORDS, Copy
 from eagleray.runs.histories import GROWING
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_writer_that_comes_back_to_a_run_in_a_store(
     after = stored(site, name)
     late = {key for key in before if after.get(key) != before[key]}  # what it was sending when it was stopped
     assert len(late) <= 1
-    assert all(key.removeprefix(f"{name}/") in remote.RECORDS or EARLIER.search(key) for key in late)
+    assert all(key.removeprefix(f"{name}/") in RECORDS or EARLIER.search(key) for key in late)
     assert histories(name, tmp_path / "after") == seen
     assert not {key for key in after.keys() - before.keys() if not EARLIER.search(key)}
     send(new, signal.SIGCONT)
@@ -91,7 +91,7 @@ def test_a_writer_that_comes_back_to_a_run_in_a_store(
 
 def histories(name: str, folder: Path) -> dict[str, bytes]:
     """The histories that a reader finds."""
-    remote.Copy(f"s3://chaos/{name}", folder).fetch()
+    Copy(f"s3://chaos/{name}", folder).fetch()
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name in GROWING}
 
 

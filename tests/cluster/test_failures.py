@@ -15,7 +15,9 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.cluster import failure, ray_train, resize
 from eagleray.cluster.session import session
 from eagleray.cluster.supervisor import RayWorker
-from eagleray.runs import histories, remote
+from eagleray.runs import histories
+from eagleray.runs.copy_of_run import Copy
+from eagleray.runs.run_store import RunStore, run_store
 from eagleray.storage import store
 
 
@@ -57,7 +59,7 @@ def test_an_error_that_cannot_be_counted_is_no_failure(tmp_path: Path, monkeypat
     def away(*_: str) -> None:
         raise Outage("s3://bucket/run: no answer")
 
-    monkeypatch.setattr(remote, "read_note", away)
+    monkeypatch.setattr(RunStore, "get", away)
     assert not any(fail(str(tmp_path), 0, RuntimeError("no"), monkeypatch) for _ in range(4))
 
 
@@ -65,11 +67,11 @@ def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(tmp_path: 
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     out = "s3://bucket/run"
     failed = {"command": "a", "user": False, "why": "no", "trace": "rank 3 failed\n"}
-    remote.write_note(out, ".failure", json.dumps(failed))
+    run_store(out).put(".failure", json.dumps(failed))
     store.put_bytes(histories.part_url(out, "train.log", 2, 0), b"begun\n")
     with pytest.raises(RuntimeError, match=r"^no$"):
         ray_train.raise_failure(out, "a")
-    remote.Copy(out, tmp_path / "reader").fetch()
+    Copy(out, tmp_path / "reader").fetch()
     assert (tmp_path / "reader" / "train.log").read_text() == "begun\nrank 3 failed\n"
 
 
@@ -81,7 +83,7 @@ def test_a_failure_that_the_store_does_not_take_is_known_all_the_same(tmp_path: 
         raise UserError("s3://bucket/run: AccessDenied")
 
     with session(cpus=1):
-        monkeypatch.setattr(remote, "write_note", refuse)
+        monkeypatch.setattr(RunStore, "put", refuse)
         failure.fail(str(tmp_path), "a", {"user": True, "why": "AccessDenied"})
         restarted = ray.remote(failure.failure_of)
         assert ray.get(restarted.remote(str(tmp_path), "a"), timeout=60)["why"] == "AccessDenied"

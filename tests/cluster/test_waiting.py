@@ -8,6 +8,7 @@ import pytest
 from eagleray.base.errors import Outage
 from eagleray.cluster import ray_train, waiting
 from eagleray.cluster.waiting import Waiting
+from eagleray.runs.run_store import BucketRun
 
 
 class Cluster:
@@ -113,16 +114,16 @@ def test_a_run_that_waits_can_be_stopped(cluster: Cluster, monkeypatch: pytest.M
 def test_a_run_that_waits_outlives_a_store_that_is_away_for_a_while(
     cluster: Cluster, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ):
-    answers: list[Any] = ["away", "away", None, "away", "away", ""]
+    answers: list[Any] = ["away", "away", [], "away", "away", [".stop"]]
 
-    def read(*_: Any) -> str | None:
+    def read(*_: Any) -> list[str]:
         clock[0] += 40
         answer = answers.pop(0)
         if answer == "away":
             raise Outage("s3://runs/mine/.stop: connection refused")
         return answer
 
-    monkeypatch.setattr(ray_train.remote, "read_note", read)
+    monkeypatch.setattr(BucketRun, "list", read)
     for name in ("LOOK", "SOON"):
         monkeypatch.setattr(waiting, name, 0.0)
     trainer = NoRoom()

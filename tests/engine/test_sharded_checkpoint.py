@@ -21,6 +21,7 @@ from eagleray.engine.checkpoint import Writer
 from eagleray.engine.sharded_checkpoint import ShardWriter, read_rows, split
 from eagleray.runs.run_dir import RunDir
 from eagleray.runs.tracking import Tracking
+from eagleray.storage.store import local_path
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_ranks_read_their_rows(written: Place, mesh: DeviceMesh):
     assert state is not None
     assert state["method"]["a"].is_meta
     target = DTensor.from_local(torch.zeros(50, 30), mesh, [Shard(0)])
-    folder = written.scratch if written.swift else checkpoint.local_path(written.url)
+    folder = written.scratch if written.swift else local_path(written.url)
     assert state["shards"] == str(folder / "step-000000003.shards")
     read_rows(folder / "step-000000003.shards", {("method", "a"): target})
     assert (target.to_local() == 3).all()

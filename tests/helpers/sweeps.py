@@ -13,7 +13,7 @@ from helpers import forked
 from helpers.recipes import SMALL, small_recipe
 
 from eagleray import config
-from eagleray.runs import layout, recipe, remote
+from eagleray.runs import layout, recipe
 from eagleray.runs.histories import histories
 from eagleray.runs.plan import resolve_paths
 from eagleray.storage import store
@@ -100,9 +100,7 @@ def ended(done: list[dict[str, Any]], before: dict[str, dict[str, Any]], trials:
 def trained_on(*nodes: Path) -> None:
     """Trials ran on each of some nodes, which keep their files in these folders."""
     for node in nodes:
-        assert list((node / "eagleray" / "runs").glob(f"*/{remote.WORK}/{layout.METRICS}")), (
-            f"no trial ran on {node.name}"
-        )
+        assert list((node / "eagleray" / "runs").glob(f"*/work/{layout.METRICS}")), f"no trial ran on {node.name}"
 
 
 def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, Any], *more: str) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.reports import page, plots, sections, write
 from eagleray.reports.read import names, read
+from eagleray.runs import layout
+from eagleray.runs.histories import GROWING
+from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -264,7 +267,7 @@ def test_a_run_that_is_not_done_says_so(make: Make, change: Callable[[Path], obj
 
 def test_a_run_that_is_at_work_is_not_disturbed(make: Make):
     folder = make(summary=None)
-    with (folder / ".lock").open("a+") as lock:
+    with (folder / layout.OWNER).open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read(str(folder)).state == "running"
     assert read(str(folder)).state == "broken off"
@@ -518,7 +521,11 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_run_in_a_store_has_its_page_there(make: Make, drawn: None, url: str):
     everything(folder := make())
     for path in (p for p in folder.rglob("*") if p.is_file()):
-        store.put_bytes(f"{url}/{path.relative_to(folder)}", path.read_bytes())
+        name = str(path.relative_to(folder))
+        if name in GROWING:
+            run_store(url).append(name, path.read_text())
+        else:
+            run_store(url).put(name, path.read_bytes())
     here, there = write.report([url])
     assert there == f"{url}/report.html"
     text = store.store(there).get(there).decode()

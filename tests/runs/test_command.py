@@ -10,15 +10,17 @@ import pytest
 
 from eagleray.base import files
 from eagleray.base.errors import Busy, UserError
-from eagleray.runs import command, layout, remote, stop_signal
+from eagleray.runs import layout, run_store, stop_signal
 from eagleray.runs.command import hold
+from eagleray.runs.run_store import RunStore
 from eagleray.runs.stop_signal import StopRequest, StopSignal
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "SOON", 0.3)
-    monkeypatch.setattr(command, "PATIENCE", 0.6)
+    monkeypatch.setattr(run_store, "SOON", 0.3)
+    monkeypatch.setattr(run_store, "PATIENCE", 0.6)
+    monkeypatch.setattr(StopSignal, "seconds", 0.05)
     monkeypatch.setattr(stop_signal, "AGAIN", 0.05)
 
 
@@ -56,9 +58,9 @@ def test_a_run_is_not_written_into_the_folder_of_a_sweep(folder: str, tmp_path: 
     (kept := tmp_path / "out").mkdir()
     out = folder if "://" in folder else str(kept)
     monkeypatch.setattr(
-        remote, "read_note", lambda url, name: (kept / name).read_text() if (kept / name).exists() else None
+        RunStore, "get", lambda self, name: (kept / name).read_text() if (kept / name).exists() else None
     )
-    for name in (command.TRIALS, layout.ENVIRONMENT):
+    for name in (layout.TRIALS, layout.ENVIRONMENT):
         (kept / name).write_text("")
     before = snapshot(tmp_path)
     with pytest.raises(UserError, match=rf"^out={out}: holds a sweep; give another out=$"):
@@ -71,41 +73,44 @@ def test_a_run_is_not_written_into_the_folder_of_a_sweep(folder: str, tmp_path: 
 
 def test_a_command_waits_for_the_last_rank_of_a_killed_one(tmp_path: Path):
     said: list[str] = []
-    rank = files.lock_folder(tmp_path)
+    rank = files.lock_folder(tmp_path, layout.OWNER)
     with pytest.raises(Busy, match="is still using this folder"):
         hold(str(tmp_path), "second", said.append).__enter__()
     assert "waiting for the last process of this run" in said[0]
     threading.Timer(0.5, rank.close).start()
     with hold(str(tmp_path), "third"):
-        assert not files.is_folder_locked(tmp_path)
+        assert not files.is_locked(tmp_path / layout.OWNER)
 
 
 def test_a_request_to_stop_is_heard_at_once_and_written_when_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    honest, full = remote.write_note, True
+    honest, away = RunStore.put, True
 
-    def write_note(out: str, name: str, text: str) -> None:
-        if full:
-            raise OSError(28, "No space left on device")
-        honest(out, name, text)
+    def put(self: RunStore, name: str, text: str | bytes) -> None:
+        if away:
+            raise OSError(5, "Input/output error")
+        honest(self, name, text)
 
-    monkeypatch.setattr(remote, "write_note", write_note)
+    monkeypatch.setattr(RunStore, "put", put)
     out, request = str(tmp_path), StopRequest(str(tmp_path), "mine")
+    note = tmp_path / f"{layout.STOP}-mine"
     with hold(out, "mine"):
         here, elsewhere = StopSignal(out, "mine", request.event), StopSignal(out, "mine")
         other = StopSignal(out, "another")
         assert not any(signal.asked() for signal in (here, elsewhere, other))
         request.ask()
         assert here.asked()
-        wait(elsewhere.asked)  # a full disk has room for a time
-        assert not (tmp_path / layout.STOP).exists()
-        full = False
-        wait((tmp_path / layout.STOP).exists)
-        assert (tmp_path / layout.STOP).read_text() == "mine"
+        time.sleep(0.2)
+        assert not note.exists()
+        away = False
+        wait(elsewhere.asked)
+        assert note.read_bytes() == b"", "a full disk has no room for content"
         assert not other.asked()
         (tmp_path / layout.STOP).write_text("")  # a person's
-        assert other.asked()
+        wait(other.asked)
+        for signal in (here, elsewhere, other):
+            signal.close()
     request.close()
     assert len([r for r in caplog.records if "not written yet" in r.getMessage()]) == 1
 

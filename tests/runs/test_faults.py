@@ -23,7 +23,9 @@ from eagleray.base import files
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint, export
-from eagleray.runs import layout, lease, remote
+from eagleray.runs import layout, lease
+from eagleray.runs.background import Background
+from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
 STEPS = 20
@@ -45,7 +47,7 @@ class Short:
         return eagleray.pretrain(self.recipe, self.keys, out=out, workers=0, max_steps=STEPS)
 
     def method(self, out: Path | str) -> dict[str, torch.Tensor]:
-        state = checkpoint.newest(f"{out}/checkpoints", remote.work_dir(str(out)) / "checkpoints")
+        state = checkpoint.newest(f"{out}/checkpoints", run_store(str(out)).work / "checkpoints")
         assert state is not None
         return dict(state["method"])
 
@@ -64,7 +66,7 @@ class Short:
         """The same command ends the run as if nothing had been."""
         assert self.train(out).finished
         assert_same(self.method(out), self.weights)
-        lines = read_lines(remote.work_dir(str(out)) / "metrics.jsonl")
+        lines = read_lines(run_store(str(out)).work / "metrics.jsonl")
         assert [r["step"] for r in lines] == list(range(2, STEPS + 1, 2))
 
 
@@ -78,7 +80,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(lease, "SETTLE", 0.01)
     monkeypatch.setattr(export, "compare", lambda *_: 0.0)  # imports PyTorch in another process, at the end of each run
-    monkeypatch.setattr(remote, "SECONDS", 0.2)
+    monkeypatch.setattr(Background, "seconds", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # of a thread that lost power
     yield
     assert not [t.name for t in threading.enumerate() if t.name in ("mirror", "heartbeat", "stop-signal")]

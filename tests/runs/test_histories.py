@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 from helpers.bucket import CountingBucket
+from helpers.rank_zero import close, rank_zero
 from helpers.run_folder import write_run
 
 from eagleray.base.errors import Outage
 from eagleray.base.files import JsonLines, read_lines
 from eagleray.reports.listing import list_runs
 from eagleray.reports.read import read
-from eagleray.runs import histories, layout, lease, remote
+from eagleray.runs import histories, layout, lease
+from eagleray.runs.copy_of_run import Copy
+from eagleray.runs.mirror import Mirror
+from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
 OUT = "s3://runs/run"
@@ -42,7 +46,6 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CrashingBucket:
     bucket = CrashingBucket(tmp_path)
     monkeypatch.setitem(store.STORES, "s3", bucket)
     monkeypatch.setattr(lease, "SETTLE", 0.0)
-    monkeypatch.setattr(remote, "SECONDS", 1000.0)
     return bucket
 
 
@@ -52,11 +55,11 @@ class Site:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch, self.number = folder, patch, 0
 
-    def start(self, step: int | None = None) -> remote.Mirror:
+    def start(self, step: int | None = None) -> Mirror:
         """Start on a machine that is new, and drop the lines after a step."""
         self.number += 1
         self.patch.setenv("XDG_CACHE_HOME", str(self.folder / f"machine{self.number}"))
-        mirror = remote.Mirror(OUT, "the same command")
+        mirror = rank_zero(OUT, "the same command", thread=False)
         mirror.folder.mkdir(parents=True, exist_ok=True)
         if step is not None:
             JsonLines(mirror.folder / layout.METRICS, step=step)
@@ -66,7 +69,7 @@ class Site:
         """The steps that a reader finds who sees the run for the first time."""
         self.number += 1
         folder = self.folder / f"reader{self.number}"
-        remote.Copy(OUT, folder).fetch()
+        Copy(OUT, folder).fetch()
         text = (folder / layout.METRICS).read_text(errors="replace")  # a part may end within a line
         return [json.loads(line)["step"] for line in text.split("\n")[:-1]]
 
@@ -76,7 +79,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: CrashingBucket
     return Site(tmp_path, monkeypatch)
 
 
-def log(mirror: remote.Mirror, steps: range) -> None:
+def log(mirror: Mirror, steps: range) -> None:
     JsonLines(mirror.folder / layout.METRICS).log(*({"step": step, "text": "ä" * 20} for step in steps))
 
 
@@ -113,10 +116,10 @@ def test_a_start_that_ends_between_any_two_changes_leaves_no_line_doubled_or_los
         first.copy()
     assert site.read() == list(range(20))
     for changes in range(40):
-        second = site.start()
-        log(second, range(20, 30))
-        second.copy()  # lines that the checkpoint from which it goes on does not have yet
-        JsonLines(second.folder / layout.METRICS, step=cut)
+        ahead = site.start()
+        log(ahead, range(20, 30))
+        ahead.copy()  # lines that the checkpoint from which the next start goes on does not have yet
+        second = site.start(step=cut)
         bucket.left = changes
         try:
             for step in range(cut + 1, cut + 12):
@@ -130,14 +133,12 @@ def test_a_start_that_ends_between_any_two_changes_leaves_no_line_doubled_or_los
         found = site.read()
         assert found == list(range(len(found)))
         assert len(found) > cut
-        second.ended.set()
         third = site.start(step=cut)
         third.copy()
         assert site.read() == list(range(cut + 1))
         log(third, range(cut + 1, 20))
         third.copy()
         assert site.read() == list(range(20))
-        third.ended.set()
         if ended:
             break
     assert ended
@@ -156,11 +157,11 @@ def test_what_an_earlier_writer_sends_late_changes_nothing(bucket: CrashingBucke
     log(old, range(10, 20))
     (old.folder / layout.HEALTH).write_text((old.folder / layout.METRICS).read_text())
     for path in (old.folder / layout.METRICS, old.folder / layout.HEALTH):
-        old.uploads[path].send(path, store.put_bytes, lambda url: store.store(url).delete(url))
+        old.uploads[path].send(store.put_bytes)
     assert site.read() == list(range(8))
-    remote.Copy(OUT, site.folder / "here").fetch()
+    Copy(OUT, site.folder / "here").fetch()
     assert len(read_lines(site.folder / "here" / layout.HEALTH)) == 10
-    assert new.lease.epoch == 2
+    assert new.claim.epoch == 2
 
 
 def test_a_part_that_was_shortened_is_sent_again_by_the_next_start(
@@ -184,27 +185,11 @@ def test_a_part_that_was_shortened_is_sent_again_by_the_next_start(
 
 def fetched(site: Site) -> list[dict[str, int]]:
     site.number += 1
-    remote.Copy(OUT, site.folder / f"reader{site.number}").fetch()
+    Copy(OUT, site.folder / f"reader{site.number}").fetch()
     return read_lines(site.folder / f"reader{site.number}" / layout.METRICS)
 
 
-def test_a_history_of_one_file_goes_on_in_parts(bucket: CrashingBucket, site: Site):
-    """As a run begun by an older version has it: what is kept of the file is not sent again."""
-    text = "".join(json.dumps({"step": step, "text": "a" * 100}) + "\n" for step in range(4000))
-    remote.write_note(OUT, layout.METRICS, text)
-    assert site.read() == list(range(4000))
-    bucket.written.clear()
-    mirror = site.start(step=3900)
-    log(mirror, range(3901, 3950))
-    mirror.copy()
-    assert sum(bucket.written) < 2 * histories.PART < len(text)
-    assert site.read() == list(range(3950))
-    mirror.close()
-    site.start(step=3949).close()
-    assert site.read() == list(range(3950))
-
-
-def test_report_and_runs_read_a_run_in_parts_as_one_of_whole_files(
+def test_report_and_runs_read_a_run_in_parts_as_one_in_a_folder(
     bucket: CrashingBucket, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(histories, "PART", 1000)
@@ -212,17 +197,16 @@ def test_report_and_runs_read_a_run_in_parts_as_one_of_whole_files(
     mirror = site.start()
     for path in local.iterdir():
         (mirror.folder / path.name).write_bytes(path.read_bytes())
-        remote.write_note("s3://whole/run", path.name, path.read_text())
-    mirror.close()
+    close(mirror)
     names = [p.name for p in Path(bucket.folder, "runs", "run").iterdir()]
     assert sum(bool(re.fullmatch(r"metrics\.jsonl-e000001-\d{12}", name)) for name in names) > 3
     assert layout.METRICS not in names
-    runs = [read(out) for out in (OUT, "s3://whole/run", str(local))]
-    assert runs[0].records == runs[1].records == runs[2].records
-    assert runs[0].starts == runs[2].starts != []
-    assert [list_runs(f"s3://{bucket}", "knn/top1")[0].step for bucket in ("runs", "whole")] == [200, 200]
-    for out in (OUT, "s3://whole/run", str(local)):
-        assert histories.exists(out, layout.METRICS)
-        assert not histories.exists(out, layout.HEALTH)
-    histories.append(OUT, layout.METRICS, '{"step": 777}\n')
+    there, here = read(OUT), read(str(local))
+    assert there.records == here.records
+    assert there.starts == here.starts != []
+    assert [list_runs(place, "knn/top1")[0].step for place in ("s3://runs", str(tmp_path / "local"))] == [200, 200]
+    for out in (OUT, str(local)):
+        assert run_store(out).list(layout.METRICS)
+        assert not run_store(out).list(layout.HEALTH)
+    run_store(OUT).append(layout.METRICS, '{"step": 777}\n')
     assert read(OUT).last == 777

@@ -1,18 +1,24 @@
 """Two processes and one run in a store: one of them holds it, and one that lost it knows, whatever clocks say."""
 
-import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from helpers.bucket import CountingBucket
+from helpers.rank_zero import close, end, rank_zero
 
-from eagleray.base.errors import Busy, Superseded
-from eagleray.runs import command, layout, lease, remote
+from eagleray.base.errors import Busy, Outage, Superseded
+from eagleray.runs import command, layout, lease, mirror
+from eagleray.runs.background import Background
+from eagleray.runs.copy_of_run import Copy
 from eagleray.runs.lease import Lease
+from eagleray.runs.mirror import Mirror
+from eagleray.runs.run_store import run_store
 from eagleray.storage import store
+from eagleray.storage.blob import Blob
 
 OUT = "s3://runs/run"
 
@@ -40,7 +46,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "DEAD", 2.0)
     monkeypatch.setattr(lease, "BEAT", 0.2)
     monkeypatch.setattr(lease, "SETTLE", 0.1)
-    monkeypatch.setattr(remote, "SECONDS", 0.1)
+    monkeypatch.setattr(Background, "seconds", 0.1)
+    monkeypatch.setattr(mirror, "SOON", 0.1)
 
 
 @pytest.fixture(params=[CountingBucket, CarelessBucket])
@@ -53,22 +60,21 @@ def bucket(
     return bucket
 
 
-def test_epochs_grow_and_a_claim_of_an_older_version_is_the_first(bucket: CountingBucket):
-    remote.write_note(OUT, ".owner", json.dumps({"command": "x", "time": time.time(), "host": "h"}))
+def test_epochs_grow(bucket: CountingBucket):
     first = Lease(OUT, layout.OWNER, "a")
-    first.claim()  # once the other has been silent for so long
+    first.claim()
     assert first.epoch == 1
-    first.release()
-    assert not remote.is_running(OUT)
+    first.close()
+    assert not run_store(OUT).is_claimed()
     again = Lease(OUT, layout.OWNER, "b")
     again.claim(after=7)
     assert again.epoch == 8
-    assert remote.is_running(OUT)
+    assert run_store(OUT).is_claimed()
     assert [b.url for b in store.store(OUT).list(OUT + "/")] == [f"{OUT}/.owner-000008"]
     with pytest.raises(Superseded):
         first.renew()
-    first.release()
-    assert remote.is_running(OUT)
+    first.close()
+    assert run_store(OUT).is_claimed()
 
 
 @pytest.mark.parametrize("skew", [-60.0, 60.0])
@@ -76,52 +82,49 @@ def test_one_that_comes_back_has_lost_it_and_changes_nothing(
     bucket: CountingBucket, skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its machine's clock is a minute off, and it was paused for as long as it took another one to take over."""
-    old = remote.Mirror(OUT, "a")
+    old = rank_zero(OUT, "a")
     old.folder.mkdir(parents=True, exist_ok=True)
     (old.folder / layout.METRICS).write_text("old\n")
     old.copy()
-    old.ended.set()
-    old.join()
+    end(old)
     time.sleep(lease.DEAD)
     honest = time.time
     monkeypatch.setattr(time, "time", lambda: honest() + skew)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    new = remote.Mirror(OUT, "b")
+    new = rank_zero(OUT, "b")
     (new.folder / layout.METRICS).write_text("old\nnew\n")
     new.copy()
     before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl*")}
     assert before
     with (old.folder / layout.METRICS).open("a") as file:
         file.write("and more\n")
-    for attempt in (old.check, old.copy, old.tick):
-        if attempt != old.tick or not old.lost:
-            with pytest.raises(Superseded, match="another process has taken this run over"):
-                attempt()
-    old.close()
+    for attempt in (old.claim.check, old.copy, old.claim.renew):
+        with pytest.raises(Superseded, match="another process has taken this run over"):
+            attempt()
+    close(old)
     assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl*")} == before
-    new.check()
-    new.close()
-    assert not new.lost
+    new.claim.check()
+    close(new)
+    assert not new.claim.lost
 
 
 def test_one_that_stood_still_between_two_files_sends_no_other(
     bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The file that it was sending comes late. The other one sends its own again at its end."""
-    old = remote.Mirror(OUT, "a")
+    old = rank_zero(OUT, "a")
     old.folder.mkdir(parents=True, exist_ok=True)
     for name in (layout.HEALTH_PLOT, layout.METRICS):
         (old.folder / name).write_text("old\n")
-    old.ended.set()
-    old.join()
-    send, clock, others = store.put_bytes, time.monotonic, list[remote.Mirror]()
+    end(old)
+    send, clock, others = store.put_bytes, time.monotonic, list[Mirror]()
 
     def stand_still(url: str, data: bytes) -> None:
         if not others:
             time.sleep(lease.DEAD)
             with monkeypatch.context() as patch:
                 patch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-                others.append(remote.Mirror(OUT, "b"))
+                others.append(rank_zero(OUT, "b"))
             others[0].folder.mkdir(parents=True, exist_ok=True)
             for name in (layout.HEALTH_PLOT, layout.METRICS):
                 (others[0].folder / name).write_text("new\n")
@@ -132,10 +135,10 @@ def test_one_that_stood_still_between_two_files_sends_no_other(
     monkeypatch.setattr(store, "put_bytes", stand_still)
     with pytest.raises(Superseded):
         old.copy()
-    remote.Copy(OUT, tmp_path / "reader").fetch()
-    stored = {p.name: p.read_text() for p in (tmp_path / "reader").iterdir()}
+    Copy(OUT, tmp_path / "reader").fetch()
+    stored = {p.name: p.read_text() for p in (tmp_path / "reader").glob("[!.]*")}
     assert stored == {layout.HEALTH_PLOT: "old\n", layout.METRICS: "new\n"}
-    others[0].close()
+    close(others[0])
     assert [p.read_text() for p in (tmp_path / "runs").rglob(layout.HEALTH_PLOT)] == ["new\n"]
 
 
@@ -190,17 +193,65 @@ def test_a_store_whose_clock_jumps_ends_one_of_two_and_harms_none(
     assert second.epoch == 2
 
 
-def test_a_note_that_is_no_claim_ends_no_thread(bucket: CountingBucket, caplog: pytest.LogCaptureFixture):
-    mirror = remote.Mirror(OUT, "a")
-    remote.write_note(OUT, ".owner-000001", "[")
-    end = time.monotonic() + 10
-    while not mirror.lost and time.monotonic() < end:  # it is not what this process wrote
-        time.sleep(0.05)
-    assert mirror.lost
-    assert mirror.is_alive()
-    mirror.close()
+class BehindBucket(CountingBucket):
+    """A store whose listing is behind: it names no claim, or claims that have gone."""
 
-    class Broken(remote.Background):
+    listed: ClassVar[list[str]] = []
+
+    def list(self, url: str, start: str = "", *, patience: float = 0.0) -> list[Blob]:
+        return [Blob(f"{OUT}/{name}", 5) for name in self.listed]
+
+
+def test_a_claim_that_is_listed_and_has_gone_ends_no_wait_and_supersedes_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+):
+    bucket = BehindBucket(tmp_path)
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    old, new = (Lease(OUT, layout.OWNER, name) for name in "ab")
+    old.claim()
+    bucket.listed = [".owner-000003"]
+    new.claim()
+    assert new.epoch == 4
+    new.check()
+    with pytest.raises(Superseded):
+        old.check()
+
+
+def test_a_claim_that_is_not_listed_keeps_others_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None):
+    bucket = BehindBucket(tmp_path)
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    first, second = (Lease(OUT, layout.OWNER, name) for name in "ab")
+    first.claim()
+    first.start()
+    with pytest.raises(Busy, match="another command is training this run"):
+        second.claim()
+    first.ended.set()
+    first.join()
+    second.claim()  # once the first has been silent for so long
+    assert second.epoch == 2
+
+
+def test_a_store_that_accepts_no_claim_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None):
+    bucket = BehindBucket(tmp_path)
+    bucket.create = lambda url, data: False  # type: ignore[method-assign]
+    monkeypatch.setitem(store.STORES, "s3", bucket)
+    monkeypatch.setattr(lease, "TRIES", 3)
+    with pytest.raises(Outage, match="3 claims of the run in a row were not accepted by its store"):
+        Lease(OUT, layout.OWNER, "a").claim()
+
+
+def test_a_note_that_is_no_claim_ends_no_thread(bucket: CountingBucket, caplog: pytest.LogCaptureFixture):
+    rank = rank_zero(OUT, "a")
+    run_store(OUT).put(".owner-000001", "[")
+    latest = time.monotonic() + 10
+    while not rank.claim.lost and time.monotonic() < latest:  # it is not what this process wrote
+        time.sleep(0.05)
+    assert rank.claim.lost
+    assert rank.is_alive()
+    assert rank.claim.is_alive()
+    close(rank)
+
+    class Broken(Background):
         ticks = 0
 
         def tick(self) -> None:

@@ -12,10 +12,11 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.reports import read, sections
-from eagleray.runs import accelerators, local_forecast, remote
+from eagleray.runs import accelerators, local_forecast
 from eagleray.runs import recipe as recipes
 from eagleray.runs.forecast import Target, target_of
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
+from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
 
@@ -85,7 +86,7 @@ def test_a_run_writes_its_utilisation_and_a_profile_and_reports_plan_and_fact(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     url = str(tmp_path / "run") if place == "folder" else "s3://runs/run"
-    out = remote.view_dir(url)
+    out = run_store(url).view
     monkeypatch.setattr(local_forecast, "local_target", lambda _: replace(gpu(80), name="pretended"))
     pretrain(*split(arguments(small, shards, url, "max_steps=4", "profile=2..3")))
     text = capsys.readouterr()

@@ -20,7 +20,8 @@ from helpers.runs import assert_same
 import eagleray
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint, export
-from eagleray.runs import command, lease, remote
+from eagleray.runs import background, lease, run_store
+from eagleray.runs.copy_of_run import Copy
 from eagleray.storage import store
 
 pytestmark = pytest.mark.slow
@@ -45,9 +46,9 @@ def arrange(bucket: Bucket, put: Callable[[Any, str, Any], Any] = setattr) -> No
     put(export, "compare", lambda *_: 0.0)
     for name, seconds in {"DEAD": 6.0, "BEAT": 0.3, "SETTLE": 0.3}.items():
         put(lease, name, seconds)
-    put(remote, "SECONDS", 0.1)
-    put(command, "SOON", 0.2)
-    put(command, "PATIENCE", 2.0)
+    put(background.Background, "seconds", 0.1)
+    put(run_store, "SOON", 0.2)
+    put(run_store, "PATIENCE", 2.0)
     put(store, "STORES", store.STORES | {"s3": bucket})
 
 
@@ -104,7 +105,7 @@ class Site:
     def verify(self, whole: dict[str, torch.Tensor]) -> None:
         assert_same(self.weights(), whole)
         folder = self.folder / "reader" if self.out.startswith("s3:") else self.stored
-        remote.Copy(self.out, folder).fetch()
+        Copy(self.out, folder).fetch()
         assert [r["step"] for r in read_lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 

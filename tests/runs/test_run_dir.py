@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from helpers.processes import free_port
 
-from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.runs import layout, mlflow_thread, recipe
 from eagleray.runs.run_dir import LogFile, RunDir
+from eagleray.runs.run_store import run_store
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.tracking import Tracking
 
@@ -26,8 +26,8 @@ def test_what_cannot_be_closed_does_not_keep_the_rest_open(
     handlers = list(logging.getLogger("eagleray").handlers)
     run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, Tracking("file:" + str(tmp_path / "mlruns")), command="c")
     with run:
-        assert files.is_folder_locked(out)
-    assert not files.is_folder_locked(out)
+        assert run_store(out).is_claimed()
+    assert not run_store(out).is_claimed()
     assert logging.getLogger("eagleray").handlers == handlers
 
 

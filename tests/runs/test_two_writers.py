@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.bucket import CountingBucket
+from helpers.rank_zero import end, rank_zero
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -22,7 +23,7 @@ from eagleray.base.errors import Superseded
 from eagleray.engine import checkpoint
 from eagleray.engine.checkpoint import Writer
 from eagleray.engine.checkpoint_names import last_epoch
-from eagleray.runs import layout, lease, remote
+from eagleray.runs import layout, lease
 from eagleray.storage import store
 
 OUT = "s3://runs/run"
@@ -60,8 +61,8 @@ class Process:
         os.environ["XDG_CACHE_HOME"] = str(folder)
         scratch = folder / "scratch"
         found = checkpoint.blobs_of(CHECKPOINTS)
-        self.mirror = remote.Mirror(OUT, folder.name, last_epoch(found))
-        self.epoch = self.mirror.lease.epoch
+        self.mirror = rank_zero(OUT, folder.name, last_epoch(found), thread=False)
+        self.epoch = self.mirror.claim.epoch
         state = checkpoint.newest(CHECKPOINTS, scratch)
         self.step = state["step"] if state else 0
         self.writer = Writer(
@@ -70,7 +71,7 @@ class Process:
             scratch=scratch,
             first=self.mirror.copy,
             epoch=self.epoch,
-            guard=self.mirror.check,
+            guard=self.mirror.claim.check,
         )
 
     def save(self) -> tuple[int, int]:
@@ -94,7 +95,6 @@ class TwoWriters(RuleBasedStateMachine):
         self.patch.setitem(store.STORES, "s3", self.bucket)
         self.patch.setenv("XDG_CACHE_HOME", str(self.root))
         self.patch.setattr(lease, "SETTLE", 0.0)
-        self.patch.setattr(remote, "SECONDS", 1e6)  # no thread of its own does anything
         self.patch.setattr(threading, "excepthook", lambda args: None)
         self.processes: list[Process | None] = [None, None]
         self.claimed = 0  # the highest epoch that a start has
@@ -108,7 +108,7 @@ class TwoWriters(RuleBasedStateMachine):
 
     def end(self, process: Process | None) -> None:
         if process:
-            process.mirror.ended.set()
+            end(process.mirror)
 
     def start_one(self, slot: int) -> None:
         self.end(self.processes[slot])

@@ -11,7 +11,8 @@ import pytest
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
-from eagleray.storage.store import Blob, LocalStore, absolute, expand_braces, list_shards, put_bytes
+from eagleray.storage.braces import expand_braces
+from eagleray.storage.store import Blob, LocalStore, absolute, list_shards, put_bytes
 
 
 @pytest.fixture
@@ -239,10 +240,10 @@ def test_of_several_creators_of_a_file_one_makes_it(tmp_path: Path):
 )
 def test_braces_for_too_many_names_are_refused_at_once(pattern: str, count: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"braces for up to {count} names, expected at most 1,000,000")):
-        next(store.expand_braces(pattern))
+        next(expand_braces(pattern))
 
 
 def test_many_names_in_braces_are_allowed() -> None:
-    assert sum(1 for _ in store.expand_braces("s3://b/{000..099}/x-{0000..0999}.{tar,TAR}")) == 200_000
-    assert list(store.expand_braces("x-{3..1}{a,b{c,d}}")) == [f"x-{n}{c}" for n in "321" for c in ("a", "bc", "bd")]
-    assert list(store.expand_braces("{x")) == ["{x"]
+    assert sum(1 for _ in expand_braces("s3://b/{000..099}/x-{0000..0999}.{tar,TAR}")) == 200_000
+    assert list(expand_braces("x-{3..1}{a,b{c,d}}")) == [f"x-{n}{c}" for n in "321" for c in ("a", "bc", "bd")]
+    assert list(expand_braces("{x")) == ["{x"]

@@ -338,7 +338,7 @@ def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
     sweep, out = write(tmp_path), tmp_path / "out"
     with pytest.raises(UserError, match=r"^data\.train: /nowhere: cannot be read"):
         run.tune(load(sweep, [f"out={out}", "data.train=/nowhere"]), most=None, resume=False)
-    assert [p.name for p in out.iterdir()] == [".lock"]
+    assert [p.name for p in out.iterdir()] == [".command"]
     for resume in (True, False):  # there is nothing to continue, and nothing that forbids it
         told = run.tune(load(sweep, [f"out={out}", f"data.train={shards / 'train'}"]), most=None, resume=resume)
         assert told == {"rows": {}}

@@ -9,7 +9,8 @@ import yaml
 from helpers.recipes import SMALL
 
 from eagleray.base.errors import UserError
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
+from eagleray.runs.run_store import run_store
 from eagleray.sweeps import width
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, load
@@ -119,7 +120,7 @@ def test_a_trial_with_workers_waits_until_these_have_room(
     assert row
     study.set(row["id"], state="running")  # Tune has started its process, which asks for the workers
     if placed:
-        remote.write_note(study.trial(row["id"]), layout.PLACEMENT, "id")
+        run_store(study.trial(row["id"])).put(layout.PLACEMENT, "id")
     waiting = Waiting(study, {"CPU": 0}, lambda: [{"memory": 1.0}], lambda: None)
     waiting()
     waiting()

@@ -24,7 +24,7 @@ from eagleray.engine.precision import compute_dtype
 from eagleray.models import weights as pretrained_weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
-from eagleray.runs import layout, profile, remote, teacher
+from eagleray.runs import layout, profile, teacher
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_backbone
@@ -37,11 +37,13 @@ from eagleray.runs.mlflow_requests import append, send_missing
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
+from eagleray.runs.run_store import run_store
 from eagleray.runs.sources import check_exists
 from eagleray.runs.start import build_started, check_progress
 from eagleray.runs.stop_signal import StopRequest
 from eagleray.runs.summary import finished
 from eagleray.runs.tracking import Tracking, read_note, tracking_of
+from eagleray.storage import store
 
 
 def pretrain(
@@ -130,13 +132,9 @@ def see_through(
 
 def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: bool) -> Run:
     """Start or continue the run that this command holds. `line` is the command as a list of words."""
-    out = recipe.out
-    remote.check_writable(out)
-    folder = remote.view_dir(out)
-    following = remote.Follower(out)
-    following.copy.fetch()
-    if following.copy.is_stale():
-        remote.forget(folder)
+    out, run = recipe.out, run_store(recipe.out)
+    run.check_writable()
+    folder = run.fetch()
     begun = bool(files.read_history(folder / layout.METRICS))
     if begun and (folder / layout.RECIPE).exists():
         check_same(recipe, folder / layout.RECIPE)
@@ -150,7 +148,7 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
         console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
         send_missing(folder, tracking, recipes.flat(recipe), data_inputs(plan))
         if (folder / layout.MLFLOW).exists():
-            remote.write_note(out, layout.MLFLOW, (folder / layout.MLFLOW).read_text())
+            run.share(folder / layout.MLFLOW)
     else:
         check_fit(plan, say, insist=insist)
         if recipe.backbone.weights and not begun:
@@ -165,12 +163,12 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
         with (
             contextlib.closing(stop),
             FollowRun(folder, plan.steps),
-            following,
+            run.following(),
             stop_on_signal(stop.ask, "stopping after this step"),
         ):
             run_in_world(recipe, tracking, stop)
         if recipe.profile:
-            remote.Copy(out, folder, layout.PROFILE).fetch()
+            run.fetch(layout.PROFILE)
         table = folder / layout.PROFILE / profile.TABLE
         if recipe.profile and table.exists():
             console.print(f"{table.parent}:\n{table.read_text()}", markup=False, highlight=False, soft_wrap=True)
@@ -197,11 +195,11 @@ def note_choice(plan: Plan) -> None:
     """Write into the run folder which samples the run reads, where its recipe chooses some, for the report."""
     from eagleray.reports.draw_choice import choice_of_plan
 
-    out, selection = plan.recipe.out, plan.stream.selection
-    if selection is None or json.loads(remote.read_note(out, layout.CHOICE) or "{}").get("digest") == selection.digest:
+    run, selection = run_store(plan.recipe.out), plan.stream.selection
+    if selection is None or json.loads(run.get(layout.CHOICE) or "{}").get("digest") == selection.digest:
         return
     try:
-        remote.write_note(out, layout.CHOICE, json.dumps(asdict(choice_of_plan(plan))))
+        run.put(layout.CHOICE, json.dumps(asdict(choice_of_plan(plan))))
     except Exception as e:  # pictures are not worth a run
         say(f"warning: the report will not show the choice of samples: {one_line(e)}")
 
@@ -210,7 +208,7 @@ def check_weights(recipe: Recipe, source: str) -> None:
     """Check how much of the backbone the weights of `source` fill, print it and write it into the run folder. Raises
     UserError when too little is filled."""
     report = pretrained_weights.fill(build_backbone(recipe), pretrained(source))
-    remote.write_note(recipe.out, layout.WEIGHTS, "\n".join(report.lines()) + "\n")
+    run_store(recipe.out).put(layout.WEIGHTS, "\n".join(report.lines()) + "\n")
     console.print(f"{report}: {recipe.out}/{layout.WEIGHTS}", markup=False)
     warn(report)
 
@@ -221,7 +219,7 @@ def check_source(plan: Plan) -> None:
     out, started = plan.recipe.out, build_started(plan.recipe, len(plan.index))
     if started.source.run and plan.recipe.start and plan.recipe.start.what == "all":
         check_progress(plan, started.source)
-    remote.write_note(out, layout.START, "\n".join(started.lines()) + "\n")
+    run_store(out).put(layout.START, "\n".join(started.lines()) + "\n")
     console.print("\n".join(started.table()), markup=False, highlight=False, soft_wrap=True)
     console.print(f"every tensor of the backbone: {out}/{layout.START}", markup=False)
     warn(started.report)
@@ -232,7 +230,7 @@ def check_teacher(recipe: Recipe, network: Network) -> None:
     UserError."""
     assert network.weights is not None
     report, _ = teacher.fill(Backbone(**network.arguments), network.weights)
-    remote.write_note(recipe.out, layout.TEACHER, "\n".join(report.lines()) + "\n")
+    run_store(recipe.out).put(layout.TEACHER, "\n".join(report.lines()) + "\n")
     console.print(f"teacher: {report}: {recipe.out}/{layout.TEACHER}", markup=False)
     warn(report)
 
@@ -256,13 +254,14 @@ def check_device(recipe: Recipe) -> None:
 def write_beginning(recipe: Recipe, command: Sequence[str]) -> None:
     """Write the resolved recipe, the sources of its plug-ins and the environment into the run folder. Raises UserError
     when it cannot be written."""
-    out = recipe.out
+    out, run = recipe.out, run_store(recipe.out)
     try:
-        remote.write_note(out, layout.RECIPE, config.dump(recipe))
+        run.put(layout.RECIPE, config.dump(recipe))
         write_plugins(out, recipe.plugins)
-        remote.write_note(out, layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
-        for left in (layout.STOP, layout.FAILURE):
-            remote.delete_note(out, left)
+        run.put(layout.ENVIRONMENT, json.dumps(environment() | {"command": list(command)}, indent=1))
+        for name in (layout.STOP, layout.FAILURE):
+            for left in run.list(name):
+                store.store(out).delete(left.url)
     except OSError as e:
         raise UserError(f"out={out}: cannot be written: {e.strerror or e}") from None
 

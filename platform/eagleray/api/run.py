@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from eagleray.base.errors import UserError, hide_secrets
 from eagleray.base.files import read_history
 from eagleray.config import yaml_text
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs import tracking as track
+from eagleray.runs.run_store import run_store
 from eagleray.runs.summary import finished
 from eagleray.storage import store
 
@@ -39,9 +40,7 @@ class Run:
         """Open a run. It counts as finished when it has taken its planned steps, and at least `steps`. Raises
         UserError when there is no run."""
         self.out = address(out)
-        self.folder = remote.view_dir(self.out)
-        if store.is_remote(self.out):
-            remote.Copy(self.out, self.folder).fetch()
+        self.folder = run_store(self.out).fetch()
         if not (self.folder / layout.RECIPE).exists():
             raise UserError(f"{self.out}: no run there; expected the folder or s3:// URL of a run")
         self._steps = steps

@@ -282,9 +282,8 @@ def _locked(file: IO[str], kind: int) -> bool:
     return True
 
 
-def is_folder_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder."""
-    path = folder / LOCK
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file, such as that of a folder."""
     if not path.exists():
         return False
     with path.open() as file:

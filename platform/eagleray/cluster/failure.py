@@ -8,7 +8,8 @@ from typing import Any
 
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.engine import checkpoint
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
+from eagleray.runs.run_store import run_store
 
 log = logging.getLogger(__name__)
 TIMES = 3  # errors in a row that end an attempt, without a new checkpoint, after which a run has failed
@@ -24,7 +25,7 @@ def fail(out: str, command: str, failure: dict[str, Any]) -> None:
         return
     text = json.dumps(failure | {"command": command})
     try:
-        remote.write_note(out, layout.FAILURE, text)
+        run_store(out).put(layout.FAILURE, text)
     except (UserError, Outage, OSError) as e:
         if not internal_kv._internal_kv_initialized():
             raise
@@ -37,7 +38,7 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
     from ray.experimental import internal_kv
 
     try:
-        text = remote.read_note(out, layout.FAILURE)
+        text = run_store(out).get(layout.FAILURE)
     except (UserError, Outage, OSError):
         text = None
     known = json.loads(text or "{}")
@@ -58,9 +59,9 @@ def count(out: str, command: str) -> int:
     """Count an error that has ended an attempt. Returns how many did so in a row since this command started, without a
     new checkpoint in between."""
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
-    known = json.loads(remote.read_note(out, COUNT) or "{}")
+    known = json.loads(run_store(out).get(COUNT) or "{}")
     times = int(known["times"]) + 1 if known.get("after") == newest and known.get("command") == command else 1
-    remote.write_note(out, COUNT, json.dumps({"command": command, "after": newest, "times": times}))
+    run_store(out).put(COUNT, json.dumps({"command": command, "after": newest, "times": times}))
     return times
 
 

@@ -17,7 +17,7 @@ from eagleray.data.order import lane_length
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
-from eagleray.storage.store import check_writable, is_remote, local_path, store
+from eagleray.storage.store import check_writable, folder_of, store
 
 # The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
 # PyTorch and Ray Train are tuned with. None of them is meant to hold a secret.
@@ -164,7 +164,7 @@ def check_place(key: str, place: str) -> None:
     store(place)
     if key in ("out", "DST"):
         check_writable(place, key)
-    if not is_remote(place) and not local_path(place).is_absolute():
+    if (path := folder_of(place)) and not path.is_absolute():
         raise UserError(f"{key}={place}: a relative path; {SHARED}")
 
 

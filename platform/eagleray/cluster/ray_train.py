@@ -20,10 +20,10 @@ from eagleray.cluster.supervisor import HANGING, supervise
 from eagleray.cluster.waiting import Say, Waiting
 from eagleray.config import plugins
 from eagleray.engine.precision import compute_dtype
-from eagleray.runs import histories, layout, remote
+from eagleray.runs import layout
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking
-from eagleray.storage.store import is_remote
 
 # Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
 # seconds still spends most of its time training.
@@ -37,14 +37,15 @@ def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any
 
     Returns the summary, or None when the run was asked to stop. Raises UserError.
     """
-    log = remote.view_dir(recipe.out) / layout.RAY_LOG
+    run = run_store(recipe.out)
+    log = run.view / layout.RAY_LOG
     try:
         with aside(log), session() as ray:
             return fit(ray, recipe, tracking=tracking, command=command, say=say)
     finally:
-        if is_remote(recipe.out) and log.exists():
+        if log.exists():
             with contextlib.suppress(UserError, Outage):  # the run's own error says more
-                remote.write_note(recipe.out, layout.RAY_LOG, log.read_text(errors="replace")[-(2**20) :])
+                run.share(log)
 
 
 def fit(
@@ -95,7 +96,7 @@ def fit(
         ),
         run_config=RunConfig(
             name=f"train-{began:.3f}",
-            storage_path=str(remote.view_dir(recipe.out) / ".ray"),
+            storage_path=str(run_store(recipe.out).view / ".ray"),
             # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `failure.count`.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=[*callbacks, save_before_resize()],
@@ -115,19 +116,19 @@ def fit(
 def stop_asked(out: str, patience: float) -> Callable[[], bool]:
     """Return a function that says whether somebody asks the run to stop; no, while the store does not answer. It raises
     Outage when the store has not answered for `patience` seconds."""
-    away: float | None = None  # since when
+    run, away = run_store(out), None  # since when it is away
 
     def look() -> bool:
         nonlocal away
         try:
-            note = remote.read_note(out, layout.STOP)
+            asked = bool(run.list(layout.STOP))
         except Outage:
             away = away or time.monotonic()
             if time.monotonic() - away > patience:
                 raise
             return False
         away = None
-        return note is not None
+        return asked
 
     return look
 
@@ -140,9 +141,9 @@ def raise_failure(out: str, command: str) -> None:
     failure = failure_of(out, command)
     if failure is None:
         return
-    if is_remote(out) and failure.get("trace"):
-        with contextlib.suppress(UserError, Outage):
-            histories.append(out, layout.LOG, failure["trace"])
+    if failure.get("trace"):
+        with contextlib.suppress(UserError, Outage, OSError):
+            run_store(out).append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 

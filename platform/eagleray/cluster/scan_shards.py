@@ -7,7 +7,7 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.cluster.session import joining
 from eagleray.data.index import ScanAll, scan_here, scan_shard
 from eagleray.storage.blob import Blob
-from eagleray.storage.store import is_remote
+from eagleray.storage.store import folder_of
 
 
 def scanner() -> ScanAll:
@@ -20,6 +20,6 @@ def scan_on_cluster(blobs: Sequence[Blob]) -> Iterator[tuple[Blob, Any]]:
 
     Tars of a local path are read here, as other machines may not have it.
     """
-    yield from scan_here([b for b in blobs if not is_remote(b.url)])
-    if far := [b for b in blobs if is_remote(b.url)]:
+    yield from scan_here([b for b in blobs if folder_of(b.url)])
+    if far := [b for b in blobs if not folder_of(b.url)]:
         yield from ray_map(scan_shard, far)

@@ -22,7 +22,7 @@ from eagleray.data.index import Index, Note, list_data, open_index
 from eagleray.data.loader import Loader
 from eagleray.data.reader import StepPart, Stream
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.store import is_remote
+from eagleray.storage.store import folder_of
 from eagleray.views import sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
@@ -97,7 +97,8 @@ def bench(url: str, *, seconds: float, note: Note) -> Report:
         opened = time.perf_counter()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         stages, side = measure(index, seconds, cores)
-    bottleneck, advice = find_bottleneck({s.name: s for s in stages}, cores=cores, side=side, remote=is_remote(url))
+    remote = folder_of(url) is None
+    bottleneck, advice = find_bottleneck({s.name: s for s in stages}, cores=cores, side=side, remote=remote)
     return Report(url, len(index), listed - begin, opened - listed, cores, stages, bottleneck, advice)
 
 

@@ -27,7 +27,8 @@ from eagleray.data.expressions import WHY, evaluate
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, tables_beside
 from eagleray.data.selection import Selection, check_weights
-from eagleray.storage.store import absolute, expand_braces, store
+from eagleray.storage.braces import expand_braces
+from eagleray.storage.store import absolute, store
 
 log = logging.getLogger(__name__)
 KEY = "data.train"

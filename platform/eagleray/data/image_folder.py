@@ -63,11 +63,12 @@ def address(blob: Blob) -> str:
 
 def holds_images(folder: str) -> bool:
     """Return whether this is a local folder with images in it or below it, and without tars."""
-    if store.is_remote(folder) or not store.local_path(folder).is_dir():
+    root = store.folder_of(folder)
+    if root is None or not root.is_dir():
         return False
-    if any(entry.name.endswith(".tar") for entry in os.scandir(store.local_path(folder))):
+    if any(entry.name.endswith(".tar") for entry in os.scandir(root)):
         return False
-    return any(_is_image(path) for path in store.files_below(store.local_path(folder), hidden=False))
+    return any(_is_image(path) for path in store.files_below(root, hidden=False))
 
 
 def list_images(folder: str) -> Listing:

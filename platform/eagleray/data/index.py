@@ -22,6 +22,7 @@ from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
+from eagleray.storage.braces import expand_braces
 from eagleray.storage.retry import PATIENCE
 
 CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
@@ -334,9 +335,7 @@ def _split(urls: Sequence[str]) -> tuple[list[str], list[str]]:
         wholes = [p.folder for p in store.patterns(url) if not p.name]
         images = [folder for folder in wholes if image_folder.holds_images(folder)]
         folders += [folder for folder in images if folder not in folders]
-        tars += (
-            [p for p in store.expand_braces(store.absolute(url)) if p.rstrip("/") not in images] if images else [url]
-        )
+        tars += [p for p in expand_braces(store.absolute(url)) if p.rstrip("/") not in images] if images else [url]
     return tars, folders
 
 

@@ -176,8 +176,7 @@ def load_both(beside: str, aside: str | None, again: bool) -> dict[str, File]:
 
 def local_copy(url: str) -> Path:
     """Return a local path with the content of a URL. Raises FileNotFoundError when there is no such file."""
-    if not store.is_remote(url):
-        path = store.local_path(url)
+    if path := store.folder_of(url):
         if not path.is_file():
             raise FileNotFoundError(url)
         return path

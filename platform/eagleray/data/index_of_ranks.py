@@ -12,7 +12,7 @@ from pathlib import Path
 from eagleray.base import dist, files
 from eagleray.data.index import Index
 from eagleray.data.index_file import File, fetch_once
-from eagleray.storage.store import is_remote
+from eagleray.storage.store import folder_of
 
 TAIL = 2**16  # bytes at the end of an index file, with the metadata of all shards, that its stamp is computed from
 
@@ -31,7 +31,7 @@ class FileNote:
 
     def here(self) -> File | None:
         """Return the file on this machine, fetched if it is in a bucket, or None."""
-        if is_remote(self.url):
+        if not folder_of(self.url):
             return File(fetch_once(self.url, self.path.name), self.url)
         for path in (self.path, self.received):
             if path.exists() and stamp(path) == self.stamp:

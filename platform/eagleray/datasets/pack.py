@@ -79,7 +79,7 @@ class PackTask:
         if note is None or not note.blob.size:
             return note is not None
         blob = note.blob
-        return sizes.get(blob.url) == blob.size and (store.is_remote(blob.url) or store.local_tag(blob) == blob.tag)
+        return sizes.get(blob.url) == blob.size and (not store.folder_of(blob.url) or store.local_tag(blob) == blob.tag)
 
     def _write(self, items: pa.Table, file: "tempfile._TemporaryFileWrapper[bytes]") -> tuple[ImageStats, pa.Table]:
         from webdataset import TarWriter

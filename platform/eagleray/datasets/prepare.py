@@ -86,10 +86,10 @@ def prepare(
 @contextlib.contextmanager
 def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
     """Keep other commands of this machine from a local destination while the block runs. Raises UserError."""
-    if store.is_remote(destination):  # two commands are noticed by their plans
+    notes = store.folder_of(f"{destination}/{NOTES}")
+    if notes is None:  # two commands are noticed by their plans
         yield
         return
-    notes = store.local_path(f"{destination}/{NOTES}")
     there = notes.parent.exists()
     try:
         notes.mkdir(parents=True, exist_ok=True)
@@ -391,8 +391,8 @@ def _delete_notes(destination: str) -> None:
     notes = files.list_tree(f"{destination}/{NOTES}")
     for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # a hundred thousand would take an hour in turn
         pass
-    if not store.is_remote(destination):
-        shutil.rmtree(store.local_path(f"{destination}/{NOTES}"), ignore_errors=True)
+    if folder := store.folder_of(f"{destination}/{NOTES}"):
+        shutil.rmtree(folder, ignore_errors=True)
     for blob in files.list_folder(destination + "/"):
         if blob.url.rpartition("/")[2].startswith((".shard-", f".{INDEX}.", f".{card.NAME}.")):
             storage.delete(blob.url)

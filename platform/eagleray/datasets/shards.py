@@ -55,7 +55,7 @@ def _check_empty(destination: str) -> None:
         if any(b.url.endswith(".tar") for b in store.store(destination).list(destination + "/")):
             raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
     except UserError:
-        if store.is_remote(destination) or Path(destination).exists():
+        if store.may_exist(destination):
             raise
 
 

@@ -26,7 +26,7 @@ from eagleray.engine.stored_file import agrees, fetch, flush, parse_manifest, pi
 from eagleray.storage.blob import Blob
 from eagleray.storage.retry import PATIENCE
 from eagleray.storage.s3 import MissingFile
-from eagleray.storage.store import is_remote, local_path, store
+from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
@@ -57,6 +57,7 @@ class Writer:
         self.url, self.keep, self.patience, self.first = _url(url), keep, patience, first
         self.epoch, self.guard = epoch, guard
         self.scratch = _scratch(self.url, scratch)
+        self.copies = self.scratch != folder_of(self.url)  # whether files in `scratch` are copies of those at `url`
         self._host_copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -123,7 +124,7 @@ class Writer:
             self.guard()
         try:
             write_atomic(manifest_path, json.dumps(manifest))  # which flushes the name of the checkpoint too
-            if is_remote(self.url):
+            if self.copies:
                 store(self.url).put(f"{self.url}/{name}.json", manifest_path, patience=self.patience)
         except BaseException:
             manifest_path.unlink(missing_ok=True)
@@ -138,7 +139,7 @@ class Writer:
 
     def _verify(self, part: Path, url: str, manifest: dict[str, Any]) -> None:
         """Upload the file if the checkpoints are in a store, and read it back. Raises OSError when it differs."""
-        if is_remote(url):
+        if self.copies:
             store(url).put(url, part, patience=self.patience)
             [blob] = store(url).list(url, patience=self.patience) or [Blob(url, 0)]
             same = blob.size == manifest["bytes"] and sha256_of(pieces(blob, self.patience)) == manifest["sha256"]
@@ -161,7 +162,7 @@ class Writer:
         for url in sorted(blobs):  # a manifest before its checkpoint
             if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
                 _delete(url)
-        if is_remote(self.url):
+        if self.copies:
             _delete_others(self.scratch, newest)
 
     def _cause(self, e: Exception) -> Exception:
@@ -199,9 +200,9 @@ def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int, scratc
 def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
     """Return the files of all checkpoints by URL. Raises UserError and Outage when the store cannot be read."""
     url = _url(url)
-    if not is_remote(url):
+    if folder := folder_of(url):
         # Without their sizes: a file may be deleted by another process before its size is read.
-        return {str(p): Blob(str(p), 0) for p in local_path(url).glob("step-*")}
+        return {str(p): Blob(str(p), 0) for p in folder.glob("step-*")}
     return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
 
 
@@ -216,7 +217,7 @@ def listing(url: str | Path, patience: float = PATIENCE) -> Listing:
     """Return the files of all checkpoints. Raises UserError and Outage when the store cannot be read."""
     url, blobs = _url(url), blobs_of(url, patience)
     manifests: dict[str, bytes] = {}
-    for path in [f"{url}/{name}.json" for name in names_in(blobs)[:NEWEST]] if is_remote(url) else []:
+    for path in [] if folder_of(url) else [f"{url}/{name}.json" for name in names_in(blobs)[:NEWEST]]:
         with contextlib.suppress(MissingFile):  # deleted since it was listed
             manifests[path] = b"".join(pieces(blobs[path], patience))
     return Listing(blobs, manifests)
@@ -290,8 +291,8 @@ def _url(url: str | Path) -> str:
 
 def _scratch(url: str, scratch: Path | None) -> Path:
     """Return the folder that files are written to first."""
-    if not is_remote(url):
-        return local_path(url)  # a file is renamed in the folder where it was written
+    if folder := folder_of(url):
+        return folder  # a file is renamed in the folder where it was written
     assert scratch is not None, f"{url}: needs a scratch folder"
     return scratch
 
@@ -313,8 +314,8 @@ def _all_agree(files: dict[Path, dict[str, Any]]) -> bool:
 
 def _delete(url: str) -> None:
     """Delete a file, or the folder of a sharded checkpoint on this machine."""
-    if not is_remote(url) and local_path(url).is_dir():
-        shutil.rmtree(local_path(url), ignore_errors=True)
+    if (folder := folder_of(url)) and folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
     else:
         store(url).delete(url)
 
@@ -322,7 +323,7 @@ def _delete(url: str) -> None:
 def _local_file(name: str, url: str, listed: Listing, scratch: Path, patience: float) -> Path | None:
     """Return the local file of a checkpoint, or None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
-    if not is_remote(url):
+    if scratch == folder_of(url):
         return path if intact(path) else None
     try:
         blobs, path_there = listed.blobs, f"{url}/{name}.json"

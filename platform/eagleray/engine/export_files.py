@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from eagleray.storage.store import is_remote, store
+from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
 HEADS = "heads.safetensors"  # what else the method has, beside FILE
@@ -12,9 +12,10 @@ HEADS = "heads.safetensors"  # what else the method has, beside FILE
 def export_in(source: str | os.PathLike[str]) -> Path | None:
     """Return the exported file that a path or URL names, itself or by its folder, on this machine; None for anything
     else. Raises UserError and Outage."""
-    if is_remote(url := os.fspath(source).rstrip("/")):
+    path = folder_of(url := os.fspath(source).rstrip("/"))
+    if path is None:
         return _remote_export(url)
-    path = Path(source).expanduser()
+    path = path.expanduser()
     file = path / FILE if path.is_dir() else path
     return file if file.suffix == ".safetensors" and file.with_suffix(".json").exists() else None
 

@@ -34,10 +34,10 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, RGB_ONLY, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
-from eagleray.runs import layout, mlflow_requests, remote, tracking
+from eagleray.runs import layout, mlflow_requests, tracking
+from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 from eagleray.storage.folder_copy import local_folder
-from eagleray.storage.store import is_remote
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def folder(request: Request, target: Target) -> str:
     url = store.absolute((request.out or target.run or f"evaluations/{name}").rstrip("/"))
     try:
         store.check_writable(url)
-        remote.view_dir(url).mkdir(parents=True, exist_ok=True)
-        if not is_remote(url) and not os.access(url, os.W_OK):
+        (view := run_store(url).view).mkdir(parents=True, exist_ok=True)
+        if not os.access(view, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as e:
         raise UserError(f"--out {url}: cannot be written: {e.strerror or e}") from None
@@ -192,6 +192,7 @@ class Evaluation:
             outcome, data = self.run_on_features(result, protocol, settings, arguments)
         else:
             outcome, data = self.run_on_backbone(result, protocol, arguments)
+        run = run_store(self.report.folder)
         result = replace(
             result,
             numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
@@ -199,11 +200,10 @@ class Evaluation:
             data_digest=data,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - began, 1),
-            pictures=[os.path.relpath(p, remote.view_dir(self.report.folder)) for p in outcome.pictures],
+            pictures=[os.path.relpath(p, run.view) for p in outcome.pictures],
         )
-        for path in (*outcome.pictures, *outcome.tables) if is_remote(self.report.folder) else ():
-            name = os.path.relpath(path, remote.view_dir(self.report.folder))
-            store.put_bytes(f"{self.report.folder}/{name}", path.read_bytes())
+        for path in (*outcome.pictures, *outcome.tables):
+            run.share(path)
         results.add(self.report.folder, result)
         self.report.results.append(result)
 
@@ -264,9 +264,9 @@ class Evaluation:
                 copies[str(inputs[-1])] = url
                 data = tree_digest(inputs[-1])
         out = results.picture_folder(self.report.folder, new)
-        extra: dict[str, Any] = {"out": out, "note": self.note}
-        if is_remote(self.report.folder):  # so that a training continues on any machine
-            extra["checkpoints"] = f"{self.report.folder}/{out.relative_to(remote.view_dir(self.report.folder))}"
+        inside = out.relative_to(run_store(self.report.folder).view)
+        # A training has its checkpoints in the store, so that it continues on any machine.
+        extra: dict[str, Any] = {"out": out, "note": self.note, "checkpoints": f"{self.report.folder}/{inside}"}
         run: Any = protocol.run
         if workers := self.request.workers:
             architecture, gpus, urls = self.request.architecture, self.request.gpus, tuple(copies.values())
@@ -390,9 +390,7 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
         for r in report.results
         for k, v in r.numbers.items()
     }
-    copy = remote.view_dir(report.folder) / results.NAME
-    if is_remote(report.folder):
-        copy.write_text(remote.read_note(report.folder, results.NAME) or "")
-    run = remote.view_dir(target.run)
+    copy = run_store(report.folder).fetch() / results.NAME
+    run = run_store(target.run).view
     if why := mlflow_requests.append(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy]):
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")

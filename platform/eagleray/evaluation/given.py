@@ -5,7 +5,7 @@ from eagleray.data.index import list_data
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models.network import is_public
 from eagleray.runs import sources
-from eagleray.storage.store import is_remote
+from eagleray.storage.store import folder_of
 
 
 def check_backbone(name: str, architecture: str | None = None) -> None:
@@ -22,7 +22,7 @@ def check_backbone(name: str, architecture: str | None = None) -> None:
 
 def check_data(url: str) -> None:
     """Raises UserError when a folder, a file or a pattern holds no shards and no images. A store is asked later."""
-    if not is_remote(url):
+    if folder_of(url):
         list_data(url)
 
 

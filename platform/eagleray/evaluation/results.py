@@ -3,7 +3,6 @@
 A result is stored with its settings, backbone, data and date. A table shows it beside the numbers of the untrained
 backbone and those of the paper."""
 
-import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +12,11 @@ from typing import Any, NamedTuple
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.base.files import file_lock
 from eagleray.config import bundled
-from eagleray.runs import layout, metrics, remote
+from eagleray.runs import layout, metrics
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
-from eagleray.storage.store import is_remote
+from eagleray.runs.run_store import run_store
 
 NAME = layout.RESULTS
 UNTRAINED = "untrained:"  # before the name of a backbone
@@ -92,7 +90,7 @@ def load(folder: str) -> list[Result]:
 
     Raises UserError when the file is not a list of results."""
     try:
-        return [Result(**r) for r in json.loads(remote.read_note(folder, NAME) or "[]")]
+        return [Result(**r) for r in json.loads(run_store(folder).get(NAME) or "[]")]
     except (ValueError, TypeError) as e:
         why = " ".join(str(e).split())
         raise UserError(
@@ -105,11 +103,11 @@ def picture_folder(folder: str, new: Result) -> Path:
 
     The same evaluation again draws into its old folder. Any other has a folder in which its protocol has drawn nothing:
     pictures, pictures/2, pictures/3 and so on, or those below pictures/untrained."""
-    base, same = PurePath("pictures", *["untrained"] * new.untrained), (new.protocol, new.untrained)
+    base, same = PurePath(layout.PICTURES, *["untrained"] * new.untrained), (new.protocol, new.untrained)
     others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
     taken = {PurePath(path).parent for r in others for path in r.pictures}
     numbered = (base / str(n) for n in itertools.count(2))
-    out = remote.view_dir(folder) / next(place for place in itertools.chain([base], numbered) if place not in taken)
+    out = run_store(folder).view / next(place for place in itertools.chain([base], numbered) if place not in taken)
     out.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -118,11 +116,11 @@ def add(folder: str, result: Result) -> None:
     """Append a result to the results.json of a folder or s3:// URL.
 
     Raises UserError when the file cannot be written, and Outage when the storage does not answer."""
-    # An object store has no locks, so only local files are locked.
-    with contextlib.nullcontext() if is_remote(folder) else file_lock(Path(folder) / f".{NAME}.lock"):
+    run = run_store(folder)
+    with run.lock(NAME):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
         try:
-            remote.write_note(folder, NAME, text)
+            run.put(NAME, text)
         except OSError as e:
             raise UserError(f"{folder}/{NAME}: cannot be written: {e.strerror or e}") from None
 

@@ -5,7 +5,6 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,13 @@ from eagleray.models.pixels import OURS, Pixels, conversion, first_convolution
 from eagleray.models.token_linear import on_device
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.settings import Evaluate
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
+from eagleray.runs.run_store import run_store
 from eagleray.runs.sources import absolute
-from eagleray.storage.store import is_remote
+from eagleray.storage import store
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Target:
         if not self.run or not self.recipe:
             return {}
         try:
-            command = json.loads((remote.view_dir(self.run) / layout.ENVIRONMENT).read_text())["command"]
+            command = json.loads((run_store(self.run).view / layout.ENVIRONMENT).read_text())["command"]
         except (OSError, ValueError, KeyError):
             return {}
         return results.published(command, config.to_plain(self.recipe))
@@ -143,9 +143,8 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
                 raise UserError(f"{e}; {advice}") from None
         raise
     backbone = build_method(recipe).export() if fresh else method.export()
-    run = source if is_remote(source) or Path(source).is_dir() else str(folder)
-    if is_remote(run):
-        remote.fetch_in_turn(run, folder)
+    run = source if store.may_be_folder(source) else str(folder)
+    run_store(run).fetch()
     return Target(source, backbone, recipe.backbone, recipe.evaluate, recipe, run, channels=recipe.data.channels)
 
 

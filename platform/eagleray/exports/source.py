@@ -14,10 +14,10 @@ from eagleray.engine.export import keys_of
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.network import Network
-from eagleray.runs import remote, start
+from eagleray.runs import start
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import read_state, restored
-from eagleray.storage.store import is_remote
+from eagleray.runs.run_store import run_store
 from eagleray.views.preprocessing import Preprocessing
 
 
@@ -61,8 +61,8 @@ def load_source(path: str, what: str | None = None) -> Source:
     backbone = fresh(recipe.backbone, trained)
     images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
     step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
-    if is_remote(path):
-        remote.Copy(path, folder).fetch()  # what the card reads
+    if not step:
+        run_store(path).fetch()  # what the card reads
     out = str(folder) if step else path
     evaluated = trained is method.export() and type(trained) is Backbone  # a subclass pools in a way of its own
     return Source(

@@ -22,7 +22,6 @@ from eagleray.engine import checkpoint, loop, optim
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.store import is_remote
 
 T = TypeVar("T")
 LINES = 20  # progress lines of a training
@@ -108,8 +107,6 @@ def fine_tune(
         wrap=lambda method: world.wrap(method, unused=True),
         precision=precision,
     )
-    if world.rank == 0 and not is_remote(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
     report, writer = ProgressReport(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1, scratch=scratch)
     last_save = time.monotonic()
     try:

@@ -13,7 +13,6 @@ from eagleray.reports.read import Run, read
 from eagleray.runs import layout
 from eagleray.runs.metrics import METRICS
 from eagleray.storage import store
-from eagleray.storage.store import is_remote
 
 log = logging.getLogger(__name__)
 DEPTH = 4  # folders below the given one in which runs are looked for
@@ -56,31 +55,13 @@ def by_score(runs: list[Listed], metric: str) -> list[Listed]:
 
 def run_folders(root: str) -> Iterator[str]:
     """Yield the folder or URL of every run in a folder. Raises UserError."""
-    if is_remote(root):
-        last = None
-        for folder, names in sorted(_names(root).items(), key=lambda item: f"{item[0]}/"):
-            inside = last is not None and folder.startswith(f"{last}/")  # a part of a run
-            if folder.removeprefix(root).count("/") <= DEPTH and _is_run(folder, names) and not inside:
-                yield (last := folder)
-        return
-    if not store.local_path(root).is_dir():
+    if not store.may_be_folder(root):
         raise UserError(f"{root}: no such folder; expected one with runs in it")
-    for parent, folders, names in os.walk(store.local_path(root)):
-        if _is_run(parent, names):
-            folders.clear()
-            yield parent
-        if parent.removeprefix(root).count(os.sep) >= DEPTH:
-            folders.clear()
-
-
-def _names(root: str) -> dict[str, list[str]]:
-    """Return the names of the files below a URL, by folder."""
-    out: dict[str, list[str]] = {}
-    for blob in store.store(root).walk(f"{root}/"):
-        folder, _, name = blob.url.rpartition("/")
-        if name in (layout.RECIPE, layout.ENVIRONMENT):
-            out.setdefault(folder, []).append(name)
-    return out
+    last = None
+    for folder, names in store.folders_with(root, (layout.RECIPE, layout.ENVIRONMENT), DEPTH):
+        inside = last is not None and folder.startswith(f"{last}/")  # a part of a run
+        if _is_run(folder, names) and not inside:
+            yield (last := folder)
 
 
 def _is_run(folder: str, names: Collection[str]) -> bool:
@@ -115,7 +96,7 @@ def listed(run: Run, root: str, metric: str) -> Listed:
 
 
 def _name(out: str, root: str) -> str:
-    return out.removeprefix(f"{root}/") if is_remote(root) else os.path.relpath(out, root)
+    return os.path.relpath(out, root)
 
 
 def _part(recipe: dict[str, Any], part: str) -> str:

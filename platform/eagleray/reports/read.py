@@ -17,12 +17,12 @@ from eagleray.evaluation import results
 from eagleray.evaluation.results import Result
 from eagleray.reports import shapes
 from eagleray.reports.choice import Choice
-from eagleray.runs import layout, plots, remote
+from eagleray.runs import layout, plots
 from eagleray.runs.attempts import read_starts
 from eagleray.runs.plots import Curve
+from eagleray.runs.run_store import run_store
 from eagleray.runs.summary import read_summary
 from eagleray.storage import store
-from eagleray.storage.store import is_remote
 
 LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
@@ -82,11 +82,9 @@ class Run:
 def read(url: str) -> Run:
     """Read a run from its folder or s3:// URL. Raises UserError, and Outage when the store does not answer."""
     out = store.absolute(url.rstrip("/") or "/")
-    folder = remote.view_dir(out)
-    if is_remote(out):
-        remote.Copy(out, folder, "pictures").fetch()
-    elif not folder.is_dir():
+    if not store.may_be_folder(out):
         raise UserError(f"{url}: no such folder; expected the folder or s3:// URL of a run")
+    folder = run_store(out).fetch(layout.PICTURES)
     if not any((folder / name).exists() for name in LEAVES):
         raise UserError(f"{url}: not the folder of a run: it has none of {', '.join(LEAVES)}")
     records = read_metrics(folder / layout.METRICS)
@@ -126,7 +124,7 @@ def state_of(
 ) -> tuple[str, str]:
     """Return the state of a run, and a sentence that explains the state."""
     last = records[-1]["step"] if records else 0
-    if remote.is_running(out):
+    if run_store(out).is_claimed():
         return "running", f"The run is training, and had taken {last:,} steps when this page was written."
     if summary.get("steps", -1) >= last and layout.EVALUATION_STARTS not in summary:
         return "finished", ""
@@ -144,7 +142,7 @@ def state_of(
 def failure_of(out: str) -> str | None:
     """Return why no restart can mend the run, or None. Raises UserError when its note says something else."""
     try:
-        note = remote.read_note(out, layout.FAILURE)
+        note = run_store(out).get(layout.FAILURE)
         content = json.loads(note) if note else None
     except (ValueError, RecursionError):
         raise UserError(f"{out}/{layout.FAILURE}: not valid JSON") from None

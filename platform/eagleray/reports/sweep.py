@@ -11,8 +11,9 @@ from eagleray.reports import plots as plots_of_runs
 from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, footer_text, picture_uri
 from eagleray.reports.read import read
 from eagleray.reports.sections import figures
-from eagleray.runs import histories, layout
-from eagleray.storage.store import is_remote
+from eagleray.runs import layout
+from eagleray.runs.run_store import run_store
+from eagleray.storage import store
 from eagleray.sweeps import plots
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, count_trials, in_words
@@ -63,7 +64,7 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
 
 def trials(out: str, count: int) -> str:
     """Return the trials of a sweep as a shell expands them: patterns of files on this machine, braces also in URLs."""
-    if not is_remote(out):
+    if store.folder_of(out):
         return f"{out}/trials/*"
     return f"{out}/trials/{{000..{count - 1:03d}}}" if count > 1 else f"{out}/trials/000"
 
@@ -72,7 +73,7 @@ def stability(study: Study, pictures: Path) -> Section:
     """Return the curves of kNN accuracy, loss and gradients of the trials, laid over each other. Of more trials than
     can be told apart, those shown are spread evenly from the worst to the best."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
-    rows = [r for r in rows if histories.exists(study.trial(r["id"]), layout.METRICS)]
+    rows = [r for r in rows if run_store(study.trial(r["id"])).list(layout.METRICS)]
     order = sorted(rows, key=lambda r: r["metric"])
     if len(rows) > plots_of_runs.MOST:
         step = (len(rows) - 1) / (plots_of_runs.MOST - 1)

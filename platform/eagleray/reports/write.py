@@ -8,10 +8,10 @@ from eagleray.base.errors import UserError
 from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
 from eagleray.reports.read import read
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
+from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import read_note, tracking_of
 from eagleray.storage import store
-from eagleray.storage.store import is_remote
 from eagleray.sweeps.sweep_dir import ROWS, sweep_folder
 
 NAME = "report.html"
@@ -52,15 +52,12 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     finally:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-    if sweeps and not out and is_remote(sweeps[0][0]):
-        remote.write_note(sweeps[0][0], NAME, path.read_text())
-        return [str(path), f"{sweeps[0][0]}/{NAME}"]
-    if out or not runs or not is_remote(runs[0].out) or len(runs) > 1:
+    if out or len(sweeps) + len(runs) != 1:
         return [str(path)]
-    remote.write_note(runs[0].out, NAME, path.read_text())
-    for picture in sorted(folder.glob("*.png")):
-        store.put_bytes(f"{runs[0].out}/{folder.name}/{picture.name}", picture.read_bytes())
-    return [str(path), f"{runs[0].out}/{NAME}"]
+    place = run_store(sweeps[0][0] if sweeps else runs[0].out)
+    for written in (path, *([] if sweeps else sorted(folder.glob("*.png")))):
+        place.share(written)
+    return list(dict.fromkeys([str(path), f"{place.out}/{NAME}"]))
 
 
 def mend(out: str, folder: Path, status: str, *, tracked: Path) -> None:
@@ -74,13 +71,13 @@ def mend(out: str, folder: Path, status: str, *, tracked: Path) -> None:
         return
     from eagleray.runs import mlflow_requests  # it imports PyTorch, which a report does without
 
-    if mlflow_requests.mend(tracking, note, status) and is_remote(out):
-        remote.write_note(out, layout.MLFLOW, note.read_text())
+    if mlflow_requests.mend(tracking, note, status):
+        run_store(out).share(note)
 
 
 def mend_sweep(out: str, folder: Path) -> None:
     """Do the same for a sweep that nobody is working on, and for its trials on this machine."""
     for place in (folder, *sorted(folder.glob("trials/*"))):
         where = out if place == folder else str(place)
-        if not remote.is_running(where):
+        if not run_store(where).is_claimed():
             mend(where, place, "KILLED", tracked=folder)

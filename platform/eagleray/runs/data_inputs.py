@@ -11,7 +11,7 @@ from eagleray.data.index import Index
 from eagleray.protocols.digests import digest
 from eagleray.runs.plan import Plan
 from eagleray.runs.tracking import DataInput
-from eagleray.storage.store import is_remote
+from eagleray.storage.store import folder_of
 
 
 def data_inputs(plan: Plan) -> list[DataInput]:
@@ -33,7 +33,7 @@ def data_input(context: str, sources: Sequence[Source], index: Index) -> DataInp
         context,
         name[:500],  # as much as MLflow keeps
         digest(shards, used, index.repeats.tolist()),
-        urls[0].partition("://")[0] if is_remote(urls[0]) else "local",
+        "local" if folder_of(urls[0]) else urls[0].partition("://")[0],
         json.dumps({"uri": urls[0] if len(urls) == 1 else ",".join(urls)})[:65_000],
         json.dumps(profile),
     )

@@ -28,10 +28,13 @@ MLFLOW = "mlflow.json"  # the id of the run in MLflow
 LINEAGE = "lineage.jsonl"  # of a trial: whose weights it went on with
 CHECKPOINTS = "checkpoints"  # a folder
 EXPORT = "export"  # a folder: the backbone for timm
+PICTURES = "pictures"  # a folder: what evaluations have drawn
+SWEEP, TRIALS, REPORTS = "sweep.yaml", "trials.jsonl", "reports.jsonl"  # of a sweep: its recipe, trials and results
+OF_SWEEP = (SWEEP, TRIALS, REPORTS, "trials.csv", "best.yaml", "keys.png", "parallel.png", "curves.png")
 # Notes between processes. They are removed when the run starts again.
-STOP = ".stop"  # somebody asks the run to save and stop
+STOP = ".stop"  # somebody asks the run to save and stop; a command asks its own by .stop-<id of the command>
 FAILURE = ".failure"  # why no restart can mend the run
 FAILED = ".failed"  # of a trial: why it is over
-COMMAND = ".command"  # which command holds the run; of a remote run the beginning of the names of its claims
-OWNER = ".owner"  # of a remote run: the beginning of the names of the claims of the rank that writes
+COMMAND = ".command"  # which command holds the run: a lock, or in a bucket the beginning of the names of its claims
+OWNER = ".owner"  # which rank writes the run, in the same way
 PLACEMENT = ".placement"  # of a trial: what its workers hold on the cluster

@@ -2,24 +2,30 @@
 
 Whoever claims it creates the file `<name>-<epoch>`, which a store lets one process do, and writes it again and again as
 a sign of life. It is lost when there is a file of a later epoch, whatever clocks say. How old a sign of life is, the
-store's own clock tells.
+store's own clock tells. A listing may be behind: a claim that it names and that is gone has had a successor, and one
+that it does not name is met by whoever tries to create it.
 """
 
 import contextlib
 import json
+import math
 import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from eagleray.base.errors import Busy, Outage, Superseded, UserError
+from eagleray.runs.background import Background
 from eagleray.storage import store
 
 BEAT = 10.0  # seconds between two signs of life
 DEAD = 35.0  # seconds without one after which a lease counts as given up
 SETTLE = 1.0  # seconds after which a claim is read back, as not every store lets one process alone create a file
+TRIES = 20  # claims that others were faster to make, or that the store refuses, after which a process gives up
+AGAIN = 3  # times that a claim is listed which has gone since
 
 
 @dataclass(frozen=True)
@@ -40,86 +46,123 @@ class Holder:
         return bool(self.record.get("command") == command)
 
 
-def holder(out: str, name: str) -> Holder | None:
-    """Return the newest claim of a run's lease, or None. Raises UserError and Outage."""
-    while epochs := _epochs(out, name):
-        epoch = max(epochs)
-        try:
-            text, age = store.store(out).look(epochs[epoch])
-        except FileNotFoundError:  # a later claim has deleted it since
-            time.sleep(0.1)
-            continue
-        with contextlib.suppress(ValueError):
-            record = json.loads(text)
-            return Holder(epoch, record if isinstance(record, dict) else {}, age)
-        return Holder(epoch, {}, age)
-    return None
+def holder(out: str, name: str, known: int = 0) -> Holder | None:
+    """Return the newest claim of a run's lease, or None. `known` is an epoch that there may be though it is not listed.
+
+    Raises UserError and Outage."""
+    for _ in range(AGAIN):
+        epochs = {known, *_epochs(out, name)} - {0}
+        for epoch in sorted(epochs, reverse=True):
+            with contextlib.suppress(FileNotFoundError):
+                return Holder(max(epochs), *_look(out, name, epoch))
+        if not epochs:
+            return None
+        time.sleep(0.1)  # a later claim has deleted them since they were listed
+    return Holder(max(epochs), {}, math.inf)
 
 
-class Lease:
-    """A claim to one of a run's leases, such as that of the rank that writes."""
+def wait_until_silent(out: str, name: str, say: Callable[[str], None], command: str = "", known: int = 0) -> int:
+    """Wait until nobody holds a lease but processes of this command, DEAD seconds at most, and return its last epoch.
+
+    `say` gets a line before the wait. Raises Busy when the holder gives a sign of life."""
+    first, end = None, time.monotonic() + DEAD
+    while (found := holder(out, name, known)) and found.alive and not found.is_of(command) and time.monotonic() < end:
+        if first is None:
+            first = found
+            say(f"a process was working on {out} seconds ago: waiting until it is silent for {DEAD:.0f} s")
+        if (found.epoch, found.record) != (first.epoch, first.record):
+            raise Busy(f"out={out}: another command is training this run, on {found.record.get('host')}")
+        time.sleep(1)
+    return found.epoch if found else 0
+
+
+class Lease(Background):
+    """A claim to one of a run's leases, such as that of the rank that writes. Its thread gives the signs of life."""
 
     def __init__(self, out: str, name: str, command: str) -> None:
         """`command` is the id of the user's command; processes of one command take a lease from each other."""
-        self.out, self.name, self.command = out, name, command
+        super().__init__("lease")
+        self.out, self.lease, self.command = out, name, command
         self.id, self.epoch, self.beats = secrets.token_hex(8), 0, 0
+        self.lost = False  # another process has taken it
+        self.renewed = time.monotonic()
 
-    def claim(self, after: int = 0) -> None:
-        """Take the lease with an epoch above `after` and above all that were. Raises Busy when a process of another
-        command holds it."""
-        began, first = time.monotonic(), None
-        while True:
-            found = holder(self.out, self.name)
-            if found and found.alive and not found.is_of(self.command) and time.monotonic() < began + DEAD:
-                first = first or found
-                if (found.epoch, found.record) != (first.epoch, first.record):  # it gives signs of life
-                    raise Busy(f"out={self.out}: another command is training this run, on {found.record.get('host')}")
-                time.sleep(1)
-                continue
-            self.epoch = max(found.epoch if found else 0, after) + 1
-            if self._store().create(self._url(self.epoch), self._record()):
+    def claim(self, after: int = 0, say: Callable[[str], None] = lambda line: None) -> None:
+        """Take the lease with an epoch above `after` and above all that were.
+
+        Raises Busy when a process of another command holds it, and Outage when no claim can be made."""
+        known = after
+        for attempt in range(TRIES):
+            known = max(wait_until_silent(self.out, self.lease, say, self.command, known), known) + 1
+            if store.store(self.out).create(self._url(known), self._record()):
                 time.sleep(SETTLE)
-                found = holder(self.out, self.name)
-                if found and found.record.get("id") == self.id:
+                if self._is_mine(known):
                     break
-        for epoch, url in _epochs(self.out, self.name).items():
+            time.sleep(0.05 * attempt)
+        else:
+            raise Outage(f"out={self.out}: {TRIES} claims of the run in a row were not accepted by its store")
+        self.epoch, self.renewed = known, time.monotonic()
+        for epoch in _epochs(self.out, self.lease):
             if epoch < self.epoch:
-                self._store().delete(url)
+                store.store(self.out).delete(_url(self.out, self.lease, epoch))
 
     def check(self) -> None:
         """Raises Superseded when another process has taken the lease since, and Outage when the store does not say."""
-        found = holder(self.out, self.name)
-        if found and (found.epoch > self.epoch or (found.epoch == self.epoch and found.record.get("id") != self.id)):
-            host = found.record.get("host")
-            raise Superseded(f"out={self.out}: another process has taken this run over, on {host}; this one ends")
+        later = max(_epochs(self.out, self.lease), default=0)
+        if later <= self.epoch and self._is_mine(self.epoch):
+            return
+        self.lost = True
+        found = holder(self.out, self.lease)
+        host = f", on {found.record['host']}" if found and "host" in found.record else ""
+        raise Superseded(f"out={self.out}: another process has taken this run over{host}; this one ends")
+
+    def tick(self) -> None:
+        if not self.lost and time.monotonic() > self.renewed + BEAT:
+            self.renew()
 
     def renew(self) -> None:
         """Give a sign of life. Raises Superseded, Outage and OSError."""
         self.check()
         self.beats += 1
-        self._store().write(self._url(self.epoch), self._record())
+        store.put_bytes(self._url(self.epoch), self._record())
+        self.renewed = time.monotonic()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let others claim the lease at once. Its epoch stays, so that theirs is higher."""
+        super().close()
         with contextlib.suppress(UserError, Outage, OSError):  # they wait until it counts as given up
             self.check()
-            self._store().write(self._url(self.epoch), self._record(released=True))
+            store.put_bytes(self._url(self.epoch), self._record(released=True))
 
-    def _store(self) -> store.Store:
-        return store.store(self.out)
+    def _is_mine(self, epoch: int) -> bool:
+        """Return whether the claim of an epoch is this process's. A claim that has gone had a successor."""
+        try:
+            return bool(_look(self.out, self.lease, epoch)[0].get("id") == self.id)
+        except FileNotFoundError:
+            return False
 
     def _url(self, epoch: int) -> str:
-        return f"{self.out}/{self.name}-{epoch:06d}"
+        return _url(self.out, self.lease, epoch)
 
     def _record(self, **more: Any) -> bytes:
         record = {"command": self.command, "id": self.id, "host": socket.gethostname(), "beat": self.beats}
         return json.dumps(record | more).encode()
 
 
-def _epochs(out: str, name: str) -> dict[int, str]:
-    """Return the URLs of a lease's claims by their epochs; 0 is that of a run by an older version."""
-    epochs = {}
-    for blob in store.store(out).list(f"{out}/", name):
-        if match := re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", blob.url.rpartition("/")[2]):
-            epochs[int(match[1] or 0)] = blob.url
-    return epochs
+def _look(out: str, name: str, epoch: int) -> tuple[dict[str, Any], float]:
+    """Return a claim and its age in seconds; what is no claim counts as one of nobody."""
+    text, age = store.store(out).look(_url(out, name, epoch))
+    with contextlib.suppress(ValueError):
+        record = json.loads(text)
+        return (record if isinstance(record, dict) else {}), age
+    return {}, age
+
+
+def _epochs(out: str, name: str) -> list[int]:
+    """Return the epochs of a lease's claims."""
+    names = [blob.url.rpartition("/")[2] for blob in store.store(out).list(f"{out}/", f"{name}-")]
+    return [int(found[1]) for found in (re.fullmatch(rf"{re.escape(name)}-(\d+)", n) for n in names) if found]
+
+
+def _url(out: str, name: str, epoch: int) -> str:
+    return f"{out}/{name}-{epoch:06d}"

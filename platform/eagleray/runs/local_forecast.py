@@ -10,11 +10,12 @@ import torch
 
 from eagleray.base import devices
 from eagleray.base.errors import UserError
-from eagleray.runs import accelerators, layout, remote
+from eagleray.runs import accelerators, layout
 from eagleray.runs.build import build_method
 from eagleray.runs.forecast import GIB, Data, Target, forecast, refusal
 from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe, identity, span
+from eagleray.runs.run_store import run_store
 
 SMALL = 0.01  # share of a CPU's memory below which a run's weights and images certainly fit
 STATE = 4  # times the weights that a run holds, with gradients and two moments
@@ -68,7 +69,7 @@ def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -
             raise UserError(f"{error}; --insist begins the run all the same")
         say(f"warning: {error}")
     note = asdict(result) | {"images_per_s": result.images_per_s, "line": result.line(), "key": key}
-    remote.write_note(recipe.out, layout.FORECAST, json.dumps(note, indent=1))
+    run_store(recipe.out).put(layout.FORECAST, json.dumps(note, indent=1))
 
 
 def _small(plan: Plan, target: Target) -> bool:
@@ -89,7 +90,7 @@ def _key(recipe: Recipe, target: Target) -> dict[str, Any]:
 
 def read_forecast(out: str) -> dict[str, Any]:
     """Return the stored forecast of a run as plain values; empty where there is none."""
-    return dict(json.loads(remote.read_note(out, layout.FORECAST) or "{}"))
+    return dict(json.loads(run_store(out).get(layout.FORECAST) or "{}"))
 
 
 def utilisation(stored: dict[str, Any], images_per_s: float, ranks: int, epoch: float) -> float | None:

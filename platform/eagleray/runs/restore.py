@@ -16,11 +16,11 @@ from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.network import HF, TIMM
 from eagleray.models.weights import Weights
-from eagleray.runs import remote
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_store import run_store
 from eagleray.runs.sources import check_exists, check_run, no_checkpoint
-from eagleray.storage.store import is_remote
+from eagleray.storage import store
 
 MOST_IMAGES = 2**31  # of a set; a method may keep a vector of each
 KEYS = {"recipe", "method", "images"}  # in every checkpoint of eagleray
@@ -44,8 +44,8 @@ def read_state(path: str) -> tuple[dict[str, Any], Path]:
     machine. Raises UserError."""
     check_run(path)
     file = Path(path)
-    if is_remote(path) or file.is_dir():
-        folder = remote.view_dir(path.rstrip("/"))
+    if store.may_be_folder(path):
+        folder = run_store(path.rstrip("/")).view
         state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
         if state is None:
             raise no_checkpoint(path)
@@ -136,7 +136,7 @@ def file_tensors(source: str, key: str) -> dict[str, Any] | None:
     """Return what a file of tensors holds; None for a run and for one of its checkpoints. Raises UserError when there
     is no such file or folder."""
     check_exists(source, key)
-    if is_remote(source) or Path(source).is_dir():
+    if store.may_be_folder(source):
         return None
     tensors = weights.load_tensors(Path(source), key)
     return None if tensors.keys() >= KEYS else tensors

@@ -17,17 +17,20 @@ from eagleray.base.files import JsonLines, read_history, read_lines
 from eagleray.engine import checkpoint, sharded_checkpoint
 from eagleray.engine.checkpoint_names import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
+from eagleray.runs.lease import Lease
+from eagleray.runs.mirror import Mirror
 from eagleray.runs.mlflow_thread import RESULTS, MLflow
 from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
+from eagleray.runs.run_store import FolderClaim, FolderKeeper, run_store
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.summary import read_summary
 from eagleray.runs.tracking import DataInput, Tracking
-from eagleray.storage.store import is_remote, store
+from eagleray.storage.store import store
 
 log = logging.getLogger(__name__)
 STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
@@ -37,7 +40,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a disk,
 class RunDir:
     """The folder of a run, as one rank uses it.
 
-    Rank 0 holds the lock and writes; the others only read the folder and log warnings. If `out` is remote, this is a
+    Rank 0 holds the run and writes; the others only read the folder and log warnings. Of a run in a bucket this is a
     working folder on this machine, which rank 0 uploads.
     """
 
@@ -53,14 +56,16 @@ class RunDir:
         """`command` is the id of the user's command, and `stop` the event by which that asks a run in its own process
         to stop."""
         self.recipe, self.rank, self.tracking, self.command = recipe, rank, tracking, command
-        self.out, self.path, self.stop = recipe.out, remote.work_dir(recipe.out), stop
+        self.out, self.store, self.stop = recipe.out, run_store(recipe.out), stop
+        self.path = self.store.work
         self.epoch = 0  # of the checkpoints that this start writes
         self.closing = contextlib.ExitStack()
         self.mlflow: MLflow | None = None
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
         self.histories: tuple[JsonLines, ...] = ()  # of rank 0, once it has begun
-        self.mirror: remote.Mirror | None = None
+        self.claim: FolderClaim | Lease | None = None  # of rank 0
+        self.keeper: FolderKeeper | Mirror | None = None
         self.shards: ShardWriter | None = None
         self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
 
@@ -77,16 +82,17 @@ class RunDir:
         files.make_folder(self.path)
         self.stop_signal = StopSignal(self.out, self.command, self.stop)
         self._at_end(self.stop_signal.close)
-        first, guard = self._sync, _nothing
         if self.rank == 0:
-            self._at_end(self._lock().close)
-            self.epoch = last_epoch(checkpoint.blobs_of(self.checkpoints))
-            if is_remote(self.out):
-                self.mirror = remote.Mirror(self.out, self.command, self.epoch)
-                self.epoch, first, guard = self.mirror.lease.epoch, self.mirror.copy, self.mirror.check
-        keep, epoch = self.recipe.checkpoint.keep, self.epoch
+            self.claim = self._hold()
+            self._at_end(self.claim.close)
+            self.epoch, self.keeper = self.claim.epoch, self.store.keeper(self.claim)
         self.writer = checkpoint.Writer(
-            self.checkpoints, keep=keep, scratch=self.scratch, first=first, epoch=epoch, guard=guard
+            self.checkpoints,
+            keep=self.recipe.checkpoint.keep,
+            scratch=self.scratch,
+            first=self.keeper.copy if self.keeper else _nothing,
+            epoch=self.epoch,
+            guard=self.claim.check if self.claim else _nothing,
         )
         self._at_end(self.writer.wait)
         handler = LogFile(self.path / layout.LOG)
@@ -98,22 +104,18 @@ class RunDir:
         logger.propagate = False
         self._at_end(handler.close)
         self._at_end(lambda: logger.removeHandler(handler))
-        if self.mirror:
-            self._at_end(self.mirror.close)
+        if self.keeper:
+            self._at_end(self.keeper.close)
 
-    def _lock(self) -> Any:
-        """Lock the folder. The command holds the run, so whoever has the lock is a rank of this command that hangs, and
-        whose machine may yet be found dead. Raises Outage when it does not let go within `data.patience`."""
+    def _hold(self) -> FolderClaim | Lease:
+        """Hold the run. The command does too, so whoever is in the way is a rank of this command that hangs, and whose
+        machine may yet be found dead. Raises Outage when it does not let go within `data.patience`."""
+        after = last_epoch(checkpoint.blobs_of(self.checkpoints))
+        patience = 60 * self.recipe.data.patience
         try:
-            return files.lock_folder(self.path, patience=60 * self.recipe.data.patience)
+            return self.store.claim(layout.OWNER, self.command, log.info, after=after, patience=patience)
         except Busy as e:
             raise Outage(f"{e}, which another process of this run has to lock") from None
-
-    def _sync(self) -> None:
-        """Flush the histories to the disk, before a checkpoint that belongs to them counts."""
-        for path in self.path.glob("*.jsonl"):
-            files.sync_file(path)
-        files.sync_folder(self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -167,6 +169,8 @@ class RunDir:
             self.steps = JsonLines(self.path / layout.STEPS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.histories = (self.skipped, self.metrics, self.steps, self.findings)
+            assert self.keeper is not None
+            self.keeper.start()
             self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
             self._at_end(self.sinks.close)
             self._at_end(self._write_late)
@@ -186,7 +190,7 @@ class RunDir:
     def asked(self) -> bool:
         """Return whether the run was asked to stop, as far as this rank knows. For a rank that is waiting and cannot
         ask rank 0."""
-        return self.stop_signal.asked() or (self.mirror is not None and self.mirror.lost)
+        return self.stop_signal.asked() or (self.claim is not None and self.claim.lost)
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self.rank == 0:
@@ -229,7 +233,7 @@ class RunDir:
             return
         self.writer.wait()  # until the rows of the last checkpoint are stored: ranks agree on that in the same group
         if self.shards is None:
-            self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=is_remote(self.out))
+            self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=self.writer.copies)
             self._at_end(self.shards.wait)
         finish = self.shards.save(checkpoint.step_name(step, self.epoch), rows)
         if self.rank == 0:
@@ -285,8 +289,8 @@ class RunDir:
         if self.rank != 0:
             return
         assert self.starts is not None
-        if self.mirror:
-            self.mirror.check()
+        assert self.claim is not None
+        self.claim.check()
         self._write_late()
         summary |= self.starts.tally(useful)
         summary["bad_samples"] = len(read_lines(self.path / layout.QUARANTINE))

@@ -7,7 +7,6 @@ from eagleray.engine.checkpoint_names import names_in
 from eagleray.engine.export_files import FILE, export_in
 from eagleray.models.network import TIMM, is_public
 from eagleray.storage import store
-from eagleray.storage.store import is_remote
 
 # No name of timm ends in one of them.
 FILES = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".pkl", ".npz", ".safetensors")
@@ -28,32 +27,30 @@ def absolute(source: str) -> str:
 
 def check_exists(source: str, key: str = "") -> None:
     """Raises UserError when there is no file or folder that `key` of a recipe, or a command, names as weights."""
-    if not is_remote(source) and not Path(source).exists():
+    if not store.may_exist(source):
         given = f"{key}={source}" if key else source
         raise UserError(f"{given}: no such run, checkpoint or file; a timm model is named timm:NAME")
 
 
 def check_run(path: str) -> None:
     """Raises UserError when a path is no file, and no folder of a run with a checkpoint. A store is asked later."""
-    if is_remote(path):
-        return
-    if not Path(path).exists():
+    if not store.may_exist(path):
         raise UserError(f"{path}: no such run or checkpoint")
-    if Path(path).is_dir() and not _has_checkpoint(path):
+    if _lacks_checkpoint(path):
         raise no_checkpoint(path)
 
 
 def check_weights(path: str) -> None:
     """Raises UserError when a path is neither an export nor what `check_run` accepts. A store is asked later."""
-    if is_remote(path) or export_in(path):
-        return
     check_exists(path)
-    if Path(path).is_dir() and not _has_checkpoint(path):
+    if _lacks_checkpoint(path) and not export_in(path):
         raise UserError(f"{no_checkpoint(path)}; nor is there an exported {FILE}")
 
 
-def _has_checkpoint(folder: str) -> bool:
-    return bool(names_in(map(str, (Path(folder) / "checkpoints").glob("step-*"))))
+def _lacks_checkpoint(path: str) -> bool:
+    """Return whether this is a folder of this machine without a checkpoint."""
+    folder = store.folder_of(path)
+    return bool(folder and folder.is_dir() and not names_in(map(str, (folder / "checkpoints").glob("step-*"))))
 
 
 def no_checkpoint(path: str) -> UserError:

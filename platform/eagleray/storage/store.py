@@ -4,25 +4,24 @@ import errno
 import fnmatch
 import functools
 import itertools
-import math
 import os
 import re
 import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
-
-from braceexpand import braceexpand
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import durable_path, make_folder, sync_file, sync_folder
 from eagleray.storage.allowed import RIGHTS, Allowed, Right
 from eagleray.storage.az import AzStore
 from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.braces import expand_braces
 from eagleray.storage.gs import GsStore
 from eagleray.storage.https import NO_LISTING, HttpsStore, read_only
 from eagleray.storage.ordered_map import ordered_map
@@ -32,8 +31,6 @@ from eagleray.storage.s3 import S3Store
 T = TypeVar("T")
 Inode = tuple[int, int]  # of a file: its device and its number there
 EDGE = 4096  # bytes at each end of a local file that its tag is computed from
-DEEPEST = 20  # most braces inside of each other
-NAMES = 1_000_000  # most names that the braces of a pattern may stand for
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server that restarts
 
 
@@ -191,6 +188,24 @@ def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
                 yield below + name
 
 
+def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield the folders up to `depth` levels below a folder that hold files of these names, with those that they hold;
+    a folder comes before those in it."""
+    if folder := folder_of(root):
+        found = {}
+        for parent, folders, files in os.walk(folder):
+            found[parent] = [name for name in files if name in names]
+            if parent.removeprefix(str(folder)).count(os.sep) >= depth:
+                folders.clear()
+    else:
+        found = defaultdict(list)
+        for blob in store(root).walk(f"{root}/"):
+            parent, _, name = blob.url.rpartition("/")
+            if name in names and parent.removeprefix(root).count("/") <= depth:
+                found[parent].append(name)
+    yield from sorted(((p, held) for p, held in found.items() if held), key=lambda item: f"{item[0]}/")
+
+
 def _scan(folder: Path) -> tuple[Inode, list[tuple[str, bool]]]:
     """Return the inode of a folder, and the names in it, each with whether it is a folder; no names where none is."""
     try:
@@ -263,6 +278,21 @@ def expect_access(url: str, rights: Sequence[Right] = RIGHTS) -> None:
 def is_remote(url: str) -> bool:
     """Return whether a URL does not name a path of this machine."""
     return "://" in url.removeprefix("file://")
+
+
+def folder_of(url: str) -> Path | None:
+    """Return the path on this machine that a URL names, at which programs can read and write; None for other URLs."""
+    return None if is_remote(url) else local_path(url)
+
+
+def may_exist(url: str) -> bool:
+    """Return whether there may be a file or folder: on this machine there is one, and another store is asked later."""
+    return is_remote(url) or local_path(url).exists()
+
+
+def may_be_folder(url: str) -> bool:
+    """Return whether a URL may name a folder: on this machine it does, and another store is asked later."""
+    return is_remote(url) or local_path(url).is_dir()
 
 
 def local_path(url: str) -> Path:
@@ -362,33 +392,3 @@ def _list(url: str, start: str, patience: float) -> list[Blob]:
         if patience > PATIENCE:
             raise
         raise UserError(f"{e}; is the address right?") from None
-
-
-def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell. Raises UserError."""
-    if (count := _most_names(pattern)) > NAMES:
-        raise UserError(f"{pattern[:200]}: braces for up to {count:.3g} names, expected at most {NAMES:,}")
-    try:
-        yield from braceexpand(pattern, escape=False)
-    except ValueError:  # unbalanced braces are part of a name
-        yield pattern
-
-
-def _most_names(pattern: str) -> float:
-    """Return a number that the strings which a pattern stands for do not exceed, without making them.
-
-    It is exact unless braces lie inside of braces; those that braceexpand cannot recurse into give infinity."""
-    count, commas = 1.0, list[int]()
-    for part in re.finditer(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]", pattern):
-        if part[1]:
-            first, last, step = (float(number or 1) for number in part.groups())
-            count *= abs(last - first) // max(step, 1) + 1
-        elif part[0] == "{":
-            commas.append(0)
-        elif commas and part[0] == ",":
-            commas[-1] += 1
-        elif commas:
-            count *= commas.pop() + 1
-        if len(commas) > DEEPEST:
-            return math.inf
-    return count

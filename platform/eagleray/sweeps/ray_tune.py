@@ -16,8 +16,9 @@ from eagleray import config
 from eagleray.base.errors import Outage, UserError
 from eagleray.cluster.session import machines, session
 from eagleray.config import plugins
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs.plan import resolve_paths
+from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.schedulers import LocalState, scheduler
 from eagleray.sweeps.study import Study
@@ -115,7 +116,7 @@ def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
             for row in list(local.study.rows.values()):
                 if row["state"] == "running":
                     with suppress(Outage, OSError):  # of a store; the next time may be better
-                        remote.write_note(local.study.trial(row["id"]), layout.STOP, "")
+                        run_store(local.study.trial(row["id"])).put(layout.STOP, "")
     for e in problem:
         cause = getattr(e, "cause", e)
         raise cause if isinstance(cause, UserError | Outage) else RuntimeError(f"Ray Tune gave up: {e}") from e
@@ -222,7 +223,7 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
-            if remote.read_note(local.study.trial(name), layout.FAILED) is not None:
+            if run_store(local.study.trial(name)).get(layout.FAILED) is not None:
                 return self.on_trial_error(iteration, trials, trial)
             through = finished(local.study.trial(name))
             state = "finished" if through else "waiting" if local.stop.is_set() else "stopped"
@@ -239,7 +240,7 @@ def journal(local: LocalState) -> Any:
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
             free_resources(local.study.trial(name))
-            why = remote.read_note(local.study.trial(name), layout.FAILED) or "its process died"
+            why = run_store(local.study.trial(name)).get(layout.FAILED) or "its process died"
             local.study.set(name, state="failed", why=why)
             local.study.note(f"trial {name} failed: {why}")
 

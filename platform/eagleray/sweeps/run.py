@@ -15,14 +15,14 @@ from eagleray.base.console import out, say, stop_on_signal
 from eagleray.base.errors import UserError, hide_secrets, one_line
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
-from eagleray.runs import layout, metrics, mlflow_requests, remote
+from eagleray.runs import layout, metrics, mlflow_requests
 from eagleray.runs.command import holds_run
 from eagleray.runs.environment import environment
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking, read_note, reserve, tracking_of, write_note
 from eagleray.storage import store
-from eagleray.storage.store import is_remote
 from eagleray.sweeps import plots
 from eagleray.sweeps.label_free import LABEL_FREE, agreement
 from eagleray.sweeps.live_table import Show, conclude
@@ -39,9 +39,10 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
     """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished: a
     sweep that was asked to stop before its end is not. Raises UserError."""
     folder = store.absolute(sweep.out or "").rstrip("/")
-    remote.check_writable(folder)
-    rows = remote.read_note(folder, ROWS)
-    if rows is None and holds_run(folder):
+    place = run_store(folder)
+    place.check_writable()
+    rows = place.get(ROWS)
+    if rows is None and holds_run(place):
         raise UserError(f"out={folder}: holds a run; give another out=")
     if not rows:  # trials that have begun go on as they began
         check_objective(sweep)
@@ -140,7 +141,7 @@ def parent(study: Study) -> Tracking:
     """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached, else each on
     its own."""
     tracking = tracking_of(study.folder)
-    if is_remote(study.out) and "MLFLOW_TRACKING_URI" not in os.environ:
+    if study.folder != store.folder_of(study.out) and "MLFLOW_TRACKING_URI" not in os.environ:
         out.print(
             f"warning: MLFLOW_TRACKING_URI is not set: each machine tracks its trials in a database of its own, "
             f"this one in {study.folder.parent}",

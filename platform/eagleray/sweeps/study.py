@@ -15,8 +15,8 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.config.plugins import Plugin
-from eagleray.runs import remote
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_store import run_store
 from eagleray.sweeps.sweep import Sweep, count_trials, suggest
 from eagleray.sweeps.sweep_dir import BEST, REPORTS, ROWS, SWEEP, TABLE
 
@@ -40,7 +40,7 @@ class Study:
         """`out` is a folder or a URL; `folder` is a copy of it on this machine, by default the one of the command that
         runs the sweep. `upload` stores the files when a trial has changed its state, and `note` is called with a line
         of text for each event of a trial."""
-        self.sweep, self.out, self.folder = sweep, str(out), folder or remote.work_dir(str(out))
+        self.sweep, self.out, self.folder = sweep, str(out), folder or run_store(out).work
         self.name = self.out.rstrip("/").rpartition("/")[2]
         self.upload, self.note = upload, note
         self.lock = threading.RLock()

@@ -20,13 +20,14 @@ from eagleray.cluster import ray_train
 from eagleray.config import plugins
 from eagleray.engine import checkpoint, world
 from eagleray.engine.checkpoint_names import stem, step_of
-from eagleray.runs import layout, pretrain, remote, summary
+from eagleray.runs import layout, pretrain, summary
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.command import new_command
 from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.label_free import MEASURED, REFERENCES, objective
 from eagleray.sweeps.sweep import put
@@ -41,6 +42,7 @@ class Trial:
     def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
         # By its name: a trial that takes over another's weights has been given that one's settings, too.
         self.out, self.settings, self.reported = f"{settings['folder']}/{name}", settings, float(settings["after"])
+        self.store = run_store(self.out)
         key = f"{tracking.parent}/{name}" if tracking.parent else None
         self.tracking = replace(tracking, name=f"{settings['sweep']}-{name}", key=key)
         self.thread: threading.Thread | None = None
@@ -59,14 +61,14 @@ class Trial:
     def folder(self) -> Path:
         """Return the folder on this machine with the run's histories: its own, or a copy if its workers may be on other
         machines."""
-        return remote.view_dir(self.out) if self.recipe.ranks[1] > 1 else remote.work_dir(self.out)
+        return self.store.view if self.recipe.ranks[1] > 1 else self.store.work
 
     def begin(self) -> None:
         """Write the recipe into the trial's folder, and start the run's thread."""
         free_resources(self.out)
         for left in (layout.STOP, layout.FAILURE, layout.FAILED):
-            remote.delete_note(self.out, left)
-        remote.write_note(self.out, layout.RECIPE, config.dump(self.recipe))
+            self.store.delete(left)
+        self.store.put(layout.RECIPE, config.dump(self.recipe))
         write_plugins(self.out, self.recipe.plugins)
         self.summary, self.failure, self.away = {}, "", ""
         self.thread = threading.Thread(target=self._work, name="pretrain", daemon=True)
@@ -82,14 +84,14 @@ class Trial:
         except Exception as e:
             self.failure = line(e)
         if self.summary and not (self.folder / layout.METRICS).exists():  # it ended on another machine
-            remote.Copy(self.out, self.folder).fetch()
+            self.store.fetch(work=self.folder == self.store.work)
 
     def _pretrain(self) -> dict[str, Any] | None:
         """Pretrain in this process, or on Ray Train's workers if there are several. Returns what they return."""
         if self.recipe.ranks[1] > 1:
             import ray
 
-            with remote.Follower(self.out):
+            with self.store.following():
                 return ray_train.fit(
                     ray, self.recipe, tracking=self.tracking, command=new_command(), callbacks=[placements(self.out)]
                 )
@@ -140,7 +142,7 @@ class Trial:
         value = self.summary.get(key, values[-1] if values else None)
         if self.failure or value is None:  # Tune shall not restart it, as it would fail again
             why = self.failure or f"objective.key={key}: the run never reported this metric"
-            remote.write_note(self.out, layout.FAILED, why)
+            self.store.put(layout.FAILED, why)
             return {"done": True, "percent": self.reported}
         return self.result(self.steps, 100.0, value) | {"done": True}
 
@@ -150,7 +152,7 @@ class Trial:
         if self.thread is None:
             return
         if self.thread.is_alive():
-            remote.write_note(self.out, layout.STOP, "")
+            self.store.put(layout.STOP, "")
             self.thread.join(PATIENCE)
         self.thread = None
         free_resources(self.out)
@@ -179,8 +181,8 @@ class Trial:
         url, scratch = checkpoints(self.out)
         checkpoint.save(url, state["step"], state, keep=self.recipe.checkpoint.keep, scratch=scratch)
         record = {"step": state["step"], "from": donor.rpartition("/")[2], "values": self.settings["values"]}
-        before = remote.read_note(self.out, layout.LINEAGE) or ""
-        remote.write_note(self.out, layout.LINEAGE, before + json.dumps(record) + "\n")
+        before = self.store.get(layout.LINEAGE) or ""
+        self.store.put(layout.LINEAGE, before + json.dumps(record) + "\n")
 
 
 class History:
@@ -207,26 +209,12 @@ class History:
 
 def finished(out: str, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
-    folder = remote.view_dir(out)
-    fetch(out, folder, layout.SUMMARY)
-    return summary.finished(folder, steps)
-
-
-def fetch(out: str, folder: Path, name: str) -> None:
-    """Make one file of a run in a folder on this machine the same as in the store. Does nothing for a run that is in
-    that folder."""
-    if remote.is_remote(out):
-        text = remote.read_note(out, name)
-        folder.mkdir(parents=True, exist_ok=True)
-        if text is None:
-            (folder / name).unlink(missing_ok=True)
-        else:
-            files.write_atomic(folder / name, text)
+    return summary.finished(run_store(out).fetch(), steps)
 
 
 def checkpoints(out: str) -> tuple[str, Path]:
     """Return the URL of a trial's checkpoints, and the folder on this machine for files on their way."""
-    return f"{out}/{layout.CHECKPOINTS}", remote.work_dir(out) / layout.CHECKPOINTS
+    return f"{out}/{layout.CHECKPOINTS}", run_store(out).work / layout.CHECKPOINTS
 
 
 def free_memory() -> None:
@@ -251,17 +239,17 @@ def placements(out: str) -> Any:
     class Placements(WorkerGroupCallback):  # type: ignore[misc]
         def after_worker_group_start(self, worker_group: Any) -> None:
             held = worker_group.get_worker_group_state().placement_group_handle.placement_group
-            remote.write_note(out, layout.PLACEMENT, held.id.hex())
+            run_store(out).put(layout.PLACEMENT, held.id.hex())
 
     return Placements()
 
 
 def free_resources(out: str) -> None:
     """Free the CPUs and GPUs that Ray still reserves for the workers of a trial whose process died."""
-    held = remote.read_note(out, layout.PLACEMENT)
+    held = run_store(out).get(layout.PLACEMENT)
     if held:
         from ray._raylet import PlacementGroupID
         from ray.util.placement_group import PlacementGroup, remove_placement_group
 
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(held))))
-        remote.delete_note(out, layout.PLACEMENT)
+        run_store(out).delete(layout.PLACEMENT)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.cluster import ray_train
-from eagleray.runs import layout, remote
+from eagleray.runs import layout
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_store import run_store
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, recipe_of
 
@@ -116,7 +117,7 @@ class Waiting:
         if self.largest.ranks[1] <= 1:
             return True
         try:
-            return remote.read_note(self.study.trial(trial), layout.PLACEMENT) is not None
+            return run_store(self.study.trial(trial)).get(layout.PLACEMENT) is not None
         except Outage:
             return True
 

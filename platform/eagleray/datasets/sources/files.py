@@ -20,9 +20,7 @@ def find_file(url: str) -> Blob:
 
 def list_folder(url: str) -> list[Blob]:
     """Return the file at a URL, or the files directly in the folder at a URL; an empty list if nothing is there."""
-    if store.is_remote(url) or store.local_path(url).exists():
-        return store.store(url).list(url)
-    return []
+    return store.store(url).list(url) if store.may_exist(url) else []
 
 
 def list_tree(url: str) -> list[Blob]:
@@ -63,7 +61,7 @@ def missing_error(url: str, expected: str) -> UserError:
     If the folder holds a compressed archive, the message adds that it must be unpacked.
     """
     blobs = list_folder(url)
-    if not blobs and not store.is_remote(url) and not store.local_path(url).exists():
+    if not blobs and not store.may_exist(url):
         return UserError(f"{url}: no such file or folder")
     archive = next((b.url for b in blobs if b.url.lower().endswith(COMPRESSED)), None)
     hint = f"; {archive.rpartition('/')[2]} must be unpacked first" if archive else ""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.bucket import CountingBucket
+from helpers.rank_zero import close, end, rank_zero
 from helpers.recipes import SMALL
 from helpers.runs import assert_same, start, weights
 from helpers.s3.server import Swift, store_of
@@ -28,10 +29,14 @@ from eagleray.data import index as indexing
 from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
 from eagleray.evaluation.extraction import Task
-from eagleray.runs import layout, lease, remote
+from eagleray.runs import layout, lease
 from eagleray.runs import recipe as recipes
+from eagleray.runs.background import Background
+from eagleray.runs.copy_of_run import Copy
+from eagleray.runs.histories import part_url
 from eagleray.runs.plan import open_plan
 from eagleray.runs.restore import restore
+from eagleray.runs.run_store import run_store
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.storage import store
@@ -51,18 +56,19 @@ def out(swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Path):
-    copy, file = remote.Copy(out, tmp_path / "here"), tmp_path / "here" / "metrics.jsonl"
-    remote.write_note(out, "metrics.jsonl", "one\n")
+    copy, file = Copy(out, tmp_path / "here"), tmp_path / "here" / "metrics.jsonl"
+    part = part_url(out, layout.METRICS, 1, 0).removeprefix(f"{out}/")
+    run_store(out).put(part, "one\n")
     copy.fetch()
     with file.open() as reader:
         reader.read()
-        remote.write_note(out, "metrics.jsonl", "one\ntwo\n")
+        run_store(out).put(part, "one\ntwo\n")
         copy.fetch()
         assert reader.read() == "two\n"
     file.write_text("one\ntwo\nthree\n")  # the machine that wrote them is ahead of what it has sent
-    remote.Copy(out, tmp_path / "here").fetch()
+    Copy(out, tmp_path / "here").fetch()
     assert file.read_text() == "one\ntwo\nthree\n"
-    remote.write_note(out, "metrics.jsonl", "one\nother\n")  # another machine went on from before
+    run_store(out).put(part, "one\nother\n")  # another machine went on from before
     copy.fetch()
     assert file.read_text() == "one\nother\n"
 
@@ -99,11 +105,12 @@ def test_processes_that_fetch_at_once_get_whole_files(
     """As those of an evaluation on one machine do."""
     out = "s3://runs/run"
     for name in layout.SUMMARY, layout.RECIPE, layout.LOG:
-        remote.write_note(out, name, name * 1000)
+        run_store(out).put(name, name * 1000)
+    run_store(out).append(layout.LOG, layout.LOG * 1000)
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.02), sync(file))[1])  # a slow disk
     with ThreadPoolExecutor(8) as threads:
-        for fetched in [threads.submit(remote.fetch_in_turn, out, tmp_path / "here") for _ in range(8)]:
+        for fetched in [threads.submit(Copy(out, tmp_path / "here").fetch) for _ in range(8)]:
             fetched.result()
     for name in layout.SUMMARY, layout.RECIPE, layout.LOG:
         assert (tmp_path / "here" / name).read_text() == name * 1000
@@ -129,19 +136,19 @@ def test_a_run_that_was_deleted_in_its_store_begins_anew(
     shutil.rmtree(tmp_path / "runs")
     again = eagleray.pretrain(small, keys | {"seed": 1, "log_steps": 4}, out="s3://runs/run", workers=0, max_steps=8)
     assert again.finished
-    for folder in again.folder, remote.work_dir("s3://runs/run"):
+    for folder in again.folder, run_store("s3://runs/run").work:
         assert [r["step"] for r in read_lines(folder / layout.METRICS)] == [4, 8]
         assert len([line for line in read_lines(folder / layout.STARTS) if "step" in line]) == 1
         assert json.loads((folder / layout.MLFLOW).read_text()) != id
 
 
 def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tmp_path: Path):
-    out, copy = "s3://runs/run", remote.Copy("s3://runs/run", tmp_path / "here")
+    out, copy = "s3://runs/run", Copy("s3://runs/run", tmp_path / "here")
     lines = [f"line {n}, whose text is not that of others\n" for n in range(20_000)]
-    remote.write_note(out, "metrics.jsonl", "".join(lines[:19_990]))
+    run_store(out).append(layout.METRICS, "".join(lines[:19_990]))
     copy.fetch()
     bucket.lengths.clear()
-    remote.write_note(out, "metrics.jsonl", "".join(lines))
+    run_store(out).append(layout.METRICS, "".join(lines[19_990:]))
     copy.fetch()
     assert (tmp_path / "here" / "metrics.jsonl").read_text() == "".join(lines)
     assert sum(bucket.lengths) < 10_000
@@ -149,31 +156,29 @@ def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tm
 
 def stored(out: str, tmp_path: Path, name: str) -> str:
     """A history as it is in the store."""
-    remote.Copy(out, tmp_path / "reader").fetch()
+    Copy(out, tmp_path / "reader").fetch()
     return (tmp_path / "reader" / name).read_text()
 
 
-def test_a_long_history_is_uploaded_seldom_and_with_every_checkpoint(
-    bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(remote, "SECONDS", 1000.0)
+def test_files_are_uploaded_at_each_checkpoint_and_at_least_once_a_minute(bucket: CountingBucket, tmp_path: Path):
     out = "s3://runs/run"
-    folder = remote.work_dir(out)
-    folder.mkdir(parents=True)
-    mirror = remote.Mirror(out, "command")
-    (folder / "metrics.jsonl").write_text("line\n" * 2 * remote.RATE)
-    (folder / "health.jsonl").write_text("x\n")
-    mirror.tick()
-    for name in ("metrics.jsonl", "health.jsonl"):
-        with (folder / name).open("a") as file:
-            file.write("more\n")
-    time.sleep(0.01)  # the time in which the short one may be uploaded again
-    mirror.tick()
-    assert stored(out, tmp_path, "health.jsonl") == "x\nmore\n"
-    assert len(stored(out, tmp_path, "metrics.jsonl")) == 10 * remote.RATE
-    mirror.copy()  # before a checkpoint counts
-    assert stored(out, tmp_path, "metrics.jsonl").endswith("line\nmore\n")
-    mirror.close()
+    rank, waits = rank_zero(out, "command", thread=False), list[float]()
+    (rank.folder / layout.TENSORBOARD).mkdir(parents=True)
+    for n in range(8):
+        for name in (layout.METRICS, f"{layout.TENSORBOARD}/events"):
+            with (rank.folder / name).open("a") as file:
+                file.write(f"{n}\n")
+        waits.append(rank.seconds)
+        rank.tick()
+        assert stored(out, tmp_path, layout.METRICS).endswith(f"{n}\n")
+    assert waits == [3, 6, 12, 24, 48, 60, 60, 60]
+    assert run_store(out).get(f"{layout.TENSORBOARD}/events") is None, "files that are sent whole wait for a checkpoint"
+    rank.copy()  # before a checkpoint counts
+    assert run_store(out).get(f"{layout.TENSORBOARD}/events") == "".join(f"{n}\n" for n in range(8))
+    with (rank.folder / layout.METRICS).open("a") as file:
+        file.write("last\n")
+    close(rank)
+    assert stored(out, tmp_path, layout.METRICS).endswith("last\n")
 
 
 def test_a_start_on_another_machine_is_the_same_run_in_wandb(
@@ -186,16 +191,15 @@ def test_a_start_on_another_machine_is_the_same_run_in_wandb(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for machine in ("first", "second"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
-        (folder := remote.work_dir(out)).mkdir(parents=True)
-        mirror = remote.Mirror(out, "command")
-        Sinks(["wandb"], folder, 0, {}).close()
-        mirror.close()
+        rank = rank_zero(out, "command")
+        Sinks(["wandb"], rank.folder, 0, {}).close()
+        close(rank)
     assert len(ids) == 2
     assert ids[0] == ids[1]
 
 
 def test_only_rank_0_asks_the_store_whether_to_stop(bucket: CountingBucket, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote, "SECONDS", 0.01)
+    monkeypatch.setattr(Background, "seconds", 0.01)
     told: list[str] = []
     monkeypatch.setattr(dist, "tell", told.append)
     monkeypatch.setattr(dist, "told", lambda message: message in told)
@@ -207,7 +211,7 @@ def test_only_rank_0_asks_the_store_whether_to_stop(bucket: CountingBucket, monk
     assert not bucket.requests
     monkeypatch.setattr(dist, "rank", lambda: 0)
     first = StopSignal("s3://runs/run")
-    remote.write_note("s3://runs/run", ".stop", "")
+    run_store("s3://runs/run").put(".stop", "")
     end = time.monotonic() + 10
     while not first.asked() and time.monotonic() < end:
         time.sleep(0.01)
@@ -218,33 +222,32 @@ def test_only_rank_0_asks_the_store_whether_to_stop(bucket: CountingBucket, monk
 
 
 def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
-    for name in ("train.log", "export/backbone.json", ".stop", "checkpoints/step-000000001.pt"):
-        remote.write_note(out, name, name)
-    remote.Copy(out, tmp_path / "here").fetch()
+    for name in ("export/backbone.json", ".stop", "checkpoints/step-000000001.pt"):
+        run_store(out).put(name, name)
+    run_store(out).append(layout.LOG, "line\n")
+    Copy(out, tmp_path / "here").fetch()
     found = {str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*") if p.is_file()}
-    assert found == {"train.log", "export/backbone.json"}
+    assert found == {"train.log", "export/backbone.json", ".fetch"}
 
 
 def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease, "DEAD", 3.0)
     monkeypatch.setattr(lease, "BEAT", 0.5)
-    monkeypatch.setattr(remote, "SECONDS", 0.2)
-    remote.work_dir(out).mkdir(parents=True)
-    first = remote.Mirror(out, "first")
-    again = remote.Mirror(out, "first")  # Ray's restarted worker: the same command
-    end = time.monotonic() + 10
-    while not first.lost and time.monotonic() < end:
+    monkeypatch.setattr(Background, "seconds", 0.2)
+    first = rank_zero(out, "first")
+    again = rank_zero(out, "first")  # Ray's restarted worker: the same command
+    latest = time.monotonic() + 10
+    while not first.claim.lost and time.monotonic() < latest:
         time.sleep(0.1)
-    assert first.lost
+    assert first.claim.lost
     with pytest.raises(Superseded, match="another process has taken this run over"):
-        first.check()
-    first.close()
+        first.claim.check()
+    close(first)
     with pytest.raises(UserError, match="another command is training this run"):
-        remote.Mirror(out, "second")
-    again.ended.set()  # as if killed: it says nothing more
-    again.join()
+        rank_zero(out, "second")
+    end(again)
     began = time.monotonic()
-    remote.Mirror(out, "second").close()
+    close(rank_zero(out, "second"))
     assert time.monotonic() - began < 30
 
 
@@ -269,14 +272,14 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     state = checkpoint.newest(f"{out}/checkpoints", tmp_path / "machine3")
     assert state is not None
     assert_same(state["method"], weights(tmp_path / "whole"))
-    remote.Copy(out, tmp_path / "machine3").fetch()
+    Copy(out, tmp_path / "machine3").fetch()
     lines = read_lines(tmp_path / "machine3" / "metrics.jsonl")
     assert [r["step"] for r in lines] == list(range(1, 61))
     summary = json.loads((tmp_path / "machine3" / "summary.json").read_text())
     assert summary["restarts"] == 1
     assert 0 < summary["goodput"] < 1
     assert (tmp_path / "machine3" / "export" / "backbone.safetensors").exists()
-    assert not remote.is_running(out)
+    assert not run_store(out).is_claimed()
     text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
     assert "done already" in text
     recipe, _, _ = restore(out)
@@ -296,7 +299,7 @@ def forget(out: str) -> None:
         found = lease.holder(out, name)
         assert found is not None
         assert found.alive
-        remote.write_note(out, f"{name}-{found.epoch:06d}", json.dumps(found.record | {"released": True}))
+        run_store(out).put(f"{name}-{found.epoch:06d}", json.dumps(found.record | {"released": True}))
 
 
 def wait_until_saved(out: str, step: int) -> int:
@@ -322,7 +325,7 @@ def test_a_run_in_a_store_is_asked_to_stop(small: Path, shards: Path, tmp_path: 
     text = process.communicate(timeout=100)[0]
     assert process.returncode == 1, text
     assert "the same command continues" in text
-    steps = [r["step"] for r in read_lines(remote.work_dir(out) / "metrics.jsonl")]
+    steps = [r["step"] for r in read_lines(run_store(out).work / "metrics.jsonl")]
     assert step_of(checkpoint.manifests(f"{out}/checkpoints")[0]) == steps[-1]
 
 

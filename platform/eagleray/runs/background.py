@@ -1,0 +1,40 @@
+"""Do something again and again in a thread beside the training."""
+
+import logging
+import threading
+
+from eagleray.base.errors import Outage, UserError, one_line
+
+log = logging.getLogger(__name__)
+
+
+class Background(threading.Thread):
+    """A thread that calls `tick` every `seconds` until it is closed; each failure is logged once."""
+
+    seconds = 3.0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.ended = threading.Event()
+        self.reported = ""
+
+    def tick(self) -> None:
+        """Do the work once; every subclass defines it."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        while not self.ended.wait(self.seconds):
+            try:
+                self.tick()
+            except Exception as e:  # such as of a note that somebody else has written; the next tick may succeed
+                known = isinstance(e, UserError | Outage | OSError)
+                line = str(e) if known else f"{type(e).__name__}: {one_line(e)}"
+                if line != self.reported:
+                    log.warning("%s", line, exc_info=not known)
+                self.reported = line
+
+    def close(self) -> None:
+        """End the thread after the tick that it may be in. It need not have been started."""
+        self.ended.set()
+        if self.is_alive():
+            self.join()

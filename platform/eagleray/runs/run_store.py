@@ -1,0 +1,216 @@
+"""Keep the files of a run, in a folder or in a bucket of which each machine has a copy. Nothing above asks which.
+
+A command reads the run from `view`, and rank 0 writes it into `work`. Of a run in a folder both are that folder. Of a
+run in a bucket they lie in the cache of this machine, and differ, as rank 0 and a command may be on one machine.
+"""
+
+import contextlib
+import socket
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from eagleray.base import files
+from eagleray.base.errors import Busy, Outage, UserError
+from eagleray.runs import layout, lease
+from eagleray.runs.copy_of_run import Copy, forget
+from eagleray.runs.histories import histories, part_url
+from eagleray.runs.mirror import Mirror
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
+
+Say = Callable[[str], None]
+SOON = 3.0  # seconds in which a process of this machine that was killed lets go of its run
+PATIENCE = 60.0  # seconds to wait for the last process of a killed run, and for a file server that noticed no death
+
+
+class FolderClaim:
+    """A locked file in the folder of a run, by which one process holds it."""
+
+    lost = False  # nobody can take it over
+
+    def __init__(self, lock: contextlib.AbstractContextManager[object], epoch: int, new: Path | None) -> None:
+        """`new` is the folder if this claim has made it."""
+        self.lock, self.epoch, self.new = lock, epoch, new
+
+    def check(self) -> None:
+        """Raises Superseded when another process has taken the run over, which no process of a folder can."""
+
+    def close(self) -> None:
+        """Unlock it, and delete the folder of a run that was refused before anything was written."""
+        with contextlib.suppress(OSError):
+            if self.new and {path.name for path in self.new.iterdir()} <= {layout.COMMAND, layout.OWNER}:
+                for path in self.new.iterdir():
+                    path.unlink()
+                self.new.rmdir()
+        self.lock.__exit__(None, None, None)
+
+
+class FolderKeeper:
+    """Flushes the histories that rank 0 writes to the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self) -> None:
+        """Begin to keep them while they grow, once no line of them is dropped any more."""
+
+    def copy(self) -> None:
+        """Keep all files as they are now. Raises Superseded, UserError, Outage and OSError."""
+        for path in self.folder.glob("*.jsonl"):
+            files.sync_file(path)
+        files.sync_folder(self.folder)
+
+    def close(self) -> None:
+        """Keep them for the last time."""
+
+
+class RunStore:
+    """The files of a run in a folder. Methods raise UserError, and Outage when a store does not answer.
+
+    `name` is that of a file in the run's folder, such as `recipe.yaml`, or below it, such as `pictures/knn.png`."""
+
+    out: str  # the folder or URL
+    view: Path  # the folder on this machine that commands read
+    work: Path  # the folder on this machine that rank 0 writes
+
+    def __init__(self, out: str, folder: Path) -> None:
+        self.out, self.view, self.work = out, folder, folder
+
+    def get(self, name: str) -> str | None:
+        """Return the text of a file, or None when there is none."""
+        try:
+            return store.store(self.out).get(f"{self.out}/{name}").decode()
+        except FileNotFoundError:
+            return None
+
+    def put(self, name: str, text: str | bytes) -> None:
+        """Write a small file for other processes of the run. Raises OSError when it cannot be written."""
+        store.put_bytes(f"{self.out}/{name}", text.encode() if isinstance(text, str) else text)
+
+    def share(self, path: Path) -> None:
+        """Store a file that was written below `view` or `work`. Raises OSError when it cannot be written."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file if it exists."""
+        store.store(self.out).delete(f"{self.out}/{name}")
+
+    def list(self, start: str = "") -> list[Blob]:
+        """Return the files directly in the run's folder whose names begin with `start`."""
+        return store.store(self.out).list(f"{self.out}/", start) if self.view.is_dir() else []
+
+    def append(self, name: str, text: str) -> None:
+        """Append text to a history of a run whose ranks have ended."""
+        with (self.view / name).open("a") as file:
+            file.write(text)
+
+    def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
+        """Bring the records and histories in `view`, or in `work`, and the files in one of the run's folders up to
+        date, and return that folder."""
+        return self.view
+
+    def following(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which `view` is kept up to date."""
+        return contextlib.nullcontext()
+
+    def check_writable(self) -> None:
+        """Create the run's folder. Raises UserError when nothing can be written to it."""
+        try:
+            self.view.mkdir(parents=True, exist_ok=True)
+            self.put(".probe", " " * 4096)  # a full disk has room for the name of a file, and for no content
+            self.delete(".probe")
+        except (OSError, Outage) as e:
+            why = e.strerror if isinstance(e, OSError) else None
+            raise UserError(f"out={self.out}: cannot be written: {why or e}") from None
+
+    def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a process that reads a file and writes it again."""
+        return files.file_lock(self.view / f".{name}.lock")
+
+    def claim(
+        self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE
+    ) -> FolderClaim | lease.Lease:
+        """Hold the run under a name, such as that of the rank that writes. `say` gets a line before a wait.
+
+        The claim's epoch is `after` or, in a bucket, above it. Raises Busy when a process of another command holds the
+        run, and in a folder also when one of this command does for `patience` seconds."""
+        new, note = not self.view.exists(), f" ({command})"
+        files.make_folder(self.view)
+        try:
+            lock = files.lock_folder(self.view, name, patience=SOON, note=note)
+        except Busy as e:
+            if name == layout.COMMAND and f" on {socket.gethostname()} " in str(e):
+                raise Busy(f"{e}: another command is training this run") from None
+            say(f"{e}: waiting {patience:.0f} s at most")  # a file server has yet to notice the death of a machine
+            lock = files.lock_folder(self.view, name, patience=patience, note=note)
+        return FolderClaim(lock, after, self.view if new else None)
+
+    def wait_until_free(self, name: str, say: Say) -> None:
+        """Wait until the processes that held the run under a name have ended. Raises Busy when one is at work."""
+        self.claim(name, "", lambda _: say(f"{self.out}: waiting for the last process of this run to end")).close()
+
+    def is_claimed(self, name: str = layout.OWNER) -> bool:
+        """Return whether a process holds the run under a name, as far as this machine can tell."""
+        return files.is_locked(self.view / name)
+
+    def keeper(self, claim: FolderClaim | lease.Lease) -> FolderKeeper | Mirror:
+        """Bring the files of earlier starts into `work`, and return what keeps those that the holder of the run writes
+        there."""
+        return FolderKeeper(self.work)
+
+
+class BucketRun(RunStore):
+    """A run in a bucket. Its files are copied to the machines that read it, and from the one where rank 0 is."""
+
+    def __init__(self, out: str) -> None:
+        name = f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}"
+        cache = files.cache_folder("runs") / name
+        self.out, self.view, self.work = out, cache / "view", cache / "work"
+
+    def share(self, path: Path) -> None:
+        folder = self.work if path.is_relative_to(self.work) else self.view
+        self.put(str(path.relative_to(folder)), path.read_bytes())
+
+    def list(self, start: str = "") -> list[Blob]:
+        return store.store(self.out).list(f"{self.out}/", start)
+
+    def append(self, name: str, text: str) -> None:
+        history = histories(self.list(name)).get(name)
+        last = history.parts[-1].epoch if history else 0
+        store.put_bytes(part_url(self.out, name, last, history.end if history else 0), text.encode())
+
+    def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
+        copy = Copy(self.out, self.work if work else self.view, inside)
+        copy.fetch()
+        if not copy.begun:
+            forget(copy.folder)
+        return copy.folder
+
+    def following(self) -> contextlib.AbstractContextManager[object]:
+        return Copy(self.out, self.view)
+
+    def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()  # a bucket has no locks
+
+    def claim(self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE) -> lease.Lease:
+        claim = lease.Lease(self.out, name, command)
+        claim.claim(after, say)
+        claim.start()
+        return claim
+
+    def wait_until_free(self, name: str, say: Say) -> None:
+        lease.wait_until_silent(self.out, name, say)
+
+    def is_claimed(self, name: str = layout.OWNER) -> bool:
+        found = lease.holder(self.out, name)
+        return found is not None and found.alive
+
+    def keeper(self, claim: FolderClaim | lease.Lease) -> Mirror:
+        assert isinstance(claim, lease.Lease)
+        return Mirror(self.out, self.work, claim)
+
+
+def run_store(out: str | Path) -> RunStore:
+    """Return the files of the run in a folder or at a URL."""
+    folder = store.folder_of(str(out))
+    return BucketRun(str(out)) if folder is None else RunStore(str(out), folder)
