@@ -17,7 +17,7 @@ from helpers.runs import start, wait_for_step
 
 import eagleray
 from eagleray import config
-from eagleray.api import replay as api
+from eagleray.api import retaken
 from eagleray.base.errors import UserError
 from eagleray.base.files import append_lines, read_lines
 from eagleray.cli import main
@@ -243,7 +243,7 @@ def test_several_ranks_are_replayed_on_as_many(made: Made, tmp_path: Path, monke
     on_ranks(2, train_rank, tmp_path, str(out), name, overrides, start="forkserver")
     train_rank(str(out), name, [*overrides, "max_steps=12"])
     on = functools.partial(on_ranks, start="forkserver")
-    monkeypatch.setattr(api, "take_on_ranks", lambda task, ranks: on(ranks, take, tmp_path, task, print)[0])
+    monkeypatch.setattr(retaken, "on_ranks", lambda task, ranks: on(ranks, take, tmp_path, task, print)[0])
     again = eagleray.replay(out, 7)
     assert again.exact, str(again)
     assert len(again.keys) == 32  # broken images have been replaced by others of the batch

@@ -9,10 +9,11 @@ from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
 from eagleray.reports.read import read
 from eagleray.runs import layout
+from eagleray.runs.layout_of_sweep import ROWS
 from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import read_note, tracking_of
 from eagleray.storage import store
-from eagleray.sweeps.sweep_dir import ROWS, sweep_folder
+from eagleray.sweeps.sweep_dir import sweep_folder
 
 NAME = "report.html"
 ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # states of a run, and MLflow's words

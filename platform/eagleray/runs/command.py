@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from eagleray.base.errors import Busy, Outage, UserError
-from eagleray.runs import layout
+from eagleray.runs import layout, layout_of_sweep
 from eagleray.runs.run_store import RunStore, run_store
 
 
@@ -29,7 +29,7 @@ def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None)
     run = run_store(out)
     with contextlib.ExitStack() as stack:
         try:
-            if run.get(layout.TRIALS) is not None and not holds_run(run):
+            if run.get(layout_of_sweep.ROWS) is not None and not holds_run(run):
                 raise UserError(f"out={out}: holds a sweep; give another out=")
             stack.callback(run.claim(layout.COMMAND, command, say).close)
             run.wait_until_free(layout.OWNER, say)

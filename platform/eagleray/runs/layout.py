@@ -29,8 +29,6 @@ LINEAGE = "lineage.jsonl"  # of a trial: whose weights it went on with
 CHECKPOINTS = "checkpoints"  # a folder
 EXPORT = "export"  # a folder: the backbone for timm
 PICTURES = "pictures"  # a folder: what evaluations have drawn
-SWEEP, TRIALS, REPORTS = "sweep.yaml", "trials.jsonl", "reports.jsonl"  # of a sweep: its recipe, trials and results
-OF_SWEEP = (SWEEP, TRIALS, REPORTS, "trials.csv", "best.yaml", "keys.png", "parallel.png", "curves.png")
 # Notes between processes. They are removed when the run starts again.
 STOP = ".stop"  # somebody asks the run to save and stop; a command asks its own by .stop-<id of the command>
 FAILURE = ".failure"  # why no restart can mend the run

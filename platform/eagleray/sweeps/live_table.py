@@ -13,10 +13,10 @@ from eagleray.base.console import out, say
 from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import seconds_left
 from eagleray.runs import layout
+from eagleray.runs.layout_of_sweep import BEST
 from eagleray.sweeps.label_free import agreement
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import count_trials, in_words
-from eagleray.sweeps.sweep_dir import BEST
 
 ROWS = 24  # of the live table; what runs, and what was last
 ORDER = ("running", "waiting", "finished", "stopped", "failed")

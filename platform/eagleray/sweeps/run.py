@@ -18,6 +18,7 @@ from eagleray.protocols.probes import RUN_PROTOCOLS
 from eagleray.runs import layout, metrics, mlflow_requests
 from eagleray.runs.command import holds_run
 from eagleray.runs.environment import environment
+from eagleray.runs.layout_of_sweep import ROWS, SWEEP
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.run_store import run_store
@@ -28,7 +29,7 @@ from eagleray.sweeps.label_free import LABEL_FREE, agreement
 from eagleray.sweeps.live_table import Show, conclude
 from eagleray.sweeps.study import DONE, Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, recipe_of
-from eagleray.sweeps.sweep_dir import ROWS, SWEEP, open_sweep_dir
+from eagleray.sweeps.sweep_dir import open_sweep_dir
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}

@@ -15,10 +15,10 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.config.plugins import Plugin
+from eagleray.runs.layout_of_sweep import BEST, REPORTS, ROWS, SWEEP, TABLE
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 from eagleray.sweeps.sweep import Sweep, count_trials, suggest
-from eagleray.sweeps.sweep_dir import BEST, REPORTS, ROWS, SWEEP, TABLE
 
 DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
 GROWS = ("trials", "hours", "gpus", "out", "register")  # what may differ when a sweep is continued

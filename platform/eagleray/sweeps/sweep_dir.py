@@ -10,11 +10,11 @@ from eagleray.base.console import say
 from eagleray.base.errors import Outage, UserError
 from eagleray.runs import layout
 from eagleray.runs.command import new_command
+from eagleray.runs.layout_of_sweep import FILES, SWEEP
 from eagleray.runs.run_store import run_store
 
 log = logging.getLogger(__name__)
-SWEEP, ROWS, REPORTS, TABLE, BEST, *PLOTS = layout.OF_SWEEP
-STORED = (*layout.OF_SWEEP, layout.ENVIRONMENT, layout.MLFLOW)
+STORED = (*FILES, layout.ENVIRONMENT, layout.MLFLOW)
 
 
 def sweep_folder(out: str) -> Path | None:
