@@ -19,7 +19,7 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.reports.write import mend_sweep
-from eagleray.runs import mlflow_requests, sinks
+from eagleray.runs import layout, mlflow_requests, sinks
 from eagleray.runs import recipe as recipes
 from eagleray.runs.sinks import Sinks
 from eagleray.sweeps import ray_tune
@@ -80,7 +80,7 @@ def test_the_report_of_a_killed_sweep_ends_its_trials_too(tmp_path: Path, monkey
     asked = []
     monkeypatch.setattr(mlflow_requests, "mend", lambda tracking, note, status: asked.append((note, status)))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with files.lock_folder(folder / "trials" / "002"):
+    with files.lock_folder(folder / "trials" / "002", layout.OWNER):
         mend_sweep(str(folder), folder)
     assert asked == [(folder / n / "mlflow.json", "KILLED") for n in (".", "trials/001")]
 

@@ -79,6 +79,6 @@ def mend(out: str, folder: Path, status: str, *, tracked: Path) -> None:
 def mend_sweep(out: str, folder: Path) -> None:
     """Do the same for a sweep that nobody is working on, and for its trials on this machine."""
     for place in (folder, *sorted(folder.glob("trials/*"))):
-        where = out if place == folder else str(place)
-        if not run_store(where).is_claimed():
+        where, held = (out, layout.COMMAND) if place == folder else (str(place), layout.OWNER)
+        if not run_store(where).is_claimed(held):
             mend(where, place, "KILLED", tracked=folder)

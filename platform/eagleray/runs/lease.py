@@ -83,6 +83,7 @@ class Lease(Background):
         """`command` is the id of the user's command; processes of one command take a lease from each other."""
         super().__init__("lease")
         self.out, self.lease, self.command = out, name, command
+        self.at_end: Callable[[], object] = lambda: None  # called when the lease has been closed
         self.id, self.epoch, self.beats = secrets.token_hex(8), 0, 0
         self.lost = False  # another process has taken it
         self.renewed = time.monotonic()
@@ -133,6 +134,7 @@ class Lease(Background):
         with contextlib.suppress(UserError, Outage, OSError):  # they wait until it counts as given up
             self.check()
             store.put_bytes(self._url(self.epoch), self._record(released=True))
+        self.at_end()
 
     def _is_mine(self, epoch: int) -> bool:
         """Return whether the claim of an epoch is this process's. A claim that has gone had a successor."""

@@ -134,16 +134,16 @@ class RunStore:
 
         The claim's epoch is `after` or, in a bucket, above it. Raises Busy when a process of another command holds the
         run, and in a folder also when one of this command does for `patience` seconds."""
-        new, note = not self.view.exists(), f" ({command})"
-        files.make_folder(self.view)
+        new, note = not self.work.exists(), f" ({command})"
+        files.make_folder(self.work)
         try:
-            lock = files.lock_folder(self.view, name, patience=SOON, note=note)
+            lock = files.lock_folder(self.work, name, patience=SOON, note=note)
         except Busy as e:
             if name == layout.COMMAND and f" on {socket.gethostname()} " in str(e):
                 raise Busy(f"{e}: another command is training this run") from None
             say(f"{e}: waiting {patience:.0f} s at most")  # a file server has yet to notice the death of a machine
-            lock = files.lock_folder(self.view, name, patience=patience, note=note)
-        return FolderClaim(lock, after, self.view if new else None)
+            lock = files.lock_folder(self.work, name, patience=patience, note=note)
+        return FolderClaim(lock, after, self.work if new else None)
 
     def wait_until_free(self, name: str, say: Say) -> None:
         """Wait until the processes that held the run under a name have ended. Raises Busy when one is at work."""
@@ -194,7 +194,11 @@ class BucketRun(RunStore):
 
     def claim(self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE) -> lease.Lease:
         claim = lease.Lease(self.out, name, command)
-        claim.claim(after, say)
+        with contextlib.ExitStack() as stack:
+            if name == layout.OWNER:  # a rank that hangs on this machine could go on to write into its working folder
+                stack.callback(super().claim(name, command, say, patience=patience).close)
+            claim.claim(after, say)
+            claim.at_end = stack.pop_all().close
         claim.start()
         return claim
 
