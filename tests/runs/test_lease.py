@@ -264,3 +264,15 @@ def test_a_note_that_is_no_claim_ends_no_thread(bucket: CountingBucket, caplog: 
         time.sleep(0.05)
     broken.close()
     assert sum("RecursionError: what nobody thought of" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_store_whose_answers_are_old_when_they_come_gets_nothing(
+    bucket: CountingBucket, monkeypatch: pytest.MonkeyPatch
+):
+    rank = rank_zero(OUT, "a", thread=False)
+    (rank.folder / layout.METRICS).write_text("line\n")
+    honest = rank.claim.check
+    monkeypatch.setattr(rank.claim, "check", lambda: [time.sleep(lease.BEAT + 0.05), honest()])
+    with pytest.raises(Outage, match="takes over 0 s to say whether this process holds the run"):
+        rank.copy()
+    assert not run_store(OUT).list(layout.METRICS)

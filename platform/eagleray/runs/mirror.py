@@ -18,6 +18,7 @@ from eagleray.storage import store
 
 log = logging.getLogger(__name__)
 SOON, LATEST = 3.0, 60.0  # seconds to the first upload, and at most between two
+ASKED = 4  # times that a store is asked whether this process holds the run, until the answer is fresh
 
 
 class Mirror(Background):
@@ -89,10 +90,14 @@ class Mirror(Background):
         return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
     def _put(self, url: str, data: bytes) -> None:
-        while time.monotonic() > self.checked + lease.BEAT:  # it may have stood still, also as it asked
+        for _ in range(ASKED):
+            if time.monotonic() <= self.checked + lease.BEAT:
+                break
             asked = time.monotonic()
             self.claim.check()
-            self.checked = asked
+            self.checked = asked  # this process may have stood still as it asked
+        else:
+            raise Outage(f"{self.out}: takes over {lease.BEAT:.0f} s to say whether this process holds the run")
         store.put_bytes(url, data)
 
     def close(self) -> None:
