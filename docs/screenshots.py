@@ -66,12 +66,12 @@ def take(url: str, name: str, *, phone: bool = True) -> None:
 @contextmanager
 def mlflow(folder: Path) -> Iterator[str]:
     """Serve the history of a run on loopback, and yield the address of its page."""
-    note = json.loads((folder / "mlflow.json").read_text())
-    experiment = MlflowClient(note["uri"]).get_run(note["run_id"]).info.experiment_id
+    [(uri, note)] = json.loads((folder / "mlflow.json").read_text()).items()
+    experiment = MlflowClient(uri).get_run(note["run_id"]).info.experiment_id
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{s.getsockname()[1]}"
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", note["uri"], "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
     command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
     server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

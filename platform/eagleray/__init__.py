@@ -23,6 +23,7 @@ _MODULES = {
     "api.report": ("Watch", "list_runs", "report", "watch"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),
+    "api.track": ("track",),
     "api.tune": ("tune",),
     "base.errors": ("Outage", "PluginError", "UserError"),
     "config": ("register",),

@@ -29,6 +29,7 @@ from eagleray.api.report import watch as watch
 from eagleray.api.run import Run as Run
 from eagleray.api.stream import Loader as Loader
 from eagleray.api.stream import loader as loader
+from eagleray.api.track import track as track
 from eagleray.api.tune import tune as tune
 from eagleray.base.errors import Outage as Outage
 from eagleray.base.errors import PluginError as PluginError

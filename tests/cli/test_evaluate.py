@@ -40,11 +40,11 @@ from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
-from eagleray.runs import mlflow_requests, pretrain, recipe
+from eagleray.runs import mlflow_run, pretrain, recipe
 from eagleray.runs.tracking import Tracking
 from eagleray.views.colours import MEAN, STD
 
-APPEND = mlflow_requests.append
+UPDATE = mlflow_run.update
 STAGES = {"dims": (8, 16, 24), "depths": (1, 2, 2), "heads": (1, 1, 2)}
 DEEP = {
     "vit_tiny_patch16_224": KINDS["vit_tiny_patch16_224"] | {"depth": 5},
@@ -58,7 +58,7 @@ DEEP = {
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(mlflow_requests, "append", lambda *_: "")  # MLflow takes seconds to begin
+    monkeypatch.setattr(mlflow_run, "update", lambda *_: None)  # MLflow takes seconds to begin
 
 
 @pytest.fixture(scope="module")
@@ -538,11 +538,12 @@ def test_numbers_join_the_run_in_mlflow(tmp_path: Path):
     tracking = Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (tmp_path / "run").mkdir()
     note = tmp_path / "run" / "mlflow.json"
-    assert "was not tracked" in APPEND(tracking, note, {"a/b": 1.0}, [])
-    number = mlflow_requests.parent_run(tracking, note, "a run", {})
+    with pytest.raises(UserError, match="was not tracked"):
+        UPDATE(tracking, note, {"a/b": 1.0})
+    number = mlflow_run.parent_run(tracking, note, "a run", {})
     (tmp_path / "results.json").write_text("[]")
     for value in (1.0, 2.0):
-        assert APPEND(tracking, note, {"evaluation/knn/top1": value}, [tmp_path / "results.json"]) == ""
+        UPDATE(tracking, note, {"evaluation/knn/top1": value}, [tmp_path / "results.json"])
     client = MlflowClient(tracking.uri)
     assert [m.value for m in client.get_metric_history(number, "evaluation/knn/top1")] == [1.0, 2.0]
     assert client.get_run(number).info.status == "RUNNING"  # as it was

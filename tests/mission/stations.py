@@ -156,8 +156,8 @@ def check_tune(site: Site) -> str:
     trials = stored(f"{TRIED}/trials.jsonl")
     expect("trials", [t["id"] for t in trials], [f"{n:03d}" for n in range(TRIALS)])
     expect("trials that are not done", [t["id"] for t in trials if t["state"] not in ("finished", "stopped")], [])
-    own = json.loads(site.objects("runs/first")["mlflow.json"])["run_id"]
-    checks.one_tree([run for run in runs_of_mlflow() if run["id"] != own], trials)
+    [note] = json.loads(site.objects("runs/first")["mlflow.json"]).values()
+    checks.one_tree([run for run in runs_of_mlflow() if run["id"] != note["run_id"]], trials)
     best = max(trial["metric"] for trial in trials if trial["metric"] is not None)
     return f"{TRIALS} trials of two methods in one tree, the best with a kNN accuracy of {best:.1f} %"
 

@@ -19,7 +19,7 @@ import torch
 from helpers import mlflow_server
 from helpers.processes import free_port
 from helpers.tiffs import BANDS, CHANNELS, scene, tiff
-from mlflow import MlflowClient, pyfunc
+from mlflow import MlflowClient, pyfunc, pytorch
 from PIL import Image
 
 import eagleray
@@ -29,8 +29,8 @@ from eagleray.engine.export import to_timm
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.runs import mlflow_model
-from eagleray.runs.mlflow_requests import register_run
-from eagleray.runs.mlflow_thread import MLflow
+from eagleray.runs.mlflow_log import MLflow
+from eagleray.runs.mlflow_run import register_run
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise
@@ -84,6 +84,10 @@ def test_the_model_embeds_as_our_evaluation_and_loads_without_this_package(finis
     mlflow_model.save_model(tmp_path / "model", mlflow_model.Backbone(finished, 16, 20))
     table = pd.DataFrame({"image": photographs()})
     np.testing.assert_allclose(pyfunc.load_model(str(tmp_path / "model")).predict(table), ours(finished), atol=1e-5)
+    module, images = pytorch.load_model(str(tmp_path / "model")), torch.randn(2, 3, 16, 16)
+    assert isinstance(module, torch.nn.Module)
+    assert not module.training
+    torch.testing.assert_close(module(images), eagleray.load(finished / "export").pooled(images))
     (tmp_path / "files.json").write_text(json.dumps([base64.b64encode(f).decode() for f in photographs()]))
     code = (
         "import base64, json, sys, pandas as pd; sys.modules['eagleray'] = None; from mlflow import pyfunc\n"
@@ -130,6 +134,8 @@ def test_a_backbone_that_timm_cannot_build_needs_this_package(tmp_path: Path):
     assert "eagleray==" in (tmp_path / "model" / "requirements.txt").read_text()
     table = pd.DataFrame({"image": photographs()})
     np.testing.assert_allclose(pyfunc.load_model(str(tmp_path / "model")).predict(table), ours(out), atol=1e-5)
+    module, images = pytorch.load_model(str(tmp_path / "model")), torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(module(images).pooled, eagleray.load(out / "export").pooled(images))
 
 
 def logged(out: Path, uri: str, register: str | None = None) -> MLflow:
@@ -137,7 +143,6 @@ def logged(out: Path, uri: str, register: str | None = None) -> MLflow:
     history = MLflow(out, Tracking(uri, key=out.name), SETTINGS | {"track.register": register}, DATA)
     history.log({"step": 11, **json.loads((out / "summary.json").read_text())})
     history.close("FINISHED", [])
-    assert not history.thread.is_alive()
     return history
 
 
@@ -150,6 +155,20 @@ def uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     else:
         with mlflow_server.postgres() as database, mlflow_server.running(root, database) as server:
             yield server.uri
+
+
+def test_the_model_has_the_parameters_and_numbers_of_its_run(finished: Path, tmp_path: Path):
+    """So that models can be sorted by kNN. The run has each number once, as before."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for _ in range(2):
+        history = logged(finished, uri)
+    client = MlflowClient(uri)
+    run = client.get_run(history.run.id)
+    [model] = client.search_logged_models([run.info.experiment_id], order_by=[{"field_name": "metrics.knn/top1"}])
+    assert model.params == {"evaluate.size": "16", "evaluate.resize": "20", "track.register": "None"}
+    assert {m.key: m.value for m in model.metrics} == {"knn/top1": 61.5, "steps": 10.0}
+    assert model.tags["mlflow.source.git.commit"] == run.data.tags["mlflow.source.git.commit"]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "knn/top1")] == [11]
 
 
 @pytest.mark.slow
@@ -174,7 +193,7 @@ def test_runs_are_registered_and_the_best_has_an_alias(
     [data] = run.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest, data.tags[0].value) == ("shapes", "0123", "training")
     assert json.loads(data.dataset.source) == {"uri": "/shapes"}
-    (finished / "mlflow.json").write_text(json.dumps({"uri": uri, "run_id": run.info.run_id}))  # killed before its end
+    (finished / "mlflow.json").write_text(json.dumps({uri: {"run_id": run.info.run_id}}))  # killed before its end
     logged(finished, uri, "shapes")
     assert len(client.search_model_versions("name='shapes'")) == 3
     assert len(client.get_run(history.run.id).outputs.model_outputs) == 1

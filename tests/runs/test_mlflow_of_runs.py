@@ -19,7 +19,7 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.reports.write import mend_sweep
-from eagleray.runs import layout, mlflow_requests, sinks
+from eagleray.runs import layout, mlflow_run, sinks
 from eagleray.runs import recipe as recipes
 from eagleray.runs.sinks import Sinks
 from eagleray.sweeps import ray_tune
@@ -70,19 +70,20 @@ def test_a_killed_run_is_ended_by_its_report_and_a_stopped_one_leaves_its_files(
 
 
 def test_the_report_of_a_killed_sweep_ends_its_trials_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """But not those that have ended or that a process works on."""
+    """But not one that a process works on."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    (tmp_path / "mlflow.db").touch()
     folder = tmp_path / "sweep"
     for name in (".", "trials/000", "trials/001", "trials/002"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         ended = {"ended": "FINISHED"} if name == "trials/000" else {}
-        (folder / name / "mlflow.json").write_text(json.dumps({"uri": uri, "run_id": "1"} | ended))
+        (folder / name / "mlflow.json").write_text(json.dumps({uri: {"run_id": "1"} | ended}))
     asked = []
-    monkeypatch.setattr(mlflow_requests, "mend", lambda tracking, note, status: asked.append((note, status)))
+    monkeypatch.setattr(mlflow_run, "mend", lambda tracking, note, status: asked.append((note, status)))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with files.lock_folder(folder / "trials" / "002", layout.OWNER):
         mend_sweep(str(folder), folder)
-    assert asked == [(folder / n / "mlflow.json", "KILLED") for n in (".", "trials/001")]
+    assert asked == [(folder / n / "mlflow.json", "KILLED") for n in (".", "trials/000", "trials/001")]
 
 
 def test_a_sweep_that_ray_refuses_has_failed_in_mlflow(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

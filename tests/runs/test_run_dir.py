@@ -7,7 +7,7 @@ import pytest
 from helpers.processes import free_port
 
 from eagleray.base.errors import UserError
-from eagleray.runs import layout, mlflow_thread, recipe
+from eagleray.runs import layout, recipe
 from eagleray.runs.run_dir import LogFile, RunDir
 from eagleray.runs.run_store import run_store
 from eagleray.runs.stop_signal import StopSignal
@@ -31,11 +31,8 @@ def test_what_cannot_be_closed_does_not_keep_the_rest_open(
     assert logging.getLogger("eagleray").handlers == handlers
 
 
-def test_a_full_disk_is_said_before_that_mlflow_is_away(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_full_disk_is_said_before_that_mlflow_is_away(small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """A server on the same disk stops to answer, too, which is not why the run ends."""
-    monkeypatch.setattr(mlflow_thread, "BRIEF", 0.1)
     out = tmp_path / "run"
     tracking = Tracking(f"http://127.0.0.1:{free_port()}")
     run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, tracking, command="c")

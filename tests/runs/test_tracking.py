@@ -3,336 +3,341 @@
 import json
 import logging
 import random
+import re
+import shutil
 import socket
-import threading
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.processes import free_port, wait_for
-from helpers.tracking import BLOCKED, logged, record
-from mlflow.entities import Metric
+from helpers.tracking import BLOCKED, logged, record, steps_there, the_run
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from mlflow.protos.databricks_pb2 import CUSTOMER_UNAUTHORIZED
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
-from eagleray.base.files import JsonLines
-from eagleray.runs import mlflow_thread
-from eagleray.runs.mlflow_requests import finish, mend, parent_run, send_missing
-from eagleray.runs.mlflow_run import MLflowRun
-from eagleray.runs.mlflow_thread import MLflow
-from eagleray.runs.tracking import DataInput, Tracking, tracking_of
+from eagleray.runs import mlflow_log, mlflow_run
+from eagleray.runs.mlflow_log import MLflow
+from eagleray.runs.mlflow_run import connect, mend, parent_run, send_missing, update
+from eagleray.runs.tracking import DataInput, Tracking, read_note, tracking_of
 
-# A server in memory that fails when it is told to, before or after it has done what it was asked.
-
-
-class Memory:
-    """What survives of an MLflow server."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, dict[str, Any]] = {}
-        self.failing = lambda: False
-        self.clients = 0
-
-    def client(self, uri: str) -> "Client":
-        self.clients += 1
-        return Client(self)
-
-    def count(self) -> dict[tuple[str, int], int]:
-        [run] = self.runs.values()
-        steps = [(m.key, m.step) for m in run["metrics"]]
-        return {s: steps.count(s) for s in steps}
+CALLS = ("log_batch", "get_run", "create_run", "update_run_info", "get_experiment_by_name", "log_inputs")
+DATA = (DataInput("training", "shapes", "0123", "local", "{}", "{}"),)
+PARAMS = {f"key{i}": i for i in range(150)} | {"long": "x" * 7000}
 
 
-class Client:
-    """The few calls of MlflowClient that are made."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of MLflow, which takes seconds to make."""
+    path = tmp_path_factory.mktemp("made") / "mlflow.db"
+    connect(f"sqlite:///{path}")
+    return path
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
 
-    def __getattr__(self, name: str) -> Any:
-        memory, call = self.memory, object.__getattribute__(self, f"_{name}")
+class Server:
+    """MLflow on its own database, which fails when it is told to, before or after it has done what it was asked."""
 
-        def failing(*args: Any, **more: Any) -> Any:
-            if memory.failing():
-                raise MlflowException("refused")
-            reply = call(memory, *args, **more)
-            if memory.failing():
-                raise MlflowException("no reply")
-            return reply
+    def __init__(self, folder: Path) -> None:
+        self.uri, self.out = f"sqlite:///{folder}/mlflow.db", folder / "run"
+        self.failing: Callable[[], bool] = lambda: False
+        self.asked = 0
+        self.out.mkdir()
 
-        return failing
+    def begin(self, params: dict[str, Any] | None = None, step: int = 0) -> MLflow:
+        return MLflow(self.out, Tracking(self.uri), params or {}, DATA, step)
 
-    def _get_experiment_by_name(self, memory: Memory, name: str) -> Any:
-        return type("E", (), {"experiment_id": "1"})
-
-    def _create_run(self, memory: Memory, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
-        id = uuid.uuid4().hex
-        memory.runs[id] = {"name": run_name, "tags": tags, "metrics": [], "params": {}, "status": "RUNNING"}
-        return self._get_run(memory, id)
-
-    def _search_runs(self, memory: Memory, experiments: list[str], query: str) -> list[Any]:
-        key = query.split("'")[1]
-        return [self._get_run(memory, i) for i, r in memory.runs.items() if r["tags"]["eagleray.key"] == key]
-
-    def _get_run(self, memory: Memory, id: str) -> Any:
-        if id not in memory.runs:
-            raise MlflowException(f"Run with id={id} not found", RESOURCE_DOES_NOT_EXIST)
-        run = memory.runs[id]
-        last = {m.key: m for m in sorted(run["metrics"], key=lambda m: m.step)}
-        data = {"params": run["params"], "_metric_objs": list(last.values()), "metrics": {}}
-        info = {"run_id": id, "lifecycle_stage": "active", "status": run["status"]}
-        return type("R", (), {"info": type("I", (), info), "data": type("D", (), data)})
-
-    def _log_batch(self, memory: Memory, id: str, metrics: tuple[Metric, ...] = (), params: Any = ()) -> None:
-        assert len(metrics) <= 1000
-        assert len(params) <= 100
-        known = {(m.key, m.timestamp, m.step, m.value) for m in memory.runs[id]["metrics"]}
-        new = [m for m in metrics if (m.key, m.timestamp, m.step, m.value) not in known]  # as the real one
-        memory.runs[id]["metrics"] += new
-        memory.runs[id]["params"] |= {p.key: p.value for p in params}
-
-    def _update_run(self, memory: Memory, id: str, status: str) -> None:
-        memory.runs[id]["status"] = status
-
-    _set_terminated = _update_run
-
-    def _log_inputs(self, memory: Memory, id: str, datasets: list[Any]) -> None:
-        memory.runs[id].setdefault("inputs", []).append(datasets)
-
-    def _log_artifact(self, memory: Memory, id: str, path: str) -> None:
-        memory.runs[id].setdefault("files", []).append(Path(path).name)
+    def track(self, status: str = "FINISHED") -> str:
+        return send_missing(self.out, tracking_of(self.out), {}, status)
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    memory = Memory()
-    monkeypatch.setattr("mlflow.MlflowClient", memory.client)
-    for name, value in {"GATHER": 0.01, "PAUSE": 0.02, "PATIENCE": 1.0, "BRIEF": 0.5, "LOAD": 0.05}.items():
-        monkeypatch.setattr(mlflow_thread, name, value)
-    return memory
+def server(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server(tmp_path)
+    shutil.copy(made, tmp_path / "mlflow.db")
+
+    def flaky(call: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **more: Any) -> Any:
+            server.asked += 1
+            if server.failing():
+                raise MlflowException("refused")
+            reply = call(*args, **more)
+            if server.failing():
+                raise MlflowException("no reply")
+            return reply
+
+        return asked
+
+    for name in CALLS:
+        monkeypatch.setattr(SqlAlchemyStore, name, flaky(getattr(SqlAlchemyStore, name)))
+    monkeypatch.setattr(mlflow_log, "LOAD", 0.05)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return server
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_step_once_through_any_sequence_of_failures(
-    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-):
-    """The server fails one call in three, there is little memory, and the run is killed and goes back to a
-    checkpoint."""
-    monkeypatch.setattr(mlflow_thread, "BUFFER", 5)
-    monkeypatch.setattr(mlflow_thread, "PATIENCE", 60.0)
-    chance = random.Random(seed)
-    memory.failing = lambda: chance.random() < 0.18
-    step, begun = 0, 0
-    while step < 60:
-        lines, begun = JsonLines(tmp_path / "metrics.jsonl", step=step), step
-        history = MLflow(tmp_path, Tracking("http://server"), {f"key{i}": i for i in range(150)})
-        for _ in range(chance.randint(1, 30)):
-            step = min(step + 1, 60)
-            if step <= 60:
-                lines.log(record(step))
-                history.log(record(step))
-            time.sleep(chance.choice([0, 0, 0.03]))
-            if step == 60:
-                break
-        if step < 60:  # killed: the thread stops in the middle of what it does, nothing is closed
-            history.given_up.set()
-            history.thread.join()
-            step = chance.randint(begun, step)
-    memory.failing = lambda: False
-    history.log({"step": 61, "wall_seconds": 1.0, "recipe": "no number"})
-    history.close("FINISHED", [])
-    assert not history.thread.is_alive()
-    [run] = memory.runs.values()
-    assert run["status"] == "FINISHED"
-    assert run["params"] == {f"key{i}": str(i) for i in range(150)}
-    expected = {(k, s) for s in range(1, 61) for k in record(s) if k != "step"} | {("wall_seconds", 61)}
-    count = {k: n for k, n in memory.count().items() if not k[0].startswith("system/")}
-    assert count == dict.fromkeys(expected, 1)
-
-
-@pytest.mark.parametrize("away", [3, 20])
-def test_nothing_is_missed_in_the_middle(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int):
-    """As much as memory holds, and more."""
-    monkeypatch.setattr(mlflow_thread, "BUFFER", 5)
-    monkeypatch.setattr(mlflow_thread, "PATIENCE", 60.0)
-    lines = JsonLines(tmp_path / "metrics.jsonl", step=0)
-    history = MLflow(tmp_path, Tracking("http://server"), {})
-    logged(history, range(1, 3), 0, lines)
-    wait_for(lambda: memory.runs and ("loss", 2) in memory.count())
-    memory.failing = lambda: True
-    logged(history, range(3, 3 + away), 0.02, lines)
-    time.sleep(0.3)
-    memory.failing = lambda: False
-    logged(history, range(3 + away, 6 + away), 0, lines)
-    history.close("FINISHED", [])
-    assert {s: n for (k, s), n in memory.count().items() if k == "loss"} == dict.fromkeys(range(1, 6 + away), 1)
-
-
-def test_an_unreachable_server_makes_no_second_run(memory: Memory, tmp_path: Path):
-    for begin in (0, 10, 20):
-        lines = JsonLines(tmp_path / "metrics.jsonl", step=begin)
-        memory.failing = lambda at=begin: at == 10  # away for the whole of the second start
-        history = MLflow(tmp_path, Tracking("http://server"), {})
-        for step in range(begin + 1, begin + 11):
-            lines.log(record(step))
-            history.log(record(step))
-        history.close("KILLED", [])
-    [run] = memory.runs.values()
-    assert [m.step for m in run["metrics"] if m.key == "loss"] == list(range(1, 31))
-
-
-def test_a_run_that_was_deleted_there_is_told_again_in_another(memory: Memory, tmp_path: Path):
-    for begin in (0, 2):
-        lines = JsonLines(tmp_path / "metrics.jsonl", step=begin)
-        history = MLflow(tmp_path, Tracking("http://server"), {})
-        for step in (begin + 1, begin + 2):
-            lines.log(record(step))
-            history.log(record(step))
-        history.close("KILLED", [])
-        there = dict(memory.runs)
-        memory.runs.clear()
-    [run] = there.values()
-    assert [m.step for m in run["metrics"] if m.key == "loss"] == [1, 2, 3, 4]
-
-
-def test_a_finished_run_sends_what_is_missing_and_then_asks_nothing(
-    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    memory.failing = lambda: True
-    lines = JsonLines(tmp_path / "metrics.jsonl", step=0)
-    (tmp_path / "recipe.yaml").write_text("seed: 0")
-    history = MLflow(tmp_path, Tracking("http://me:hidden@server"), {})
-    for step in range(1, 5):
-        lines.log(record(step))
-        history.log(record(step))
-    began = time.monotonic()
-    history.close("FINISHED", [tmp_path / "recipe.yaml"])
-    assert 0.9 < time.monotonic() - began < 10
-    lacks = "it lacks steps of this start, and recipe.yaml"  # nobody knows what such a server has
-    assert f"MLflow at http://server: refused; {lacks}" in caplog.text
-    assert "the same command sends the rest" in caplog.text
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 4, "linear/top1": 9.0, "health": []}))
-    memory.failing = lambda: False
-    send_missing(tmp_path, Tracking("http://me:hidden@server"), {"seed": 0})
-    assert "hidden" not in caplog.text + (tmp_path / "mlflow.json").read_text()
-    [run] = memory.runs.values()
-    assert run["status"] == "FINISHED"
-    assert run["files"] == ["recipe.yaml", "summary.json"]
-    assert memory.count()["loss", 4] == memory.count()["linear/top1", 5] == 1
-    before = len(run["metrics"])
-    asked = memory.clients
-    send_missing(tmp_path, Tracking("http://server"), {"seed": 0})
-    send_missing(tmp_path, Tracking("http://another"), {"seed": 0})
-    assert memory.clients == asked
-    assert len(run["metrics"]) == before
-
-
-def test_a_run_whose_process_died_is_ended_when_it_is_seen(memory: Memory, tmp_path: Path):
-    """Once: afterwards the server is not asked again. A run that continues is running again."""
-    note, tracking = tmp_path / "mlflow.json", Tracking("http://server")
-    history = MLflow(tmp_path, tracking, {})
-    logged(history, range(1, 3), 0.02)
-    wait_for(lambda: memory.runs and ("loss", 2) in memory.count())
-    history.given_up.set()  # killed
+def killed(history: MLflow) -> None:
+    """Nothing is closed; the thread stops in the middle of what it does."""
+    history.closing.set()
     history.thread.join()
-    [run] = memory.runs.values()
-    memory.failing = lambda: True
-    assert not mend(tracking, note, "KILLED")  # the server is away
-    memory.failing = lambda: False
-    assert run["status"] == "RUNNING"
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("eagleray")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_step_once_through_any_sequence_of_failures(server: Server, seed: int):
+    """The server fails one call in three, and the run is killed and goes back to a checkpoint. At its end a command
+    sends what is missing."""
+    chance = random.Random(seed)
+    step = begun = 0
+    while step < 40:
+        server.failing = lambda: chance.random() < 0.18
+        history, begun = server.begin(PARAMS, step), step
+        upto = min(step + chance.randint(3, 20), 40)
+        logged(history, range(step + 1, upto + 1), 0.02)
+        step = upto
+        if step < 40:
+            killed(history)
+            wait_for(lambda history=history: not history.flying or history.flying.done())
+            step = chance.randint(begun, step)
+    history.close("FINISHED", [])
+    server.failing = lambda: False
+    server.track()
+    assert server.track().endswith("nothing was missing")
+    run = the_run(server.uri, "run")[1]
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {k: str(v)[:6000] for k, v in PARAMS.items()}
+    assert steps_there(server.uri, server.out) == list(range(1, 41))
+    assert steps_there(server.uri, server.out, "knn/top1") == list(range(3, 41, 3))
+    [data] = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest, data.tags[0].value) == ("shapes", "0123", "training")
+
+
+def test_a_server_that_comes_back_gets_the_steps_that_it_missed(server: Server, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    history = server.begin()
+    wait_for(lambda: history.ready)
+    logged(history, range(1, 3), 0.05)
+    server.failing = lambda: True
+    logged(history, range(3, 20), 0.02)
+    server.failing = lambda: False
+    wait_for(lambda: history.ready)
+    logged(history, range(20, 22))
+    history.close("FINISHED", [])
+    assert steps_there(server.uri, server.out) == list(range(1, 22))
+    [line] = warnings(caplog)
+    assert re.fullmatch(
+        rf"MLflow at {server.uri}: (refused|no reply); `eagleray track .*/run` sends what is missing", line
+    )
+    assert f"MLflow at {server.uri} answers again" in caplog.messages
+
+
+def test_steps_that_are_taken_again_are_not_sent_again(server: Server):
+    for begin in (0, 4):  # the second start is from a checkpoint at step 4
+        history = server.begin(step=begin)
+        logged(history, range(begin + 1, begin + 11), 0.01)
+        history.close("KILLED", [])
+        assert the_run(server.uri, "run")[1].info.status == "KILLED"
+    assert steps_there(server.uri, server.out) == list(range(1, 15))
+
+
+def test_what_is_missing_is_sent_once_by_hand(server: Server, caplog: pytest.LogCaptureFixture):
+    """A hole in the middle, the numbers of the start and of the end, files and the status; a file again when it has
+    changed."""
+    history = server.begin({"out": "runs/a"})
+    wait_for(lambda: history.ready)
+    server.failing = lambda: True
+    logged(history, range(1, 1200))
+    history.close("FINISHED", [server.out / "metrics.jsonl"])
+    [line] = warnings(caplog)
+    assert line.endswith("refused; `eagleray track runs/a` sends what is missing")
+    server.failing = lambda: False
+    history.run.send(mlflow_run.metrics_of(record(1000), 1))
+    (server.out / "start.json").write_text(json.dumps({"knn/top1": 20.0}))
+    (server.out / "summary.json").write_text(json.dumps({"steps": 1199, "linear/top1": 9.0, "health": []}))
+    (server.out / "report").mkdir()
+    (server.out / "report" / "loss.png").write_bytes(b"png")
+    there, _, sent = server.track().rpartition(": ")
+    assert there == f"MLflow at {server.uri}, run {history.run.id}"
+    assert {*sent.split(", ")} == {"2798 numbers", "2 files", "status FINISHED"}
+    assert server.track().endswith("nothing was missing")
+    (server.out / "report" / "loss.png").write_bytes(b"new")
+    assert server.track().endswith(": 1 file")
+    assert steps_there(server.uri, server.out) == list(range(1, 1200))
+    assert steps_there(server.uri, server.out, "knn/top1") == list(range(0, 1200, 3))
+    assert steps_there(server.uri, server.out, "linear/top1") == [1200]
+
+
+def test_a_deleted_experiment_is_one_line_without_a_wait(server: Server, caplog: pytest.LogCaptureFixture):
+    """For a run that it holds and for a new one. The id stays, so that the run goes on when the experiment is back."""
+    first = server.begin()
+    logged(first, range(1, 4), 0.05)
+    first.close("KILLED", [])
+    client, run = the_run(server.uri, "run")
+    client.delete_experiment(run.info.experiment_id)
+    for name in ("run", "new"):
+        (server.out.parent / name).mkdir(exist_ok=True)
+        caplog.clear()
+        history = MLflow(server.out.parent / name, Tracking(server.uri), {"out": f"runs/{name}"})
+        logged(history, range(4, 7), 0.05)
+        wait_for(lambda history=history: history.over)
+        asked, began = server.asked, time.monotonic()
+        logged(history, range(7, 9), 0.1)
+        history.close("FINISHED", [])
+        assert server.asked == asked, "it is not tried again"
+        assert time.monotonic() - began < 2
+        restore = (
+            f"MLFLOW_TRACKING_URI={server.uri} mlflow experiments restore --experiment-id {run.info.experiment_id}"
+        )
+        says = f"the experiment eagleray was deleted there; `{restore}` brings it back"
+        assert warnings(caplog) == [f"MLflow at {server.uri}: {says}; then `eagleray track runs/{name}` sends the run"]
+    with pytest.raises(UserError, match="is MLFLOW_TRACKING_URI right"):
+        send_missing(server.out, Tracking("htp://wrong"), {}, "KILLED")
+    assert read_note(server.out / "mlflow.json", server.uri)["run_id"] == run.info.run_id
+    client.restore_experiment(run.info.experiment_id)
+    server.track()
+    assert steps_there(server.uri, server.out) == list(range(1, 9))
+    client.delete_run(run.info.run_id)
+    with pytest.raises(UserError, match=f"run {run.info.run_id} was deleted there; `.*mlflow runs restore --run-id "):
+        server.track()
+
+
+@pytest.mark.parametrize("uri", ["htp://localhost:5000", "localhost:5000", "none", "file:///tmp/mlruns"])
+def test_an_address_that_is_none_is_told_at_once(uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    history = MLflow(tmp_path, Tracking(uri), {"out": "runs/a"})
+    wait_for(lambda: history.over)
+    began = time.monotonic()
+    logged(history, range(1, 3))
+    history.close("FINISHED", [])
+    assert time.monotonic() - began < 1
+    [line] = warnings(caplog)
+    assert line.startswith(f"MLflow at {uri}: ")
+    assert line.endswith("; is MLFLOW_TRACKING_URI right?; then `eagleray track runs/a` sends the run")
+
+
+def test_a_wrong_password_is_told_with_the_variables(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: object) -> None:
+        raise MlflowException("You are not authenticated", CUSTOMER_UNAUTHORIZED)
+
+    monkeypatch.setattr(SqlAlchemyStore, "get_experiment_by_name", refuse)
+    with pytest.raises(UserError, match=r"You are not authenticated; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACK"):
+        parent_run(Tracking(server.uri), tmp_path / "parent.json", "lr", {})
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """The address of a server that accepts and never answers."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen(100)
+        yield f"http://me:hidden@127.0.0.1:{s.getsockname()[1]}"
+
+
+def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
+    hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(mlflow_log, "REPLY", 1)
+    for uri, why in ((hanging, "Read timed out"), (f"http://127.0.0.1:{free_port()}", "refused")):
+        caplog.clear()
+        history = MLflow(tmp_path, Tracking(uri), {})
+        assert logged(history, range(1, 100), 0.005) < BLOCKED
+        began = time.monotonic()
+        history.close("FINISHED", [])
+        assert time.monotonic() - began < 4
+        [line] = warnings(caplog)
+        assert line.startswith(f"MLflow at {hide_secrets(uri)}: ")
+        assert why in line
+        assert line.endswith(f"; `eagleray track {tmp_path}` sends what is missing")
+    assert "hidden" not in caplog.text + (tmp_path / "mlflow.json").read_text()
+
+
+def test_a_run_that_the_server_has_lost_is_told_again_in_another(server: Server, made: Path):
+    for begin in (0, 2):
+        history = server.begin(step=begin)
+        logged(history, range(begin + 1, begin + 3))
+        history.close("KILLED", [server.out / "metrics.jsonl"])
+        if not begin:
+            shutil.copy(made, server.out.parent / "mlflow.db")
+    assert steps_there(server.uri, server.out) == [1, 2, 3, 4]
+    client, run = the_run(server.uri, "run")
+    assert [f.path for f in client.list_artifacts(run.info.run_id)] == ["metrics.jsonl"]
+
+
+def test_a_run_whose_process_died_is_ended_when_it_is_seen(server: Server):
+    """Once: afterwards the server is not asked again. A run that continues is running again."""
+    note, tracking = server.out / "mlflow.json", Tracking(server.uri)
+    killed(server.begin())
+    assert the_run(server.uri, "run")[1].info.status == "RUNNING"
+    server.failing = lambda: True
+    assert not mend(tracking, note, "KILLED")
+    server.failing = lambda: False
     assert mend(tracking, note, "KILLED")
-    assert run["status"] == "KILLED"
-    asked = memory.clients
+    assert the_run(server.uri, "run")[1].info.status == "KILLED"
+    asked = server.asked
     assert not mend(tracking, note, "FAILED")
     assert not mend(Tracking("http://another"), note, "FAILED")
-    assert memory.clients == asked
-    again = MLflow(tmp_path, tracking, {})
-    wait_for(lambda: run["status"] == "RUNNING")
-    again.given_up.set()
-    again.thread.join()
-    assert mend(tracking, note, "FAILED")
-    assert run["status"] == "FAILED"
+    assert server.asked == asked
+    killed(server.begin())
+    assert the_run(server.uri, "run")[1].info.status == "RUNNING"
 
 
-def test_data_sets_are_inputs_of_the_run(memory: Memory, tmp_path: Path):
-    data = DataInput("training", "shapes", "0123", "local", "{}", "{}")
-    MLflow(tmp_path, Tracking("http://server"), {}, [data]).close("KILLED", [])
-    [run] = memory.runs.values()
-    [[sent]] = run["inputs"]
-    assert (sent.dataset.name, sent.dataset.digest, sent.tags[0].value) == ("shapes", "0123", "training")
-
-
-def test_the_machine_is_watched(memory: Memory, tmp_path: Path):
-    history = MLflow(tmp_path, Tracking("http://server"), {})
-    history.log(record(7))
-    time.sleep(0.5)
+def test_the_load_of_the_machine_is_that_of_the_step_it_had_reached(server: Server):
+    history = server.begin(step=7)
+    wait_for(lambda: history.loads)
     history.close("KILLED", [])
-    [run] = memory.runs.values()
-    seen = {m.key: m for m in run["metrics"] if m.key.startswith("system/")}
+    client, run = the_run(server.uri, "run")
+    seen = {k: v for k, v in run.data.metrics.items() if k.startswith("system/")}
     assert {"system/cpu_utilization_percentage", "system/disk_usage_percentage"} <= seen.keys()
-    assert 0 < seen["system/system_memory_usage_percentage"].value < 100
-    assert 0 <= seen["system/cpu_utilization_percentage"].value <= 100
-    assert seen["system/system_memory_usage_percentage"].step == 7
+    assert 0 < seen["system/system_memory_usage_percentage"] < 100
+    assert {m.step for k in seen for m in client.get_metric_history(run.info.run_id, k)} == {7}
 
 
-def test_the_load_before_the_first_record_of_a_continued_run_is_of_the_step_it_had_reached(
-    memory: Memory, tmp_path: Path
-):
-    JsonLines(tmp_path / "metrics.jsonl").log(record(6), record(7))
-    history = MLflow(tmp_path, Tracking("http://server"), {}, step=7)
-    time.sleep(0.5)
-    history.close("KILLED", [])
-    [run] = memory.runs.values()
-    assert {m.step for m in run["metrics"] if m.key.startswith("system/")} == {7}
+def test_parent_and_child(server: Server, tmp_path: Path):
+    """A child keeps its parent when a command sends it."""
+    tracking, note = Tracking(server.uri), tmp_path / "parent.json"
+    parent = parent_run(tracking, note, "lr", {"trials": 8})
+    assert parent == parent_run(tracking, note, "lr", {"trials": 8})
+    server.failing = lambda: True
+    MLflow(server.out, Tracking(server.uri, parent, "lr=0.1", f"{parent}/0"), {}).close("FINISHED", [])
+    server.failing = lambda: False
+    server.track()
+    tags = the_run(server.uri, "lr=0.1")[1].data.tags
+    assert (tags["mlflow.parentRunId"], tags["eagleray.key"]) == (parent, f"{parent}/0")
+    assert len(tags["mlflow.source.git.commit"]) == 40
+    for _ in range(2):
+        update(tracking, note, {"best": 0.5}, [note], "FINISHED")
+    client, run = the_run(server.uri, "lr")
+    assert run.info.status == "FINISHED"
+    assert [m.value for m in client.get_metric_history(parent, "best")] == [0.5]
+    server.failing = lambda: True
+    with pytest.raises(Outage, match=r"MLflow at sqlite:.*: refused"):
+        update(tracking, note, {"best": 0.5})
 
 
-def test_an_address_that_is_none_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    history = MLflow(tmp_path, Tracking("none"), {})
-    history.log(record(1))
-    began = time.monotonic()
-    history.close("FINISHED", [])
-    assert time.monotonic() - began < 20
-    [warning] = caplog.messages
-    assert warning.startswith("MLflow at none cannot be used, metrics go to metrics.jsonl alone: ")
+def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its maker may be killed, and several may make it at once: half of it would be of no use to anybody."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
 
+    def half(uri: str) -> None:
+        Path(uri.removeprefix("sqlite:///")).touch()
+        raise KeyboardInterrupt
 
-def test_parent_and_child(memory: Memory, tmp_path: Path):
-    tracking = Tracking("http://server", experiment="sweeps")
-    parent = parent_run(tracking, tmp_path / "parent.json", "lr", {"trials": 8})
-    assert parent == parent_run(tracking, tmp_path / "parent.json", "lr", {"trials": 8})
-    child = Tracking("http://server", parent=parent, name="lr=0.1", tags={"trial": "a1"})
-    (tmp_path / "trial").mkdir()
-    MLflow(tmp_path / "trial", child, {}).close("FINISHED", [])
-    first, second = memory.runs.values()
-    assert first["name"] == "lr"
-    assert second["name"] == "lr=0.1"
-    assert second["tags"].items() >= {"mlflow.parentRunId": parent, "trial": "a1"}.items()
-    finish(tracking, parent, "FINISHED", {"best": 0.5}, [tmp_path / "parent.json"])
-    assert first["status"] == "FINISHED"
-    assert [(m.key, m.value) for m in first["metrics"]] == [("best", 0.5)]
-    memory.failing = lambda: True
-    with pytest.raises(
-        Outage,
-        match=r"MLflow at http://server: refused; given up after .*; run the same command again",
-    ):
-        finish(tracking, parent, "FINISHED", {"best": 0.5}, [])
-
-
-def test_a_wrong_password_ends_a_sweep_at_once(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Refused(Exception):
-        def get_http_status_code(self) -> int:
-            return 401
-
-    def refuse(*_: object) -> None:
-        raise Refused("You are not authenticated")
-
-    monkeypatch.setattr(MLflowRun, "open", refuse)
-    with pytest.raises(UserError, match=r"MLflow at http://server: You are not authenticated; set MLFLOW_TRACKING_U"):
-        parent_run(Tracking("http://me:secret@server"), tmp_path / "parent.json", "lr", {})
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.MlflowClient", half)
+        with pytest.raises(KeyboardInterrupt):
+            connect(uri)
+    assert not list(tmp_path.iterdir())
+    with ThreadPoolExecutor() as makers:
+        list(makers.map(connect, [uri] * 2))
+    assert [p.name for p in tmp_path.iterdir()] == ["mlflow.db"]
+    made = connect(uri).create_experiment("one")
+    assert connect(uri).get_experiment(made).name == "one"
 
 
 def test_a_question_mark_in_the_path_of_the_database_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -369,34 +374,3 @@ def test_a_question_mark_in_the_path_of_the_database_is_refused(tmp_path: Path, 
 def test_addresses_are_shown_without_passwords(text: str, expected: str):
     assert hide_secrets(text) == expected
     assert "secret" not in repr(Tracking("http://me:secret@host"))
-
-
-@pytest.fixture
-def hanging() -> Iterator[str]:
-    """The address of a server that accepts and never answers."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        s.listen(100)
-        kept = []
-        threading.Thread(target=lambda: [kept.append(s.accept()) for _ in range(1000)], daemon=True).start()
-        yield f"http://127.0.0.1:{s.getsockname()[1]}"
-
-
-@pytest.mark.slow
-def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
-    hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    for name, value in {"REPLY": 2, "STORED": 2, "PATIENCE": 3.0}.items():
-        monkeypatch.setattr(mlflow_thread, name, value)
-    for uri, why in ((hanging, "Read timed out"), (f"http://127.0.0.1:{free_port()}", "refused")):
-        caplog.clear()
-        history = MLflow(tmp_path, Tracking(uri), {})
-        held = logged(history, range(1, 300), 0.01)
-        assert held < BLOCKED
-        began = time.monotonic()
-        history.close("FINISHED", [])
-        assert time.monotonic() - began < 10
-        said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        first, last = (m for m in said if uri in m)  # threads of other tests may still say something
-        assert why in first
-        assert why in last

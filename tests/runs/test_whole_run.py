@@ -131,7 +131,7 @@ def test_output_is_short(small: Path, shards: Path, tmp_path: Path):
 def test_an_artifact_that_cannot_be_sent_does_not_hold_up_the_end(tmp_path: Path):
     from mlflow import MlflowClient
 
-    from eagleray.runs.mlflow_thread import MLflow
+    from eagleray.runs.mlflow_log import MLflow
 
     (out := tmp_path / "run").mkdir()
     history = MLflow(out, Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}"), {})

@@ -17,7 +17,7 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.tracking import Tracking, tracking_of
+from eagleray.runs.tracking import Tracking, tracking_of, write_note
 from eagleray.sweeps import plots, run
 from eagleray.sweeps.study import Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, Values, corners, count_trials, load, recipe_of, suggest
@@ -290,18 +290,19 @@ def test_what_mlflow_did_not_hear_at_the_end_is_sent_by_the_same_command(
     begin(study)
     tracking, sent, away = replace(tracking_of(study.folder), parent="p"), [], [True]
 
-    def finish(tracking: Tracking, run: str, status: str, numbers: dict[str, float], files: list[Path]) -> None:
+    def update(tracking: Tracking, note: Path, numbers: dict[str, float], files: list[Path], status: str) -> None:
         if away:
             away.pop()
             raise Outage("no answer")
-        sent.append((run, status, numbers["best"]))
+        sent.append((tracking.parent, status, numbers["best"]))
+        write_note(note, tracking.uri, {"ended": status})
 
     def again() -> None:
         run.tune(load(str(tmp_path / "sweep.yaml"), ["sweep.trials=6", f"out={study.folder}"]), most=None, resume=True)
 
     write(tmp_path, trials=6)
     monkeypatch.setattr(run, "parent", lambda study: tracking)
-    monkeypatch.setattr(run.mlflow_requests, "finish", finish)
+    monkeypatch.setattr(run.mlflow_run, "update", update)
     for _ in range(3):
         again()
     assert sent == [("p", "FINISHED", 15.0)]  # once

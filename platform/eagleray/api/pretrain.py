@@ -16,7 +16,7 @@ from eagleray.api.run import Run
 from eagleray.base import files
 from eagleray.base.console import out as console
 from eagleray.base.console import say, stop_on_signal
-from eagleray.base.errors import UserError, one_line
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster.scan_shards import scanner
 from eagleray.engine import world
 from eagleray.engine.compiling import compiles
@@ -29,11 +29,10 @@ from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_backbone
 from eagleray.runs.command import hold, new_command
-from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.environment import environment, write_plugins
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.local_forecast import check_fit
-from eagleray.runs.mlflow_requests import append, send_missing
+from eagleray.runs.mlflow_run import send_missing, update
 from eagleray.runs.plan import Plan, make_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
@@ -146,9 +145,7 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
     tracking = tracking_of(folder, out.rpartition("/")[2])
     if finished(folder, plan.steps):
         console.print(f"done already: the run in {out} has taken all its {plan.steps} steps", markup=False)
-        send_missing(folder, tracking, recipes.flat(recipe), data_inputs(plan))
-        if (folder / layout.MLFLOW).exists():
-            run.share(folder / layout.MLFLOW)
+        send_rest(recipe, folder, tracking)
     else:
         check_fit(plan, say, insist=insist)
         if recipe.backbone.weights and not begun:
@@ -176,6 +173,18 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
     return Run(out, steps=plan.steps)
 
 
+def send_rest(recipe: Recipe, folder: Path, tracking: Tracking) -> None:
+    """Send what MLflow lacks of a finished run that it knows, such as the name that its model is to have now."""
+    fields, name = read_note(note := folder / layout.MLFLOW, tracking.uri), recipe.track.register
+    if not fields or (fields.get("ended") == "FINISHED" and name in (None, fields.get("registered"))):
+        return
+    try:
+        say(send_missing(folder, tracking, recipes.flat(recipe), "FINISHED"))
+    except (UserError, Outage) as e:
+        say(f"warning: {e}; `eagleray track {recipe.out}` sends what is missing")
+    run_store(recipe.out).share(note)
+
+
 def send_report(out: str, folder: Path, tracking: Tracking) -> None:
     """Write the report of a run that has ended or was stopped, and send it to MLflow."""
     from eagleray.reports import write
@@ -187,7 +196,9 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
     except Exception as e:  # no page is worth a run, and matplotlib may be missing
         say(f"warning: no report: {one_line(e)}")
         return
-    if why := append(tracking, folder / layout.MLFLOW, {}, [page, page.with_suffix("")]):
+    try:
+        update(tracking, folder / layout.MLFLOW, {}, [page, page.with_suffix("")])
+    except (UserError, Outage) as why:
         say(f"the report was not sent to MLflow: {why}; it is {page}")
 
 

@@ -1,4 +1,4 @@
-"""Define the commands report and watch, which write and serve pages about runs, and runs, which lists them."""
+"""Define the commands report and watch, which write and serve pages about runs, runs, which lists them, and track."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ from eagleray.cli.options import Json
 def register(app: typer.Typer) -> None:
     app.command()(report)
     app.command()(runs)
+    app.command()(track)
     app.command()(watch)
 
 
@@ -59,6 +60,13 @@ def runs(
         rows.append((run.name, run.method, run.state, steps, *scores, since))
     for line in aligned(rows):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def track(run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run.")]) -> None:
+    """Send what MLflow lacks of a run that has ended or was stopped, such as after an outage."""
+    from eagleray.api import track as api
+
+    console.print(api.track(run), markup=False, soft_wrap=True)
 
 
 def watch(

@@ -34,7 +34,7 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, RGB_ONLY, Protocol
 from eagleray.protocols.registry import PROTOCOLS, select
-from eagleray.runs import layout, mlflow_requests, tracking
+from eagleray.runs import layout, mlflow_run, tracking
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 from eagleray.storage.folder_copy import local_folder
@@ -392,5 +392,7 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
     }
     copy = run_store(report.folder).fetch() / results.NAME
     run = run_store(target.run).view
-    if why := mlflow_requests.append(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy]):
+    try:
+        mlflow_run.update(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy])
+    except (UserError, Outage) as why:
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")

@@ -8,10 +8,10 @@ from eagleray.base.errors import UserError
 from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
 from eagleray.reports.read import read
-from eagleray.runs import layout
+from eagleray.runs import layout, mlflow_run
 from eagleray.runs.layout_of_sweep import ROWS
 from eagleray.runs.run_store import run_store
-from eagleray.runs.tracking import read_note, tracking_of
+from eagleray.runs.tracking import tracking_of
 from eagleray.storage import store
 from eagleray.sweeps.sweep_dir import sweep_folder
 
@@ -35,7 +35,7 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     runs = [] if sweeps else [read(g) for g in urls]
     for run in runs:
         if run.state in ENDED:
-            mend(run.out, run.folder, ENDED[run.state], tracked=run.folder)
+            mend(run.out, run.folder, ENDED[run.state])
     for name, folder in sweeps:
         mend_sweep(store.absolute(name), folder)
     beside = sweeps[0][1].resolve() if sweeps else runs[0].folder if len(runs) == 1 else Path.cwd()
@@ -61,18 +61,11 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
     return list(dict.fromkeys([str(path), f"{place.out}/{NAME}"]))
 
 
-def mend(out: str, folder: Path, status: str, *, tracked: Path) -> None:
-    """Tell MLflow that a run or a sweep has ended that was killed before it could do so. `folder` holds its note
-    about MLflow, and `tracked` is the folder whose server it is on: a trial is on its sweep's."""
+def mend(out: str, folder: Path, status: str) -> None:
+    """Tell MLflow that a run or a sweep has ended that was killed before it could do so. `folder` holds its note about
+    MLflow."""
     note = folder / layout.MLFLOW
-    if not note.exists():
-        return
-    tracking = tracking_of(tracked)
-    if "run_id" not in (fields := read_note(note, tracking.uri)) or "ended" in fields:
-        return
-    from eagleray.runs import mlflow_requests  # it imports PyTorch, which a report does without
-
-    if mlflow_requests.mend(tracking, note, status):
+    if note.exists() and mlflow_run.mend(tracking_of(folder), note, status):
         run_store(out).share(note)
 
 
@@ -81,4 +74,4 @@ def mend_sweep(out: str, folder: Path) -> None:
     for place in (folder, *sorted(folder.glob("trials/*"))):
         where, held = (out, layout.COMMAND) if place == folder else (str(place), layout.OWNER)
         if not run_store(where).is_claimed(held):
-            mend(where, place, "KILLED", tracked=folder)
+            mend(where, place, "KILLED")

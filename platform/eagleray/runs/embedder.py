@@ -21,6 +21,18 @@ COLUMN = "image"  # of the table that the model takes
 BATCH = 64  # images in the backbone at once
 
 
+def build(folder: Path) -> torch.nn.Module:
+    """Return the backbone in a folder with backbone.safetensors and backbone.json, in evaluation mode."""
+    weights = folder / "backbone.safetensors"
+    description = json.loads((folder / "backbone.json").read_text())
+    if "timm" in description:
+        options = {"num_classes": 0, "checkpoint_path": str(weights)} | description["options"]
+        return timm.create_model(description["timm"], **options).eval()
+    import eagleray  # timm cannot build it
+
+    return eagleray.load(weights).eval()
+
+
 class Embedder:
     """A frozen backbone with the preprocessing of the run's own evaluation."""
 
@@ -30,16 +42,7 @@ class Embedder:
         self.settings = settings
         self.channels = [SimpleNamespace(**channel) for channel in settings.get("channels", ())]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        weights = folder / "backbone.safetensors"
-        description = json.loads((folder / "backbone.json").read_text())
-        if "timm" in description:
-            options = {"num_classes": 0, "checkpoint_path": str(weights)} | description["options"]
-            model = timm.create_model(description["timm"], **options)
-        else:
-            import eagleray  # timm cannot build it
-
-            model = eagleray.load(weights)
-        self.model = model.to(self.device).eval()
+        self.model = build(folder).to(self.device)
 
     def predict(self, table: Any, params: dict[str, Any] | None = None) -> NDArray[np.float32]:
         """Return the pooled features (N, D) of N images, each a file's bytes in the column `image` of a

@@ -1,6 +1,7 @@
 """Store a run's backbone on an MLflow server as a model that embeds images, and register it under a name.
 
-MLflow loads the model with `mlflow.pyfunc.load_model` and serves it with `mlflow models serve`. It holds the export as
+MLflow loads the model with `mlflow.pyfunc.load_model`, or with `mlflow.pytorch.load_model` as a module, and serves it
+with `mlflow models serve`. It holds the export as
 it is, and its code is a copy of files of this package, so that it loads where this package is not installed.
 """
 
@@ -14,17 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 
 from eagleray.base.errors import UserError, one_line
 from eagleray.data.tiff import write_pages
 from eagleray.runs import layout
+from eagleray.runs.embedder import build
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1
 from eagleray.runs.summary import read_summary
 from eagleray.views.colours import MEAN, STD
 
 log = logging.getLogger(__name__)
 NAME = "backbone"  # of the model in its run
+COMMIT = "mlflow.source.git.commit"
 BEST = "best"  # an alias; MLflow itself knows the last version as NAME/latest
 SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first that a run has decides which version is the best
 STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # of a model
@@ -51,20 +55,20 @@ class Backbone(NamedTuple):
         return read_summary(self.out)
 
 
-def log_model(client: Any, run_id: str, backbone: Backbone) -> None:
-    """Store a finished run's backbone as a model of its run, and register it if it has a name to be registered under.
+def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
+    """Store a finished run's backbone as a model of its run, with the run's parameters and last numbers, and register
+    it if it has a name to be registered under. Returns whether it was missing.
 
     A second call changes nothing. Raises UserError when the model cannot be made, and what MLflow's client raises."""
-    from mlflow.entities import LoggedModelOutput
+    from mlflow.entities import LoggedModelOutput, Metric
 
     run, step = client.get_run(run_id), backbone.summary["steps"]
     model = known_model(client, run, step)
     if model is None:
-        experiment = run.info.experiment_id
-        model = client.create_logged_model(
-            experiment, NAME, run_id, tags={STEP: str(step), DATA: backbone.data}, model_type=NAME
-        )
-    if str(model.status) != "READY":
+        tags = {STEP: str(step), DATA: backbone.data} | {k: run.data.tags[k] for k in (COMMIT,) if k in run.data.tags}
+        params = {k: v for k, v in run.data.params.items() if v}
+        model = client.create_logged_model(run.info.experiment_id, NAME, run_id, tags, params, model_type=NAME)
+    if missing := str(model.status) != "READY":
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 save_model(Path(scratch) / "model", backbone, model_id=model.model_id, run_id=run_id)
@@ -73,11 +77,16 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> None:
                 raise UserError(f"{type(e).__name__}: {one_line(e)}") from e
             client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
         client.finalize_logged_model(model.model_id, "READY")
+    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # the run keeps what is the same once
+    if {m.key for m in last} - {m.key for m in model.metrics or ()}:
+        given = [Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id) for m in last]
+        client.log_batch(run_id, given)
     shown = run.outputs.model_outputs if run.outputs else []
     if model.model_id not in [m.model_id for m in shown]:
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
     if backbone.register:
         register(client, model, backbone.register, backbone.summary)
+    return missing
 
 
 def known_model(client: Any, run: Any, step: int | None = None) -> Any:
@@ -88,7 +97,8 @@ def known_model(client: Any, run: Any, step: int | None = None) -> Any:
 
 
 def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None, run_id: str | None = None) -> None:
-    """Write the model as MLflow lays it out: export, code, signature, an example and the packages that it needs."""
+    """Write the model as MLflow lays it out: export, code, signature, an example and the packages that it needs. The
+    same module is pickled beside the export, for `mlflow.pytorch.load_model`."""
     import pandas as pd
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
@@ -106,9 +116,13 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
         (data := Path(scratch) / NAME).mkdir()  # without what else was exported
         for name in ("backbone.json", "backbone.safetensors"):
             (data / name).symlink_to((export / name).resolve())
+        torch.save(build(data), data / "model.pth")
+        (data / "pickle_module_info.txt").write_text("pickle")  # what MLflow reads the file beside it with
+        model = Model(model_id=model_id, model_uuid=model_id, run_id=run_id)
+        model.add_flavor("pytorch", model_data=f"data/{NAME}", pytorch_version=str(torch.__version__))
         pyfunc.save_model(
             folder,
-            mlflow_model=Model(model_id=model_id, model_uuid=model_id, run_id=run_id),
+            mlflow_model=model,
             loader_module=CODE["runs/embedder.py"],
             data_path=str(data),
             code_paths=write_code(Path(scratch)),

@@ -1,202 +1,371 @@
-"""A run on an MLflow server: found or created there, with its parameters, numbers and files."""
+"""Keep a run on an MLflow server: found or created there, with its parameters, numbers, files and model.
+
+MLflow's client is imported late, as a run does without it. What can be sent is all in the run's folder, so nothing is
+kept for a server that is away: `send_missing` reads the folder.
+"""
 
 import contextlib
 import getpass
+import json
 import logging
+import os
+import re
+import tempfile
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.errors import UserError, one_line
-from eagleray.runs.mlflow_client import name
-from eagleray.runs.mlflow_db import make_database
-from eagleray.runs.mlflow_model import Backbone, log_model
-from eagleray.runs.tracking import DataInput, Tracking, read_note, write_note
+from eagleray.base.errors import Outage, UserError, hide_secrets, one_line
+from eagleray.base.files import read_history
+from eagleray.runs import layout
+from eagleray.runs.summary import finished
+from eagleray.runs.tracking import DataInput, Tracking, read_note, reserve, write_note
 from eagleray.storage.error_classes import Kind, kind_of
 
 log = logging.getLogger(__name__)
+EXPERIMENT = "eagleray"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
-Job = tuple[int, Mapping[str, Any]]  # when, in milliseconds, and a record
+RESULTS = (layout.RECIPE, layout.SUMMARY, layout.HEALTH_PLOT, layout.PLACES)  # the files that a run sends when it ends
+LATER = (layout.RESULTS, "report.html", "report")  # and those that other commands send
+REPLY = 5  # seconds that a server may take for one answer
+STORED = 120  # and for one file, which it may have to hand on to a store
+RETRIES = 4  # of the client, with pauses of half a minute together, where nobody trains meanwhile
+MOST = 1000  # numbers in a request, which a server stores whole or not at all
+LOGIN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+
+
+def configure(timeout: int, retries: int = 0) -> None:
+    """Set the timeout of MLflow's client in seconds, and how often it repeats a request."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = str(retries)
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")  # no model needs the files of the working folder
+    logging.getLogger("alembic").setLevel(logging.ERROR)
+    logging.getLogger("mlflow.utils.async_logging").setLevel(logging.CRITICAL)  # what fails is said here, in one line
+
+
+def told(uri: str, error: BaseException) -> UserError | Outage:
+    """Return an error of MLflow's client as a line: UserError where a person has to change something, else Outage."""
+    if isinstance(error, UserError | Outage):
+        return error
+    if isinstance(error, ImportError):
+        return UserError("mlflow is not installed")
+    status = error.get_http_status_code() if hasattr(error, "get_http_status_code") else 503
+    line = f"MLflow at {hide_secrets(uri)}: {one_line(error).partition('. ')[0]}"
+    if kind_of(status) is Kind.WAIT:
+        return Outage(line)
+    return UserError(f"{line}; {LOGIN if status in (401, 403) else 'is MLFLOW_TRACKING_URI right?'}")
+
+
+@contextlib.contextmanager
+def asking(uri: str) -> Iterator[None]:
+    """Raise what MLflow's client raises as UserError or Outage."""
+    try:
+        yield
+    except Exception as e:  # of the client, of the network, of the server
+        raise told(uri, e) from None
+
+
+def connect(uri: str) -> Any:
+    """Return a client of the server. An SQLite file that is missing is made under another name first: a process that
+    is killed half-way would leave a useless file, and two runs that begin at once would damage each other's."""
+    from mlflow import MlflowClient
+
+    path = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+            made = Path(folder) / path.name
+            MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
+            try:
+                os.link(made, path)  # unlike a move, never over another's
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                made.replace(path)
+    return MlflowClient(uri)
+
+
+def name(metric: str) -> str:
+    """Return a metric's name with the characters and the length that MLflow allows."""
+    return re.sub(r"[^\w./ :-]", "_", metric)[:250]
+
+
+def now() -> int:
+    """Return the time in milliseconds since 1970."""
+    return int(time.time() * 1000)
+
+
+def metrics_of(record: Mapping[str, Any], when: int) -> list[Any]:
+    """Return the numbers of a record as MLflow's client takes them."""
+    from mlflow.entities import Metric
+
+    numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+    return [Metric(name(k), float(v), when, record["step"]) for k, v in numbers.items()]
+
+
+def records_of(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the records of a run's folder: the numbers of its start, of its steps and of its end."""
+    if (start := folder / layout.START_SCORES).exists():
+        yield {"step": 0} | json.loads(start.read_text())
+    lines = read_history(folder / layout.METRICS)
+    yield from lines
+    if summary := finished(folder, lines[-1]["step"] if lines else 0):
+        yield summary | {"step": summary["steps"] + 1}
 
 
 class MLflowRun:
-    """A run on an MLflow server, which is created or found again. Any call may fail while the server is away, and
-    may be repeated after `open`."""
+    """A run on an MLflow server. Calls raise UserError for what a person has to change, and Outage."""
 
     def __init__(
         self,
         tracking: Tracking,
-        note: Path | None,
-        name: str,
-        params: Mapping[str, Any],
+        note: Path,
+        name: str = "",
+        params: Mapping[str, Any] | None = None,
         inputs: Sequence[DataInput] = (),
     ) -> None:
         """`note` is a file that stores the run's id, so that restarts do not create a second run on the same server.
         `inputs` are the data sets that the run reads."""
-        self.tracking, self.note, self.name, self.params, self.inputs = tracking, note, name, params, inputs
+        self.tracking, self.note, self.name, self.params, self.inputs = tracking, note, name, params or {}, inputs
         self.latest: dict[str, int] = {}  # last step of every metric at the server
-        self.values: dict[str, float] = {}
-        self.answered = 0.0  # when, on the monotonic clock
-        self.storing = False  # whether a file is being sent
+        self.sent = Counter[str]()  # what was missing there
         self.client: Any = None
+        self.run: Any = None  # as it was when it was opened
         self.id = ""
 
-    def open(self) -> None:
-        """Find or create the run, and send the parameters and data sets that it lacks."""
-        from mlflow.entities import Param
+    @property
+    def fields(self) -> dict[str, Any]:
+        return read_note(self.note, self.tracking.uri)
 
-        data = self.find()
-        lacking = [Param(k, str(v)[:6000]) for k, v in self.params.items() if k not in data.params]
-        for i in range(0, len(lacking), 100):
-            self.client.log_batch(self.id, params=lacking[i : i + 100])
-        if self.inputs:
-            self.client.log_inputs(self.id, [entity(d) for d in self.inputs])  # once each, however often it is called
-        self.client.update_run(self.id, status="RUNNING")
-        self.answered = time.monotonic()
+    def write(self, **fields: Any) -> None:
+        write_note(self.note, self.tracking.uri, self.fields | fields)
 
-    def connect(self) -> None:
-        """Make a client of the server."""
-        logging.getLogger("alembic").setLevel(logging.ERROR)
-        from mlflow import MlflowClient
-
-        make_database(self.tracking.uri)
-        self.client = MlflowClient(self.tracking.uri)
-
-    def find(self) -> Any:
-        """Return the data of the run on the server. A run with a `note` file is created if there is none."""
-        self.connect()
-        if self.note:
-            self.id = self._existing_id() or self._create()
-            self._write_note({"run_id": self.id})
-        data = self.client.get_run(self.id).data
-        self.latest = {m.key: m.step for m in data._metric_objs}  # the public way is to fetch the whole history
-        self.values = data.metrics
-        return data
-
-    def send(self, jobs: Sequence[Job]) -> None:
-        """Send the numbers of records. A metric is sent once per step: steps that a restart repeats are not sent
-        again."""
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(name(k), float(v), when, record["step"])
-            for when, record in jobs
-            for k, v in record.items()
-            if k != "step"
-            and isinstance(v, int | float)
-            and (k.startswith("system/") or record["step"] > self.latest.get(name(k), -1))
-        ]
-        for i in range(0, len(metrics), 1000):  # as many as one request may hold; it is stored whole or not at all
-            self.client.log_batch(self.id, metrics[i : i + 1000])
-            self.latest |= {m.key: m.step for m in metrics[i : i + 1000]}
-            self.answered = time.monotonic()
-
-    def end(self, status: str, files: Sequence[Path], backbone: Backbone | None = None) -> None:
-        """End the run with a status, and send its files, and its backbone as a model."""
-        self.client.set_terminated(self.id, status)
-        for path in files:
-            self.store(path)
-        registered = self._store_model(backbone) if backbone else ""
-        if self.note:
-            self._write_note({"run_id": self.id, "ended": status, "registered": registered})
-
-    def _store_model(self, backbone: Backbone) -> str:
-        """Store the backbone as a model, and return the name that it is registered under. What waiting cannot mend,
-        such as a server that knows no models, is a warning."""
-        self.storing = True
-        try:
-            log_model(self.client, self.id, backbone)
-        except Exception as e:
-            status = e.get_http_status_code() if hasattr(e, "get_http_status_code") else 503
-            if not isinstance(e, UserError) and kind_of(status) is not Kind.LASTING:
-                raise
-            log.warning("the backbone was not stored as a model of MLflow: %s", one_line(e))
-        finally:
-            self.storing = False
-        self.answered = time.monotonic()
-        return backbone.register or ""
-
-    def store(self, path: Path) -> None:
-        """Send a file, or a folder with its content. Does nothing when it is missing."""
-        self.storing = True
-        try:
-            if path.is_dir():
-                self.client.log_artifacts(self.id, str(path), path.name)
-            elif path.exists():
-                self.client.log_artifact(self.id, str(path))
-            self.answered = time.monotonic()
-        finally:
-            self.storing = False
-
-    def _existing_id(self) -> str | None:
-        """Return the id of the run that an earlier process created, or None. The run is found even when that process
-        ended before it could store the id."""
+    def find(self) -> bool:
+        """Find the run. Returns whether there is one. Raises UserError when it was deleted."""
         from mlflow.exceptions import MlflowException
 
-        note = self._read_note()
-        if "run_id" in note:
+        self.client = connect(self.tracking.uri)
+        fields, self.run = self.fields, None
+        if id := fields.get("run_id", ""):
             try:
-                run = self.client.get_run(note["run_id"])
+                self.run = self.client.get_run(id)
             except MlflowException as e:
                 # Something else than MLflow, as a proxy before it, may not know the page, but does not name the run.
-                if e.error_code != "RESOURCE_DOES_NOT_EXIST" or note["run_id"] not in str(e):
+                if e.error_code != "RESOURCE_DOES_NOT_EXIST" or id not in str(e):
                     raise
-            else:
-                if run.info.lifecycle_stage == "active":
-                    return note["run_id"]  # type: ignore[no-any-return]
-            log.warning("MLflow run %s no longer exists; a new one is created", note["run_id"])
-            self._write_note({})
-        elif key := note.get("key") or self.tracking.key:
-            there = self.with_key(key)
-            return there.info.run_id if there else None
-        return None
+                log.warning("MLflow has no run %s any more", id)
+        elif key := fields.get("key"):
+            self.run = self.with_key(key)
+        if self.run:
+            if self.run.info.lifecycle_stage != "active":
+                self.experiment()  # where that was deleted, the run was with it
+                raise self.deleted("run", id, f"runs restore --run-id {id}")
+            self.id = self.run.info.run_id
+            self.latest = {m.key: m.step for m in self.run.data._metric_objs}  # else the whole history is fetched
+        return self.run is not None
+
+    def open(self, status: str = "RUNNING") -> None:
+        """Find or create the run, and send the parameters and data sets that it lacks. An empty `status` stays."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+
+        with asking(self.tracking.uri):
+            reserve(self.tracking, self.note, self.name, self.inputs)
+            if not self.find():
+                self.create()
+            known = {d.dataset.digest for d in (self.run.inputs.dataset_inputs if self.run.inputs else ())}
+            lacking = [Param(k, str(v)[:6000]) for k, v in self.params.items() if k not in self.run.data.params]
+            self.client.log_batch(self.id, params=lacking)
+            data = [
+                DatasetInput(
+                    Dataset(d.name, d.digest, d.kind, d.source, profile=d.profile),
+                    [InputTag("mlflow.data.context", d.context)],
+                )
+                for d in self.inputs
+                if d.digest not in known
+            ]
+            if data:
+                self.client.log_inputs(self.id, data)
+            self.sent += Counter({"parameter": len(lacking), "data set": len(data)})
+            if status:
+                self.client.update_run(self.id, status=status)
+            self.write(run_id=self.id)
+
+    def create(self) -> None:
+        """Create the run, with a key by which it is found if this process ends before it could store the id."""
+        from mlflow.utils.git_utils import get_git_commit
+
+        key = self.fields["key"]
+        tags = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL", "eagleray.key": key}
+        with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
+            tags["mlflow.user"] = getpass.getuser()
+        if self.tracking.parent:
+            tags["mlflow.parentRunId"] = self.tracking.parent
+        if commit := get_git_commit(__file__):
+            tags["mlflow.source.git.commit"] = commit
+        self.run = self.client.create_run(self.experiment(), run_name=self.name, tags=tags)
+        self.id, self.latest = self.run.info.run_id, {}
+        kept = ("key", "name", "parent", "inputs")
+        write_note(self.note, self.tracking.uri, {k: v for k, v in self.fields.items() if k in kept})
 
     def with_key(self, key: str) -> Any:
         """Return the run that was created with a key, or None."""
-        there = self.client.search_runs([self._experiment()], f"tags.`eagleray.key` = '{key}'")
+        there = self.client.search_runs([self.experiment()], f"tags.`eagleray.key` = '{key}'")
         return there[0] if there else None
 
-    def _create(self) -> str:
-        """Create the run, with a key by which it can be found, and return its id."""
-        experiment = self._experiment()
-        key = self._read_note().get("key") or self.tracking.key or uuid.uuid4().hex
-        self._write_note({"key": key})
-        by = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL"}
-        with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
-            by["mlflow.user"] = getpass.getuser()
-        tags = by | self.tracking.labels | {"eagleray.key": key}
-        return self.client.create_run(experiment, run_name=self.name, tags=tags).info.run_id  # type: ignore[no-any-return]
-
-    def _read_note(self) -> dict[str, str]:
-        assert self.note is not None
-        return read_note(self.note, self.tracking.uri)
-
-    def _write_note(self, fields: Mapping[str, str]) -> None:
-        assert self.note is not None
-        write_note(self.note, self.tracking.uri, fields)
-
-    def _experiment(self) -> str:
+    def experiment(self) -> str:
         """Return the id of the experiment, which is created if it is missing. With an SQLite file its artifacts lie
-        beside that file, not in the working folder."""
-        client, title, uri = self.client, self.tracking.experiment, self.tracking.uri
-        if existing := client.get_experiment_by_name(title):
-            return existing.experiment_id  # type: ignore[no-any-return]
-        own = uri.removeprefix("sqlite:///")
-        place = None if own == uri else (Path(own).absolute().parent / "mlflow-artifacts").as_uri()
+        beside that file, not in the working folder. Raises UserError when it was deleted."""
+        client, uri = self.client, self.tracking.uri
+        existing = client.get_experiment_by_name(EXPERIMENT)
+        if existing is None:
+            own = uri.removeprefix("sqlite:///")
+            place = None if own == uri else (Path(own).absolute().parent / "mlflow-artifacts").as_uri()
+            try:
+                return client.create_experiment(EXPERIMENT, artifact_location=place, tags=KIND)  # type: ignore[no-any-return]
+            except Exception:
+                existing = client.get_experiment_by_name(EXPERIMENT)  # two runs begin at once
+                if existing is None:
+                    raise
+        if existing.lifecycle_stage != "active":
+            restore = f"experiments restore --experiment-id {existing.experiment_id}"
+            raise self.deleted("experiment", EXPERIMENT, restore)
+        return existing.experiment_id  # type: ignore[no-any-return]
+
+    def deleted(self, what: str, name: str, restore: str) -> UserError:
+        uri = hide_secrets(self.tracking.uri)
+        command = f"MLFLOW_TRACKING_URI={uri} mlflow {restore}"
+        return UserError(f"MLflow at {uri}: the {what} {name} was deleted there; `{command}` brings it back")
+
+    def new(self, metrics: Iterable[Any]) -> list[Any]:
+        """Return the numbers of steps that the server does not have: a step that a restart takes again is not sent."""
+        system = "system/"
+        return [m for m in metrics if m.key.startswith(system) or m.step > self.latest.get(m.key, -1)]
+
+    def send(self, metrics: Sequence[Any]) -> None:
+        """Send numbers, and wait until the server has them."""
+        with asking(self.tracking.uri):
+            self.client.log_batch(self.id, metrics)
+        self.latest |= {m.key: m.step for m in metrics}
+        self.sent["number"] += len(metrics)
+
+    def fill(self, folder: Path, when: int) -> None:
+        """Send each number of the folder that the server lacks, also in the middle of its history."""
+        metrics = [m for record in records_of(folder) for m in metrics_of(record, when)]
+        with asking(self.tracking.uri):
+            there = {k: {m.step for m in self.client.get_metric_history(self.id, k)} for k in {m.key for m in metrics}}
+        self.send([m for m in metrics if m.step not in there[m.key]])
+
+    def end(self, status: str, files: Iterable[Path], folder: Path | None = None) -> None:
+        """End the run with a status, or leave that as it is if this is empty. Send its files, and the backbone that it
+        has exported in `folder` as a model."""
+        with asking(self.tracking.uri):
+            if status and self.client.get_run(self.id).info.status != status:
+                self.client.set_terminated(self.id, status)
+                self.sent[f"status {status}"] = 1
+            configure(STORED)
+            for path in files:
+                self.store(path)
+            if folder and (folder / layout.EXPORT / "backbone.json").exists():
+                self.store_model(folder)
+        if status:
+            self.write(ended=status)
+
+    def store(self, path: Path) -> None:
+        """Send a file, or the files of a folder, those that have changed. Does nothing when it is missing."""
+        known = dict(self.fields.get("files", {}))
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path] * path.exists():
+            key = str(file.relative_to(path.parent))
+            if file.is_file() and known.get(key) != (sum := zlib.crc32(file.read_bytes())):
+                self.client.log_artifact(self.id, str(file), os.path.dirname(key) or None)
+                known[key] = sum
+                self.sent["file"] += 1
+        self.write(files=known)
+
+    def store_model(self, folder: Path) -> None:
+        """Store the backbone in a run's folder as a model. What waiting cannot mend, such as a server that knows no
+        models, is a warning."""
+        from eagleray.runs.mlflow_model import Backbone, log_model
+
+        size, resize = self.params.get("evaluate.size", 224), self.params.get("evaluate.resize", 256)
+        register, data = self.params.get("track.register"), "".join(d.digest for d in self.inputs[-1:])
         try:
-            return client.create_experiment(title, artifact_location=place, tags=KIND)  # type: ignore[no-any-return]
-        except Exception:
-            existing = client.get_experiment_by_name(title)  # two runs begin at once
-            if existing is None:
+            self.sent["model"] += log_model(self.client, self.id, Backbone(folder, size, resize, data, register))
+        except Exception as e:
+            if isinstance(error := told(self.tracking.uri, e), Outage):
                 raise
-            return existing.experiment_id  # type: ignore[no-any-return]
+            log.warning("the backbone was not stored as a model of MLflow: %s", one_line(error))
+        self.write(registered=register or "")
 
 
-def entity(data: DataInput) -> Any:
-    """Return a data set as MLflow's client takes it."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
+def send_missing(folder: Path, tracking: Tracking, params: Mapping[str, Any], status: str) -> str:
+    """Send what MLflow lacks of a run that nobody works on, and return what that was, in words. The run is created if
+    there is none, and gets the status. Raises UserError, and Outage when the server stays away."""
+    configure(REPLY, RETRIES)
+    reserve(tracking, note := folder / layout.MLFLOW, tracking.name or folder.name)
+    inputs = [DataInput(*d) for d in read_note(note, tracking.uri).get("inputs", ())]
+    run = MLflowRun(tracking, note, tracking.name or folder.name, params, inputs)
+    run.open(status="")
+    run.fill(folder, now())
+    run.end(status, [folder / f for f in (*RESULTS, *LATER)], folder if status == "FINISHED" else None)
+    sent = [f"{n} {what}{'s' * (n > 1)}" if "status" not in what else what for what, n in run.sent.items() if n]
+    return f"MLflow at {hide_secrets(tracking.uri)}, run {run.id}: {', '.join(sent) or 'nothing was missing'}"
 
-    dataset = Dataset(data.name, data.digest, data.kind, data.source, profile=data.profile)
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", data.context)])
+
+def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:
+    """Return the id of the run under which MLflow shows other runs. It is created once; its id is then read from the
+    file `note`. Raises Outage when the server stays away, and UserError when it refuses us."""
+    configure(REPLY, RETRIES)
+    run = MLflowRun(tracking, note, name, params)
+    run.open()
+    return run.id
+
+
+def update(
+    tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Iterable[Path] = (), status: str = ""
+) -> None:
+    """Add numbers and files to the run of a note file, and give it a status if it is running. A second call changes
+    nothing. The server is asked without retries. Raises UserError where it has no such run, and Outage."""
+    configure(REPLY)
+    run = MLflowRun(tracking, note)
+    with asking(tracking.uri):
+        if "run_id" not in run.fields or not run.find():
+            raise UserError(f"the run was not tracked at {hide_secrets(tracking.uri)}")
+        there, known = run.run.info.status, run.run.data.metrics
+        step = max((run.latest.get(name(k), -1) for k in metrics), default=-1) + 1
+        run.send(metrics_of({"step": step} | {k: v for k, v in metrics.items() if known.get(name(k)) != v}, now()))
+        run.end(status and (status if there == "RUNNING" else there), files)
+
+
+def mend(tracking: Tracking, note: Path, status: str) -> bool:
+    """Give the run of a note file the status with which it ended, where it did not live to do so itself: MLflow would
+    show it as running for ever. Returns whether the file has changed: if not, the run is mended when it is seen
+    again."""
+    fields = read_note(note, tracking.uri)
+    if "run_id" not in fields or "ended" in fields:
+        return False
+    try:
+        update(tracking, note, {}, status=status)
+    except (UserError, Outage, OSError):  # a folder may be one that cannot be written
+        return False
+    return True
+
+
+def register_run(tracking: Tracking, key: str, model: str) -> str:
+    """Register the model that the run with this key has stored as a version of `model`, and return the version. Raises
+    UserError when there is no such model, and Outage."""
+    from eagleray.runs.mlflow_model import known_model, register
+
+    configure(STORED, RETRIES)
+    run = MLflowRun(tracking, Path())
+    with asking(tracking.uri):
+        run.client = connect(tracking.uri)
+        there = run.with_key(key)
+        logged = known_model(run.client, there) if there else None
+        if logged is None:
+            raise UserError(f"its run has no model at {hide_secrets(tracking.uri)}")
+        return register(run.client, logged, model, there.data.metrics)

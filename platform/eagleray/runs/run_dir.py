@@ -22,7 +22,8 @@ from eagleray.runs.attempts import Attempts
 from eagleray.runs.health import KINDS, Finding, words
 from eagleray.runs.lease import Lease
 from eagleray.runs.mirror import Mirror
-from eagleray.runs.mlflow_thread import RESULTS, MLflow
+from eagleray.runs.mlflow_log import MLflow
+from eagleray.runs.mlflow_run import RESULTS
 from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.run_store import FolderClaim, FolderKeeper, run_store

@@ -3,13 +3,14 @@
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagleray.base.errors import UserError, hide_secrets
 from eagleray.base.files import write_atomic
+from eagleray.runs import layout
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,6 @@ class Tracking:
     parent: str | None = None  # id of the run that this one is shown under
     name: str | None = None  # of the run; the name of its folder by default
     key: str | None = None  # by which the run is found where its note file is lost; a random one by default
-    experiment: str = "eagleray"
-    tags: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return dict(self.tags) | ({"mlflow.parentRunId": self.parent} if self.parent else {})
 
 
 class DataInput(NamedTuple):
@@ -40,28 +35,45 @@ class DataInput(NamedTuple):
 
 
 def tracking_of(folder: Path, name: str | None = None) -> Tracking:
-    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to an SQLite file beside its folder, which
-    all runs there share. Raises UserError for a path that the address of such a file cannot have."""
-    if not os.environ.get("MLFLOW_TRACKING_URI") and "?" in str(folder.parent):
-        raise UserError(
-            f"{folder}: MLflow's address of a database in {folder.parent} would end at its question mark; expected a "
-            "folder without one, or the variable MLFLOW_TRACKING_URI"
-        )
-    return Tracking(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}", name=name)
+    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to the SQLite file where its note says that
+    it is, or to one beside its folder, which all runs there share. Raises UserError for a path that the address of such
+    a file cannot have."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        files = [known for known in _read(folder / layout.MLFLOW) if known.startswith("sqlite:///")]
+        if files and Path(files[-1].removeprefix("sqlite:///")).exists():  # a trial is tracked with its sweep
+            uri = files[-1]
+        elif "?" in str(folder.parent):
+            raise UserError(
+                f"{folder}: MLflow's address of a database in {folder.parent} would end at its question mark; expected "
+                "a folder without one, or the variable MLFLOW_TRACKING_URI"
+            )
+    fields = read_note(folder / layout.MLFLOW, uri)
+    return Tracking(uri, fields.get("parent"), name or fields.get("name"), fields.get("key"))
 
 
-def read_note(note: Path, uri: str) -> dict[str, str]:
+def read_note(note: Path, uri: str) -> dict[str, Any]:
     """Return what the note file says about the run on this server; nothing when the run is on another server."""
-    fields = json.loads(note.read_text()) if note.exists() else {}
-    return fields if hide_secrets(fields.get("uri", "")) == hide_secrets(uri) else {}
+    return _read(note).get(hide_secrets(uri), {})
 
 
-def write_note(note: Path, uri: str, fields: Mapping[str, str]) -> None:
-    """Replace what the note file says about the run on this server."""
-    write_atomic(note, json.dumps({"uri": hide_secrets(uri), **fields}))
+def write_note(note: Path, uri: str, fields: Mapping[str, Any]) -> None:
+    """Replace what the note file says about the run on this server. What it says about others stays: the address of one
+    may be given wrong for once."""
+    others = {known: said for known, said in _read(note).items() if known != hide_secrets(uri)}
+    write_atomic(note, json.dumps(others | {hide_secrets(uri): fields}))
 
 
-def reserve(tracking: Tracking, note: Path) -> None:
-    """Write the key of a run that does not exist yet into its note file, so that the file can be stored before."""
-    if not read_note(note, tracking.uri):
-        write_note(note, tracking.uri, {"key": uuid.uuid4().hex})
+def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[DataInput] = ()) -> None:
+    """Write into the note file of a run that begins what it is created with, its key first of all. That it has ended is
+    no longer so."""
+    fields = {k: v for k, v in read_note(note, tracking.uri).items() if k != "ended"}
+    if "run_id" not in fields:
+        given = {"name": name, "parent": tracking.parent, "inputs": list(inputs)}
+        fields = {"key": tracking.key or uuid.uuid4().hex} | fields | {k: v for k, v in given.items() if v}
+    write_note(note, tracking.uri, fields)
+
+
+def _read(note: Path) -> dict[str, dict[str, Any]]:
+    """Return what the note file says about the run on each server, the last one at the end."""
+    return json.loads(note.read_text()) if note.exists() else {}

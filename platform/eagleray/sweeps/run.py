@@ -12,17 +12,17 @@ from typing import Any
 from eagleray import config
 from eagleray.base import files
 from eagleray.base.console import out, say, stop_on_signal
-from eagleray.base.errors import UserError, hide_secrets, one_line
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.methods.method import Classifier
 from eagleray.protocols.probes import RUN_PROTOCOLS
-from eagleray.runs import layout, metrics, mlflow_requests
+from eagleray.runs import layout, metrics, mlflow_run
 from eagleray.runs.command import holds_run
 from eagleray.runs.environment import environment
 from eagleray.runs.layout_of_sweep import ROWS, SWEEP
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plan import make_plan, resolve_paths
 from eagleray.runs.run_store import run_store
-from eagleray.runs.tracking import Tracking, read_note, reserve, tracking_of, write_note
+from eagleray.runs.tracking import Tracking, read_note, reserve, tracking_of
 from eagleray.storage import store
 from eagleray.sweeps import plots
 from eagleray.sweeps.label_free import LABEL_FREE, agreement
@@ -73,7 +73,7 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
     try:
         ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
     except Exception:
-        mlflow_requests.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # MLflow would show it as running
+        mlflow_run.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # MLflow would show it as running
         study.upload()
         raise
     study.wait_again()
@@ -114,10 +114,10 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
             numbers |= {f"correlation/{key}": value for key, value in agreed.correlations.items()}
         numbers |= {s: float(sum(r["state"] == s for r in study.rows.values())) for s in DONE}
         try:
-            mlflow_requests.finish(tracking, tracking.parent, "FINISHED" if done else "KILLED", numbers, written)
-            note_ended(study, tracking, "FINISHED" if done else "")
-        except Exception as e:
-            out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
+            note = study.folder / layout.MLFLOW
+            mlflow_run.update(tracking, note, numbers, written, "FINISHED" if done else "KILLED")
+        except (UserError, Outage) as e:
+            out.print(f"warning: {e}; the same command with --resume sends the rest", markup=False)
     if best and study.sweep.register:
         register_best(study, best["id"], study.sweep.register)
     study.upload()
@@ -131,7 +131,7 @@ def register_best(study: Study, trial: str, name: str) -> None:
     tracking = tracking_of(study.folder)
     sweep = read_note(study.folder / layout.MLFLOW, tracking.uri).get("run_id")
     try:
-        version = mlflow_requests.register_run(tracking, f"{sweep}/{trial}", name)
+        version = mlflow_run.register_run(tracking, f"{sweep}/{trial}", name)
     except Exception as e:
         out.print(f"warning: sweep.register={name}: trial {trial} is not registered: {one_line(e)}", markup=False)
     else:
@@ -154,20 +154,12 @@ def parent(study: Study) -> Tracking:
     try:
         reserve(tracking, study.folder / layout.MLFLOW)
         study.upload()
-        own = mlflow_requests.parent_run(tracking, study.folder / layout.MLFLOW, study.name, params)
-        note_ended(study, tracking, "")
+        own = mlflow_run.parent_run(tracking, study.folder / layout.MLFLOW, study.name, params)
         study.upload()
         return replace(tracking, parent=own)
-    except Exception as e:
-        out.print(f"warning: MLflow at {hide_secrets(tracking.uri)}: {one_line(e)}", markup=False)
+    except (UserError, Outage) as e:
+        out.print(f"warning: {e}", markup=False)
         return tracking
-
-
-def note_ended(study: Study, tracking: Tracking, status: str) -> None:
-    """Note that MLflow knows how the sweep ended, or with an empty status that it goes on."""
-    note = study.folder / layout.MLFLOW
-    fields = {k: v for k, v in read_note(note, tracking.uri).items() if k != "ended"}
-    write_note(note, tracking.uri, fields | ({"ended": status} if status else {}))
 
 
 def check_begun(study: Study, resume: bool) -> None:

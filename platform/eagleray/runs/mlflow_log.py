@@ -1,0 +1,133 @@
+"""Send the numbers of a run to MLflow while it trains, by the queue of MLflow's client. Training never waits for it.
+
+One request is on its way at a time, so that numbers arrive in order. After an outage the run is opened again, and the
+lines of metrics.jsonl that the server lacks are sent.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from eagleray.base.errors import Outage, UserError, hide_secrets
+from eagleray.runs import layout
+from eagleray.runs.mlflow_run import MOST, REPLY, MLflowRun, configure, metrics_of, now, records_of, told
+from eagleray.runs.system_metrics import Machine
+from eagleray.runs.tracking import DataInput, Tracking, reserve
+
+log = logging.getLogger(__name__)
+LOAD = 30.0  # seconds between two measurements of the machine's load, and two attempts while the server is away
+LONGEST = 60.0  # seconds that the end of a run waits for a run that is being opened, request by request
+
+
+class MLflow:
+    """One run in MLflow, which continues over restarts."""
+
+    def __init__(
+        self, out: Path, tracking: Tracking, params: Mapping[str, Any], inputs: Sequence[DataInput] = (), step: int = 0
+    ) -> None:
+        """`params` are the dotted keys of the resolved recipe, `inputs` the data sets of the run, and `step` is the one
+        that the run has reached."""
+        self.out, self.uri, self.params, self.step = out, tracking.uri, params, step
+        self.run = MLflowRun(tracking, out / layout.MLFLOW, tracking.name or out.name, params, inputs)
+        self.waiting: list[Any] = []  # numbers that were not sent
+        self.batch: list[Any] = []  # those on their way
+        self.flying: Future[Any] | None = None
+        self.loads: deque[Any] = deque(maxlen=10 * MOST)
+        self.ready = self.away = self.over = False  # whether the run is open, cannot be reached, or takes nothing more
+        self.began = now()  # the time of lines of the file, the same in every attempt: MLflow keeps what differs twice
+        self.closing = threading.Event()
+        configure(REPLY)
+        self.thread = threading.Thread(target=self._watch, name="mlflow", daemon=True)
+        try:
+            import mlflow  # noqa: F401  # not in the thread: a loader process forked meanwhile would inherit its locks
+        except ImportError:
+            self.over = True
+            log.warning("mlflow is not installed: metrics go to metrics.jsonl alone")
+        else:
+            reserve(tracking, self.run.note, self.run.name, inputs)
+            self.thread.start()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send a record, or keep it for the next request. Returns at once, whatever the server does."""
+        if self.over:
+            return
+        self.step = record["step"]
+        self.waiting += metrics_of(record, now())
+        if self.flying and self.flying.done():
+            self._landed()
+        if not self.ready:
+            del self.waiting[: -10 * MOST]  # metrics.jsonl has the older ones
+        elif not self.flying:
+            self.waiting += [self.loads.popleft() for _ in range(len(self.loads))]
+            self.batch, self.waiting = self.run.new(self.waiting[:MOST]), self.waiting[MOST:]
+            if self.batch:
+                sent = self.run.client.log_batch(self.run.id, self.batch, synchronous=False)
+                [self.flying] = sent._operation_futures  # there is no public way to ask whether it is done
+
+    def _landed(self) -> None:
+        """Note that the server has got the numbers that were on their way, or that it has not."""
+        assert self.flying is not None
+        error, self.flying = self.flying.exception(), None
+        if error:
+            self.waiting = self.batch + self.waiting
+            self._lost(error)
+        else:
+            self.run.latest |= {m.key: m.step for m in self.batch}
+
+    def _watch(self) -> None:
+        """Open the run, and again after an outage, and measure the load of the machine."""
+        machine = Machine(self.out)
+        while not self.over:
+            if not self.ready:
+                try:
+                    self._open()
+                except Exception as e:
+                    self._lost(e)
+            if self.closing.wait(LOAD):
+                return
+            self.loads.extend(metrics_of({"step": self.step} | machine.look(), now()))
+
+    def _open(self) -> None:
+        """Open the run, and send the lines of the file that are older than the numbers in memory."""
+        first = self.waiting[0].step if self.waiting else float("inf")
+        self.run.open()
+        older = [m for r in records_of(self.out) if r["step"] < first for m in metrics_of(r, self.began)]
+        self.run.send(self.run.new(older))
+        if self.away:
+            log.info("MLflow at %s answers again", hide_secrets(self.uri))
+        self.ready, self.away = True, False
+
+    def _lost(self, error: BaseException) -> None:
+        """Say in one line that MLflow gets nothing now, or for good where only a person can mend it."""
+        error, known, self.ready, self.away = told(self.uri, error), self.away, False, True
+        if isinstance(error, UserError):
+            self.over = True
+            log.warning("%s; then `eagleray track %s` sends the run", error, self.params.get("out", self.out))
+        elif not known:
+            log.warning("%s; `eagleray track %s` sends what is missing", error, self.params.get("out", self.out))
+
+    def close(self, status: str, files: Sequence[Path]) -> None:
+        """Send the remaining numbers and the files, and end the run with a `status` of MLflow. The backbone of a
+        finished run with an export becomes a model. A server that does not answer is waited for REPLY seconds."""
+        self.closing.set()
+        if self.over:
+            return
+        self.thread.join(LONGEST)
+        if self.flying:
+            wait([self.flying], LONGEST)
+        try:
+            if self.thread.is_alive() or (self.flying and not self.flying.done()):
+                raise Outage(f"MLflow at {hide_secrets(self.uri)}: no answer")
+            if self.flying:
+                self._landed()
+            if not self.ready:
+                self._open()
+            self.run.send(self.run.new([*self.waiting, *self.loads]))
+            self.run.end(status, files, self.out if status == "FINISHED" else None)
+        except Exception as e:
+            self._lost(e)
+        self.over = True
