@@ -131,7 +131,7 @@ def test_only_the_package_and_the_recipe_travel(
         (["data.cache=cache"], "data.cache=cache: a relative path"),
         (["data.train=null"], "data.train: missing"),
         (["optim.batch=24", "data.lanes=32"], "a global batch of 24 cannot be divided into 32 lanes"),
-        (["--folow"], "--folow: expected a value after it"),
+        (["--folow"], "--folow: no such option of submit pretrain"),
         (["--gpu", "h9000"], "h9000"),
         (["--most", "4"], "--most: no such option of submit pretrain"),
         (["workers=2", "--gpus", "4"], "--gpus 4 and workers=2: expected only one of the two"),

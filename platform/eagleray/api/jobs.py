@@ -1,8 +1,9 @@
 """Submit, list, follow and stop runs and other long commands on a cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.base.console import say
@@ -45,7 +46,7 @@ def submit(
     address: str | None = None,
     join: bool = False,
     command: str = "pretrain",
-    options: Sequence[str] = (),
+    options: Mapping[str, Any] = {},
 ) -> Job:
     """Send a run or another long command to a Ray cluster, or let it continue there, and return its job.
 
@@ -54,8 +55,9 @@ def submit(
     Ray head, by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. With `join` a run that is running there already is
     returned.
 
-    `command` may also be `finetune`, `tune`, `evaluate`, `prepare` or `index`. `recipe` is then the first word that
-    follows it on the command line, and `options` are the further ones, such as `["--max-concurrent", "4"]`.
+    `command` may also be `finetune`, `tune`, `evaluate`, `prepare` or `index`. `recipe` is then its first argument on
+    the command line, `overrides` lists the further ones, and `options` has its options by name, such as
+    `{"max_concurrent": 4}`.
 
     Raises UserError for a wrong recipe or address, and for a run that is running there already without `join`.
 
@@ -73,8 +75,8 @@ def submit(
         raise UserError(f"command={command}: expected one of {', '.join(job_commands.COMMANDS)}")
     cluster_jobs.locate(address)
     variables, stays = job_package.environment()
-    words = [str(recipe), *options, *overrides_of(overrides, out=out, workers=workers)]
-    package = job_commands.pack(command, words, plugins, gpus)
+    arguments = [str(recipe), *overrides_of(overrides, out=out, workers=workers)]
+    package = job_commands.pack(command, arguments, options, plugins, gpus)
     if gpu and package.recipe:
         from eagleray.api.planning import check_named
 

@@ -40,12 +40,20 @@ Architecture = Annotated[
 ]
 
 
+def first(backbone: str) -> str:
+    """Raise UserError for an option in the place of the backbone, which the parser takes for one."""
+    if backbone.startswith("-"):
+        raise UserError(f"{backbone}: expected the backbone before all options")
+    return backbone
+
+
 def evaluate(
     context: typer.Context,
     backbone: Annotated[
         str,
         typer.Argument(
             help="A run or its checkpoint, timm:NAME, a file of tensors with --architecture, or untrained:NAME.",
+            callback=first,
         ),
     ],
     train: Annotated[str | None, typer.Option(help="Shards to learn from. kNN and the probes need labels.")] = None,
@@ -76,8 +84,6 @@ def evaluate(
 
     --SETTING VALUE, such as --k 10, changes a setting in all protocols that have it.
     `eagleray list protocols` shows the settings and their defaults."""
-    if backbone.startswith("-"):
-        raise UserError(f"{backbone}: expected the backbone before all options")
     options = {
         "train": train,
         "test": test,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,13 +68,13 @@ def submit(
     from eagleray.api import jobs as api
     from eagleray.api.job_commands import COMMANDS
 
-    command, first, *rest = (
-        (name, *words_of(name, words or [])) if name in COMMANDS else ("pretrain", name, *(words or []))
-    )
+    command = name if name in COMMANDS else "pretrain"
+    arguments, options = parse(name, words or []) if name in COMMANDS else ([name, *(words or [])], {})
     job = api.submit(
-        first,
+        arguments[0],
+        arguments[1:],
         command=command,
-        options=rest,
+        options=options,
         plugins=plugin or (),
         gpus=gpus,
         gpu=gpu,
@@ -87,14 +87,23 @@ def submit(
             sys.exit(job.follow())
 
 
-def words_of(command: str, words: list[str]) -> list[str]:
-    """Return the words that follow a command, after its own parser has accepted them: it exits with 2 for an unknown
-    option, a value of the wrong type or a missing argument."""
+def parse(command: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments and the options, by name, of the words that follow a command. Its own parser reads them: it
+    exits with 2 for an unknown option, a value of the wrong type or a missing argument. Raises UserError."""
+    from eagleray.cli.evaluate import settings
     from eagleray.cli.main import app
 
     group = typer.main.get_command(app)
-    group.commands[command].make_context(f"eagleray {command}", list(words))  # type: ignore[attr-defined]
-    return words
+    context = group.commands[command].make_context(f"eagleray {command}", list(words))  # type: ignore[attr-defined]
+    declared = {p.name: p for p in context.command.params}
+    arguments: list[str] = []
+    options: dict[str, Any] = {}
+    for key, value in context.params.items():
+        if declared[key].param_type_name == "argument":
+            arguments += [value] if isinstance(value, str) else value or ()
+        elif context.get_parameter_source(key).name == "COMMANDLINE":
+            options[declared[key].opts[0].removeprefix("--").replace("-", "_")] = value
+    return arguments, options | settings(context.args)
 
 
 def jobs(
