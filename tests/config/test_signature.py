@@ -35,6 +35,10 @@ class _Helper:
     pass
 
 
+def count() -> int:
+    return 3
+
+
 class Mine:
     def __init__(
         self,
@@ -97,7 +101,7 @@ def test_no_method_is_imported_for_its_parameters():
 
 
 def test_a_module_outside_eagleray_is_read_too(plugin: Any):
-    module = f"{plugin()}.mine"
+    module = f"{plugin('max(LAYERS, 2)')}.mine"
     read = signature.fields(module)
     assert module not in sys.modules
     assert read["layers"][1] == 3
@@ -106,9 +110,8 @@ def test_a_module_outside_eagleray_is_read_too(plugin: Any):
     assert signature.headline(module) == "A method of a developer: He et al. 2021, arXiv:2104.00000."
 
 
-@pytest.mark.parametrize("default", ["max(LAYERS, 2)", "[n for n in range(4)][-1]", "len('abc')"])
-def test_what_the_source_does_not_tell_the_class_does(plugin: Any, default: str):
-    module = f"{plugin(default)}.mine"
+def test_what_the_source_does_not_tell_the_class_does(plugin: Any):
+    module = f"{plugin('count()')}.mine"
     with pytest.raises(signature.Unreadable):
         signature.from_source(module)
     assert signature.fields(module)["layers"][1] == 3

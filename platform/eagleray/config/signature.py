@@ -1,6 +1,7 @@
 """Reads the keyword-only parameters of a class or function from its source, so that nothing heavy is imported.
 
-Where the source uses more than this module understands, the module is imported instead.
+Python evaluates their annotations and defaults with those names of the module alone that they use. Where one of these
+is heavy, the module is imported instead.
 """
 
 import ast
@@ -9,20 +10,14 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
-
-from pydantic import Field
-
-from eagleray.config.schedule import Schedule
 
 Fields = dict[str, tuple[Any, Any]]  # annotation and default of each parameter; `...` is the default of a required one
 
 # Packages whose names mean what they mean when imported: none of these loads PyTorch.
 LIGHT = ("annotated_types", "collections", "dataclasses", "eagleray.config", "numbers", "pydantic", "typing")
-CALLS = (Field, Schedule)  # what a default or an annotation may call
-BUILTINS = {kind.__name__: kind for kind in (bool, dict, float, frozenset, int, list, str, tuple)}
 
 
 class Unreadable(Exception):
@@ -62,14 +57,10 @@ def from_source(module: str, function: str | None = None, *, skip: Container[str
 
     Raises Unreadable."""
     source = _source(module)
-    if function is None:
-        classes = [n for n in source.tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
-        scope, function = (classes[0].body if len(classes) == 1 else []), "__init__"
-    else:
-        scope = source.tree.body
-    matches = [n for n in scope if isinstance(n, ast.FunctionDef) and n.name == function]
+    scope = source.tree.body if function else source.class_of().body
+    matches = [n for n in scope if isinstance(n, ast.FunctionDef) and n.name == (function or "__init__")]
     if len(matches) != 1:
-        raise Unreadable(f"{module}: expected one {function}, and for a class one public class that defines it")
+        raise Unreadable(f"{module}: expected one {function or '__init__'}")
     arguments = matches[0].args
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {
@@ -90,20 +81,13 @@ def constant(module: str, name: str, *, class_name: str | None = None) -> Any:
     The attribute may be inherited from a class of the same package. Raises Unreadable.
     """
     source = _source(module)
-    classes = [n for n in source.tree.body if isinstance(n, ast.ClassDef)]
-    classes = [n for n in classes if (n.name == class_name if class_name else not n.name.startswith("_"))]
-    if len(classes) != 1:
-        raise Unreadable(f"{module}: expected one class {class_name or 'that is public'}")
-    for node in classes[0].body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                return source.value(value)
-            case ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value) if target == name:
-                return source.value(value)
-    for base in classes[0].bases:
+    found = source.class_of(class_name)
+    if name in (values := _assigned(found.body)):
+        return source.value(values[name])
+    for base in found.bases:
         if isinstance(base, ast.Name):
             origin, attribute = source.imported.get(base.id, (module, base.id))
-            if origin.partition(".")[0] == module.partition(".")[0]:
+            if source.is_beside(origin):
                 return constant(origin, name, class_name=attribute)
     raise Unreadable(f"{module}: {name}")
 
@@ -115,88 +99,84 @@ def headline(module: str) -> str:
     return re.split(r"(?<!\bal\.)(?<!\b[A-Z]\.)(?<=\.)\s(?=[A-Z])", text, maxsplit=1)[0]
 
 
-class _Source:
-    """A module as its syntax tree; names are looked up in it and in the modules that it imports from."""
+class _Source(dict[str, Any]):
+    """The values of a module's names, which are found in its source and in the modules that it imports from when
+    they are first asked for."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
-        self.module, self.tree = module, tree
-        self.assigned: dict[str, ast.expr] = {}
+        super().__init__()
+        self.module, self.tree, self.assigned = module, tree, _assigned(tree.body)
         self.imported: dict[str, tuple[str, str | None]] = {}  # module, and the name imported from it
         for node in tree.body:
             match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self.assigned[name] = value
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    self.assigned[name] = value
                 case ast.Import(names=names):
-                    self.imported |= {a.asname or a.name.partition(".")[0]: (_bound(a), None) for a in names}
+                    tops = {a.name.partition(".")[0] for a in names if not a.asname}
+                    self.imported |= {top: (top, None) for top in tops}
+                    self.imported |= {a.asname: (a.name, None) for a in names if a.asname}
                 case ast.ImportFrom(module=str(origin), names=names, level=0):
                     self.imported |= {a.asname or a.name: (origin, a.name) for a in names}
 
-    def annotation(self, node: ast.expr | None) -> Any:
-        """Return the value of an annotation. Raises Unreadable when it is missing or written as a string."""
-        if node is None or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-            raise Unreadable(f"{self.module}: expected an annotation that is no string")
-        return self.value(node)
-
-    def value(self, node: ast.expr) -> Any:
-        """Evaluate an expression of names, literals, `a[b]`, `a | b` and the calls in CALLS. Raises Unreadable."""
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Name(id=name):
-                return self.name(name)
-            case ast.Attribute(value=owner, attr=name):
-                found = self.value(owner)
-                if inspect.ismodule(found) and hasattr(found, name):
-                    return getattr(found, name)
-            case ast.Subscript(value=owner, slice=index):
-                return self.value(owner)[self.value(index)]
-            case ast.Tuple(elts=items):
-                return tuple(self.value(item) for item in items)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.value(operand)
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self.value(left) | self.value(right)
-            case ast.Call(func=func, args=args, keywords=keywords):
-                call = self.value(func)
-                if any(call is c for c in CALLS) and all(k.arg for k in keywords):
-                    return call(*map(self.value, args), **{str(k.arg): self.value(k.value) for k in keywords})
-        raise Unreadable(f"{self.module}:{node.lineno}: {ast.unparse(node)}")
+    def class_of(self, name: str | None = None) -> ast.ClassDef:
+        """Return the module's one public class, or the one with this name. Raises Unreadable."""
+        classes = [n for n in self.tree.body if isinstance(n, ast.ClassDef)]
+        classes = [n for n in classes if (n.name == name if name else not n.name.startswith("_"))]
+        if len(classes) != 1:
+            raise Unreadable(f"{self.module}: expected one class {name or 'that is public'}")
+        return classes[0]
 
     @property
     def light(self) -> bool:
         """Return whether this module imports nothing but light ones, so that it may be imported itself."""
         return all(_light(module) for module, _ in self.imported.values())
 
-    def name(self, name: str) -> Any:
-        """Return the value that a name has in this module. Raises Unreadable."""
+    def is_beside(self, module: str) -> bool:
+        """Return whether another module is of the same package."""
+        return module.partition(".")[0] == self.module.partition(".")[0]
+
+    def annotation(self, node: ast.expr | None) -> Any:
+        """Return the value of an annotation. Raises Unreadable when it is missing or written as a string."""
+        if node is None or isinstance(found := self.value(node), str):
+            raise Unreadable(f"{self.module}: expected an annotation that is no string")
+        return found
+
+    def value(self, node: ast.expr) -> Any:
+        """Evaluate an expression. Raises Unreadable."""
+        try:
+            return eval(compile(ast.Expression(node), self.module, "eval"), {}, self)
+        except Exception as e:
+            raise Unreadable(f"{self.module}:{node.lineno}: {ast.unparse(node)}") from e
+
+    def __missing__(self, name: str) -> Any:
         if name in self.assigned:
-            return self.value(self.assigned[name])
-        if name in self.imported:
+            self[name] = self.value(self.assigned[name])
+        elif name in self.imported:
             module, attribute = self.imported[name]
-            if _light(module) or (attribute is not None and _ours(module, self.module) and _source(module).light):
+            if _light(module) or (attribute and self.is_beside(module) and _source(module).light):
                 found = importlib.import_module(module)
-                return found if attribute is None else getattr(found, attribute)
-            if attribute is not None and _ours(module, self.module):
-                return _source(module).name(attribute)
-        elif name in BUILTINS:
-            return BUILTINS[name]
-        raise Unreadable(f"{self.module}: {name}")
+                self[name] = found if attribute is None else getattr(found, attribute)
+            elif attribute and self.is_beside(module):
+                self[name] = _source(module)[attribute]
+            else:
+                raise Unreadable(f"{self.module}: {name}")
+        else:
+            raise KeyError(name)  # one of Python's own
+        return self[name]
 
 
 def _light(module: str) -> bool:
-    return any(module == light or module.startswith(light + ".") for light in LIGHT)
+    return any(f"{module}.".startswith(f"{light}.") for light in LIGHT)
 
 
-def _ours(module: str, beside: str) -> bool:
-    """Return whether two modules are of one package."""
-    return module.partition(".")[0] == beside.partition(".")[0]
-
-
-def _bound(alias: ast.alias) -> str:
-    """Return the module that `import a.b` or `import a.b as c` binds to a name."""
-    return alias.name if alias.asname else alias.name.partition(".")[0]
+def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
+    """Return the expressions that statements give to names."""
+    found = {}
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                found[name] = value
+    return found
 
 
 @functools.cache
