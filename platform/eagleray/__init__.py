@@ -20,7 +20,6 @@ _MODULES = {
     "api.plan": ("Planned", "plan"),
     "api.pretrain": ("finetune", "pretrain"),
     "api.replay": ("Replay", "replay"),
-    "api.report": ("Watch", "list_runs", "report", "watch"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),
     "api.track": ("track",),
@@ -33,6 +32,9 @@ _MODULES = {
     "methods.method": ("Method",),
     "models.backbone": ("Backbone", "Encoder"),
     "protocols.outcome": ("Outcome",),
+    "reports.listing": ("list_runs",),
+    "reports.watch": ("Watch", "watch"),
+    "reports.write": ("report",),
     "runs.callbacks": ("Callback", "RunView"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

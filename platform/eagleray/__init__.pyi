@@ -22,10 +22,6 @@ from eagleray.api.pretrain import finetune as finetune
 from eagleray.api.pretrain import pretrain as pretrain
 from eagleray.api.replay import Replay as Replay
 from eagleray.api.replay import replay as replay
-from eagleray.api.report import Watch as Watch
-from eagleray.api.report import list_runs as list_runs
-from eagleray.api.report import report as report
-from eagleray.api.report import watch as watch
 from eagleray.api.run import Run as Run
 from eagleray.api.stream import Loader as Loader
 from eagleray.api.stream import loader as loader
@@ -43,6 +39,10 @@ from eagleray.methods.method import Method as Method
 from eagleray.models.backbone import Backbone as Backbone
 from eagleray.models.backbone import Encoder as Encoder
 from eagleray.protocols.outcome import Outcome as Outcome
+from eagleray.reports.listing import list_runs as list_runs
+from eagleray.reports.watch import Watch as Watch
+from eagleray.reports.watch import watch as watch
+from eagleray.reports.write import report as report
 from eagleray.runs.callbacks import Callback as Callback
 from eagleray.runs.callbacks import RunView as RunView
 

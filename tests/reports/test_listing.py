@@ -8,7 +8,6 @@ import pytest
 from helpers.bucket import CountingBucket
 from typer.testing import CliRunner
 
-from eagleray.api import report as api
 from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.reports.listing import DEPTH, by_score, list_runs, run_folders
@@ -66,7 +65,7 @@ def test_the_command_prints_a_table_and_json(folder: Path) -> None:
     rows = [line.split() for line in done.output.splitlines()]
     assert rows[0][:5] == ["RUN", "METHOD", "STATE", "STEP", "BEST"]
     assert rows[1][:7] == ["old", "simclr", "finished", "3", "of", "9", "40"]
-    assert api.list_runs(folder, "knn") == api.list_runs(folder, "knn/top1")
+    assert list_runs(folder, "knn") == list_runs(folder, "knn/top1")
     done = CliRunner().invoke(main.app, ["runs", str(folder), "--json", "--best", "loss"])
     assert [(r["name"], r["best"]) for r in json.loads(done.output)] == [("old", 2), ("deep/new", 3), ("none", None)]
     done = CliRunner().invoke(main.app, ["runs", str(folder), "--json"])

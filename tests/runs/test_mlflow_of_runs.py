@@ -14,11 +14,10 @@ from helpers.sweeps import write
 
 from eagleray import config
 from eagleray.api.pretrain import pretrain
-from eagleray.api.report import report
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.reports.write import mend_sweep
+from eagleray.reports.write import mend_sweep, report
 from eagleray.runs import layout, mlflow_run, sinks
 from eagleray.runs import recipe as recipes
 from eagleray.runs.sinks import Sinks

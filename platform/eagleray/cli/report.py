@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import eagleray
 from eagleray.base.console import out as console
 from eagleray.base.text import aligned
 from eagleray.cli.options import Json
@@ -31,9 +32,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a run, a sweep, or several runs compared."""
-    from eagleray.api import report as api
-
-    for place in api.report(runs, out):
+    for place in eagleray.report(runs, out):
         console.print(place, markup=False)
 
 
@@ -44,10 +43,9 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder: state, steps, and the best and newest value of a number such as kNN accuracy."""
-    from eagleray.api import report as api
     from eagleray.runs.metrics import full_name
 
-    found = api.list_runs(folder, metric, best=best)
+    found = eagleray.list_runs(folder, metric, best=best)
     metric = full_name(best or metric)
     if as_json:
         print(json.dumps([asdict(run) for run in found], default=str))
@@ -74,9 +72,7 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine; 0 takes any that is free.")] = 8787,
 ) -> None:
     """Show the page about a run or a sweep in a browser on this machine, drawn anew every ten seconds."""
-    from eagleray.api import report as api
-
-    with api.watch(run, port) as page:
+    with eagleray.watch(run, port) as page:
         console.print(f"{page.url} shows {run} until Ctrl-C", markup=False)
         with contextlib.suppress(KeyboardInterrupt):
             page.wait()

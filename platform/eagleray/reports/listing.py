@@ -6,12 +6,13 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from eagleray.base.errors import UserError
 from eagleray.reports.read import Run, read
 from eagleray.runs import layout
-from eagleray.runs.metrics import METRICS
+from eagleray.runs.metrics import METRICS, full_name
 from eagleray.storage import store
 
 log = logging.getLogger(__name__)
@@ -32,19 +33,26 @@ class Listed:
     changed: datetime | None  # UTC: of the newest start or end
 
 
-def list_runs(url: str, metric: str) -> list[Listed]:
-    """Return the runs in a folder or below it with their scores of one metric, the newest first.
+def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str = "") -> list[Listed]:
+    """Return the runs in a folder or s3:// URL: state, steps, and the best and newest value of one number of
+    metrics.jsonl, such as `knn/top1`, in short `knn`. The newest run comes first; `best` names a number instead of
+    `metric` by which the best run comes first. A run with a file that cannot be read is damaged, and the log says why.
+    Raises UserError and Outage.
 
-    A run with a file that cannot be read is damaged, and the log says why. Raises UserError when there is no such
-    folder, no run in it, or no such metric.
+    Example:
+
+        for run in eagleray.list_runs("runs", best="knn"):
+            print(run.name, run.state, run.best)
     """
+    url, metric = str(folder), full_name(best or metric)
     if metric not in METRICS:
         raise UserError(f"{metric}: no metric of runs; choose one of {', '.join(sorted(METRICS))}")
     root = store.absolute(url.rstrip("/") or "/")
     found = [_entry(out, root, metric) for out in sorted(run_folders(root))]
     if not found:
         raise UserError(f"{url}: no runs there; expected a folder with runs up to {DEPTH} folders below it")
-    return sorted(found, key=lambda run: run.changed or datetime.min.replace(tzinfo=UTC), reverse=True)
+    found.sort(key=lambda run: run.changed or datetime.min.replace(tzinfo=UTC), reverse=True)
+    return by_score(found, metric) if best else found
 
 
 def by_score(runs: list[Listed], metric: str) -> list[Listed]:

@@ -1,6 +1,7 @@
 """Read what a run's folder says about the run, whether it finished, stopped or failed."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.summary import read_summary
 from eagleray.storage import store
 
+Source = str | os.PathLike[str]  # an `eagleray.Run` is one, too
 LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
 LAST = 15  # lines of the log

@@ -1,5 +1,6 @@
 """Serve the page about a run on this machine, drawn again and again while the run goes on."""
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -11,9 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from eagleray.base.errors import Outage, UserError
+from eagleray.base.numbers_given import whole
 from eagleray.reports import sections, sweep
 from eagleray.reports.page import Page, render
-from eagleray.reports.read import read
+from eagleray.reports.read import Source, read
 from eagleray.storage import store
 from eagleray.sweeps.sweep_dir import sweep_folder
 
@@ -23,13 +25,20 @@ SECONDS = 10.0  # between two drawings
 
 
 class Watch:
-    """A server of the page about a run or a sweep, for browsers on this machine. It runs in threads until `close`, or
-    until its `with` block ends."""
+    """A server of the page about a run or a sweep, for browsers on this machine, at its `url`.
 
-    def __init__(self, url: str, port: int, seconds: float = SECONDS) -> None:
-        """`url` is the folder or s3:// URL of a run or of a sweep; a `port` of 0 is any free one; a page is drawn
-        `seconds` after the last one, and only if a browser asks for it. Raises UserError, and Outage when the store
-        does not answer."""
+    `run` is a `Run`, a folder or an s3:// URL; a `port` of 0 is any free one. A page is drawn `seconds` after the last
+    one, and only if a browser asks for it. The server runs in threads until `close`, or until its `with` block ends.
+    Raises UserError and Outage.
+
+    Example:
+
+        with eagleray.watch("runs/a") as page:
+            print("open", page.url)
+    """
+
+    def __init__(self, run: Source, port: int = 0, *, seconds: float = SECONDS) -> None:
+        url, port = os.fspath(run), whole("port", port, 0, 65535)
         self.of, self.seconds = url, seconds
         self._page, self._drawn, self._lock = page_about(url), time.monotonic(), threading.Lock()
         try:
@@ -66,6 +75,9 @@ class Watch:
                     return replace(self._page, lead=[*self._page.lead, line])
                 self._drawn = time.monotonic()
             return self._page
+
+
+watch = Watch  # a call reads like that of a function
 
 
 class Server(ThreadingHTTPServer):

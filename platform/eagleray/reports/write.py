@@ -1,5 +1,6 @@
 """Write a report as an HTML file, with its curves as PNGs in a folder of the same name."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
-from eagleray.reports.read import read
+from eagleray.reports.read import Source, read
 from eagleray.runs import layout, mlflow_run
 from eagleray.runs.layout_of_sweep import ROWS
 from eagleray.runs.run_store import run_store
@@ -19,11 +20,22 @@ NAME = "report.html"
 ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # states of a run, and MLflow's words
 
 
-def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
-    """Write the report of a run or a sweep into its folder, or a comparison of several runs into the working folder.
-    `out` names another file. Returns the paths that were written: the file, and for a run in a store also the copy
-    there. Raises UserError, and Outage when the store does not answer."""
+def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> list[str]:
+    """Write one HTML page about a run, a sweep, or several runs compared, and return where it is.
+
+    `runs` are `Run`s, folders or s3:// URLs. The page is `report.html` in the run's folder, or in the working folder
+    for several runs, unless `out` names another file; a run in a store gets a copy there. Raises UserError and Outage.
+
+    Example:
+
+        [page] = eagleray.report("runs/a")
+        assert page.endswith("report.html")
+    """
+    urls = [os.fspath(run) for run in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
+    if not urls:
+        raise UserError("runs=[]: expected a run, a sweep, or several runs")
     if out:
+        out = Path(out)
         files.check_local("--out", out)
         if out.suffix != ".html":
             raise UserError(f"--out {out}: expected a name that ends with .html")
@@ -32,13 +44,13 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
         url, folder = sweeps[0]
         trials = sweep.trials(url, len(files.read_lines(folder / ROWS)))
         raise UserError(f"{url}: a sweep cannot be compared with others; its trials can: {trials}")
-    runs = [] if sweeps else [read(g) for g in urls]
-    for run in runs:
+    found = [] if sweeps else [read(g) for g in urls]
+    for run in found:
         if run.state in ENDED:
             mend(run.out, run.folder, ENDED[run.state])
     for name, folder in sweeps:
         mend_sweep(store.absolute(name), folder)
-    beside = sweeps[0][1].resolve() if sweeps else runs[0].folder if len(runs) == 1 else Path.cwd()
+    beside = sweeps[0][1].resolve() if sweeps else found[0].folder if len(found) == 1 else Path.cwd()
     path = out or beside / NAME
     folder = path.with_suffix("")
     try:
@@ -46,16 +58,16 @@ def report(urls: Sequence[str], out: Path | None = None) -> list[str]:
         if sweeps:
             content = sweep.page(beside, store.absolute(sweeps[0][0]), folder)
         else:
-            content = sections.page(runs[0], folder) if len(runs) == 1 else compare.page(runs, folder)
+            content = sections.page(found[0], folder) if len(found) == 1 else compare.page(found, folder)
         files.write_atomic(path, render(content))
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
     finally:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-    if out or len(sweeps) + len(runs) != 1:
+    if out or len(sweeps) + len(found) != 1:
         return [str(path)]
-    place = run_store(sweeps[0][0] if sweeps else runs[0].out)
+    place = run_store(sweeps[0][0] if sweeps else found[0].out)
     for written in (path, *([] if sweeps else sorted(folder.glob("*.png")))):
         place.share(written)
     return list(dict.fromkeys([str(path), f"{place.out}/{NAME}"]))
