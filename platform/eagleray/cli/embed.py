@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import eagleray
 from eagleray.base.console import out as console
 from eagleray.base.errors import UserError
 from eagleray.cli.options import Plugins, WhereColumns
@@ -62,10 +63,8 @@ def embed(
 ) -> None:
     """Write the features of every sample as Parquet files, in the order of the index. The same command continues an
     interrupted one."""
-    from eagleray.api import embed as api
-
     show(
-        api.embed(
+        eagleray.embed(
             backbone,
             data,
             folder_of(out),
@@ -96,9 +95,7 @@ def measure(
 ) -> None:
     """Measure size, brightness, sharpness and more of every image, for data.train.where to choose by. The same command
     continues an interrupted one."""
-    from eagleray.api import data as api
-
-    show(api.measure(data, columns, folder_of(out), workers=workers))
+    show(eagleray.measure(data, columns, folder_of(out), workers=workers))
 
 
 def cluster(
@@ -133,10 +130,8 @@ def cluster(
 ) -> None:
     """Find the clusters and the near copies of a data set by its features, for data.train.where and weight to choose
     by."""
-    from eagleray.api import embed as api
-
     show(
-        api.find_clusters(
+        eagleray.find_clusters(
             features,
             data,
             folder_of(out),
@@ -169,7 +164,5 @@ def data_map(
     columns: WhereColumns = "",
 ) -> None:
     """Write a page that shows the images of a data set: a map, clusters, near copies, and the ends of every column."""
-    from eagleray.api import data as api
-
-    written = api.data_map(data, destination, features=features, where=where, columns=columns)
+    written = eagleray.data_map(data, destination, features=features, where=where, columns=columns)
     console.print(str(written), markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+import eagleray
 from eagleray.base.console import out, silence
 from eagleray.base.errors import UserError
 from eagleray.cli.options import Json, Plugins
@@ -106,13 +107,11 @@ def evaluate(
 def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: bool) -> None:
     """Evaluate, print the scores, and exit with status 2 when a protocol could not be run."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
-    from eagleray.api import evaluate as api
-
     refused = False
     with silence(as_json or form is Format.json):
         try:
-            scores = api.evaluate(backbone, **options)
-        except api.Refused as e:  # what was refused is printed already, when its turn came
+            scores = eagleray.evaluate(backbone, **options)
+        except eagleray.Refused as e:  # what was refused is printed already, when its turn came
             scores, refused = e.scores, True
     if as_json:
         print(json.dumps(scores))

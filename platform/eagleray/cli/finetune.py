@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+import eagleray
 from eagleray.base.console import silence
 from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
 from eagleray.cli.outcome import show_run
@@ -26,8 +27,6 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Train a recipe from pretrained weights. The same as `pretrain` with backbone.weights=WEIGHTS."""
-    from eagleray.api import pretrain as api
-
     with silence(as_json):
-        run = api.finetune(weights, name, overrides, plugins=plugin or ())
+        run = eagleray.finetune(weights, name, overrides, plugins=plugin or ())
     show_run(run, as_json)

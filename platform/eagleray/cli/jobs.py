@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+import eagleray
 from eagleray.base.console import say
 from eagleray.base.text import aligned
 from eagleray.cli.options import Insist, Plugins, complete_recipe
@@ -65,12 +66,11 @@ def submit(
     interrupted one continues.
 
     The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
-    from eagleray.api import jobs as api
     from eagleray.api.job_commands import COMMANDS
 
     command = name if name in COMMANDS else "pretrain"
     arguments, options = parse(name, words or []) if name in COMMANDS else ([name, *(words or [])], {})
-    job = api.submit(
+    job = eagleray.submit(
         arguments[0],
         arguments[1:],
         command=command,
@@ -112,9 +112,7 @@ def jobs(
 ) -> None:
     """List the runs and other commands that were submitted to a cluster, with their state and exit status, and what
     they wait for."""
-    from eagleray.api import jobs as api
-
-    runs = api.jobs(address)
+    runs = eagleray.jobs(address)
     if as_json:
         print(json.dumps([{k: v for k, v in asdict(j).items() if k not in ("address", "digest")} for j in runs]))
         return
@@ -140,9 +138,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print the log of a submitted run."""
-    from eagleray.api import jobs as api
-
-    submitted = api.job(job, address=address)
+    submitted = eagleray.job(job, address=address)
     if follow:
         with leaving(job):
             sys.exit(submitted.follow())
@@ -152,9 +148,7 @@ def logs(
 
 def stop(job: Id, address: Address = None) -> None:
     """Ask a submitted run to save a checkpoint and end. Submitting it again continues it."""
-    from eagleray.api import jobs as api
-
-    api.job(job, address=address).stop()
+    eagleray.job(job, address=address).stop()
 
 
 @contextmanager

@@ -65,11 +65,9 @@ def pretrain(
     """Pretrain a backbone, or continue an interrupted run: the same command goes on where the last one stopped.
 
     Most runs set data.train=SHARDS, out=FOLDER and workers=N (Ray workers, one GPU each; 0 runs without Ray)."""
-    from eagleray.api import pretrain as api
-
     with silence(as_json):
         keys = {"profile": profile} if profile else {}
-        run = api.pretrain(name, overrides, plugins=plugin or (), insist=insist, **keys)
+        run = eagleray.pretrain(name, overrides, plugins=plugin or (), insist=insist, **keys)
     show_run(run, as_json)
 
 
@@ -93,9 +91,7 @@ def index(
     ],
 ) -> None:
     """Write the index of existing WebDataset tars. An index that is there already is replaced."""
-    from eagleray.api import data as api
-
-    for folder in api.index(url):
+    for folder in eagleray.index(url):
         bad = f", {folder['bad']} broken samples or shards" if folder["bad"] else ""
         out.print(f"{folder['index']}: {folder['images']} images{bad}", markup=False)
         for line in folder["left_out"]:
@@ -238,9 +234,7 @@ def which(
     as_json: Json = False,
 ) -> None:
     """Say in which steps of a run a sample was read."""
-    from eagleray.api import data as api
-
-    found = api.which(run, key, plugins=plugin or ())
+    found = eagleray.which(run, key, plugins=plugin or ())
     if as_json:
         print(json.dumps(found))
         return

@@ -4,6 +4,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+import eagleray
 from eagleray.base.console import out
 
 if TYPE_CHECKING:
@@ -22,12 +23,11 @@ def show_run(run: "Run", as_json: bool) -> None:
 
 def show_card(source: str, origin: str, destination: str, **options: Any) -> None:
     """Prepare shards, and print the card that describes them."""
-    from eagleray.api import data as api
     from eagleray.datasets import card
     from eagleray.storage import store
 
     # The command as it was given goes into the card.
-    prepared = api.prepare(source, origin, destination, **options, command=card.command(sys.argv[1:]))
+    prepared = eagleray.prepare(source, origin, destination, **options, command=card.command(sys.argv[1:]))
     for line in card.lines(prepared):
         out.print(line, markup=False)
     where = store.absolute(destination).rstrip("/")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import eagleray
 from eagleray.base.console import out, silence
 from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
 
@@ -42,10 +43,8 @@ def plan(
     """Say before a run starts whether it fits into memory, how fast it will be, what limits it and what it costs.
 
     Nothing is trained: a step of the recipe is traced without computing it, on any machine, in seconds."""
-    from eagleray.api import plan as api
-
     with silence(as_json):
-        planned = api.plan(
+        planned = eagleray.plan(
             name,
             overrides,
             gpu=gpu,

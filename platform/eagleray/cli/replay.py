@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import eagleray
 from eagleray.base.console import out
 from eagleray.cli.options import Plugins
 
@@ -33,9 +34,7 @@ def replay(
     the run has recorded.
 
     Nothing of the run is changed. The exit status is 1 when the numbers differ."""
-    from eagleray.api import replay as api
-
-    again = api.replay(run, step, from_start=from_start, plugins=plugin or ())
+    again = eagleray.replay(run, step, from_start=from_start, plugins=plugin or ())
     out.print(str(again), markup=False)
     for key in again.keys if keys else ():
         out.print(key, markup=False)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import eagleray
 from eagleray.base.console import silence
 from eagleray.cli.options import Json, Plugins, complete_sweep
 
@@ -46,10 +47,8 @@ def tune(
     """Search for the best settings of a recipe: many trials, a table, plots, and the best recipe as a file.
 
     Most sweeps set data.train=SHARDS, data.test=SHARDS and out=FOLDER."""
-    from eagleray.api import tune as api
-
     with silence(as_json):
-        result = api.tune(name, overrides, plugins=plugin or (), max_concurrent=most, resume=resume)
+        result = eagleray.tune(name, overrides, plugins=plugin or (), max_concurrent=most, resume=resume)
     if not result.pop("finished"):
         sys.exit(1)
     if as_json:
